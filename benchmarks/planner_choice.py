@@ -16,7 +16,6 @@ from phalanx.cost.estimate.constants import memory_constants, time_constants
 from phalanx.cost.estimate.job_table import job_table
 from phalanx.cost.estimate.memory import estimate_memory, oom_probability
 from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.cost.kinds import ScheduleKind
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.tables.csv_rows import read_rows
 from phalanx.plan.tables.job_columns import JobRow, stage_columns
@@ -133,7 +132,7 @@ def _grid(own: JobRow, ranks: float, batch: float) -> Iterator[JobRow]:
             "micro_batches": batch / dp / micro_batch,
             "zero_stage": zero,
             "shard_group_size": dp if zero else 1,
-            "schedule": ScheduleKind.ONE_F_ONE_B if pp > 1 else ScheduleKind.NONE,
+            "schedule": "1f1b" if pp > 1 else "none",
             "sequence_parallel": float(tp > 1),
         }
         yield choice | stage_columns(choice)

@@ -74,7 +74,8 @@ def with_components(run: RunSpec | str | Path, components: Components) -> RunSpe
             raise UserError(field, None, "has no effect on a run directory", fix="pass the run file or a RunSpec")
         run = load_run(run)
     table = run.model_dump(mode="json")
-    table["optimizer"] = run.optimizer.model_dump(mode="json", exclude_unset=True)  # defaults remain those of the model
+    # Defaults of the optimizer remain those of the model.
+    table["optimizer"] = run.optimizer.model_dump(mode="json", exclude_unset=True)
     for path, component in changes.items():
         section, _, field = path.partition(".")
         table[section][field] = _component_table(path, component)

@@ -143,18 +143,16 @@ def place_on_nodes(run: RunSpec, world_size: int) -> RunSpec:
     Raises UserError if the ranks do not fill the nodes.
     """
     cluster = run.cluster
-    per_node = cluster.nproc_per_node or _ranks_per_node(cluster.nodes, cluster.cores is not None, world_size)
-    per_node = min(per_node, world_size)
+    if cluster.nproc_per_node:
+        per_node = min(cluster.nproc_per_node, world_size)
+    elif cluster.nodes > 1 and world_size % cluster.nodes == 0:
+        per_node = world_size // cluster.nodes
+    elif cluster.cores is not None:
+        per_node = world_size
+    else:
+        per_node = max(size for size in divisors(world_size) if size <= DEFAULT_DEVICES_PER_NODE)
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
         raise UserError("world_size", world_size, "does not fill its nodes", fix=fix)
     changes = {"nodes": world_size // per_node, "nproc_per_node": per_node}
     return run.replace(cluster=cluster.replace(**changes))
-
-
-def _ranks_per_node(nodes: int, is_cpu: bool, world_size: int) -> int:
-    if nodes > 1 and world_size % nodes == 0:
-        return world_size // nodes
-    if is_cpu:
-        return world_size
-    return max(size for size in divisors(world_size) if size <= DEFAULT_DEVICES_PER_NODE)

@@ -111,12 +111,21 @@ def train_run(
         command = [sys.executable, "-P", "-m", "phalanx", "train", argument, *_arguments(options)]
         environment = {**_environment(run), ERROR_FILE_VARIABLE: str(error_file)}
         exit_code, last_lines = _follow(command, environment, quiet)
-        if exit_code == 2 and error_file.exists():  # a command that a callback ran may have written it too
+        # A command that a callback ran may have written the file too.
+        if exit_code == 2 and error_file.exists():
             raise error_from_record(json.loads(error_file.read_text(encoding="utf-8")))
     if not (directory / RUN_FILE).is_file():
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
         raise UserError("phalanx train", None, problem, fix="read its output")
-    return _read_result(directory, exit_code)
+    data = read_run(directory)
+    return TrainResult(
+        run_dir=directory,
+        exit_reason=EXIT_REASONS.get(exit_code, "failed"),
+        exit_code=exit_code,
+        metrics=data.step_metrics[-1] if data.step_metrics else {},
+        held_out_loss=data.evaluations[-1]["held_out_loss"] if data.evaluations else None,
+        failure=data.failure,
+    )
 
 
 def _arguments(options: Mapping[str, object]) -> Iterator[str]:
@@ -147,7 +156,8 @@ def _environment(run: RunSpec | str | Path) -> dict[str, str]:
     Variables that set fields apply to run files, not to a RunSpec.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if PACKAGE_ROOT.name != "site-packages":  # a checkout may be on sys.path in ways that a new process does not know
+    # A checkout may be on sys.path in ways that a new process does not know.
+    if PACKAGE_ROOT.name != "site-packages":
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     if isinstance(run, RunSpec):
         return {
@@ -175,15 +185,3 @@ def _follow(command: Sequence[str], environment: dict[str, str], quiet: bool) ->
             process.communicate()
             raise
     return process.returncode, list(last_lines)
-
-
-def _read_result(directory: Path, exit_code: int) -> TrainResult:
-    data = read_run(directory)
-    return TrainResult(
-        run_dir=directory,
-        exit_reason=EXIT_REASONS.get(exit_code, "failed"),
-        exit_code=exit_code,
-        metrics=data.step_metrics[-1] if data.step_metrics else {},
-        held_out_loss=data.evaluations[-1]["held_out_loss"] if data.evaluations else None,
-        failure=data.failure,
-    )

@@ -1,16 +1,15 @@
-"""Categories that a job table encodes as numbers.
-
-Attention kernel, activation checkpointing, pipeline schedule and offload target.
-"""
+"""Choices of a job as numbers, since a job table is columns of numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.spec.layout import CheckpointingName
+from phalanx.spec.layout import CheckpointingName, OffloadName, ScheduleName
 
 Column = NDArray[np.float64]
 
@@ -31,59 +30,32 @@ class AttentionKernel(IntEnum):
     """Ring attention with a kernel of FLASH_2 for each step, whose result is merged with those of earlier steps."""
 
 
-class ActivationCheckpointing(IntEnum):
-    """Operations that the backward pass recomputes.
+Recomputation = Literal[CheckpointingName, "attention core", "operations"]
+"""Operations that the backward pass recomputes: those of `layout.activation_checkpointing`, or of other trainers.
 
-    - NONE: nothing.
-    - SELECTIVE: attention's core (arXiv 2205.05198, section 5).
-    - OPERATIONS: norms and activations (Megatron-Core's recompute_modules); with FSDP, also every other product
-    (torchtitan's selective).
-    - FULL: full blocks.
-    - ATTENTION: attention with its projections (Phalanx's own selective).
-    - OFFLOAD: full blocks, whose inputs are in CPU memory between the passes.
-    - NORMS: outputs of the norms of the residual stream.
-    """
-
-    NONE = 0
-    SELECTIVE = 1
-    OPERATIONS = 2
-    FULL = 3
-    ATTENTION = 4
-    OFFLOAD = 5
-    NORMS = 6
-
-
-PHALANX_CHECKPOINTING: dict[CheckpointingName, ActivationCheckpointing] = {
-    "none": ActivationCheckpointing.NONE,
-    "norms": ActivationCheckpointing.NORMS,
-    "selective": ActivationCheckpointing.ATTENTION,
-    "full": ActivationCheckpointing.FULL,
-    "offload": ActivationCheckpointing.OFFLOAD,
-}
-"""Map from `layout.activation_checkpointing` to its method.
-
-Selective checkpointing drops the activations of attention's projections, even if flash kernels save no scores.
+- none: nothing.
+- norms: outputs of the norms of the residual stream.
+- selective: attention with its projections, even if flash kernels save no scores.
+- full: full blocks.
+- offload: full blocks, whose inputs are in CPU memory between the passes.
+- attention core: attention without its projections, Megatron-LM's selective (arXiv 2205.05198, section 5).
+- operations: norms and activations (Megatron-Core's recompute_modules); with FSDP, also every other product
+(torchtitan's selective).
 """
+Schedule = Literal["none", ScheduleName]
+"""Schedule of a pipeline; none without a pipeline."""
+Trainer = Literal["Phalanx", "Megatron-LM", "DeepSpeed", "FSDP", "nanotron"]
+Choice = Recomputation | Schedule | OffloadName | Trainer
+
+CODES: dict[Choice, int] = {
+    name: code
+    for code, name in enumerate(
+        dict.fromkeys(name for choice in (Recomputation, Schedule, OffloadName, Trainer) for name in get_args(choice))
+    )
+}
+"""Number of each choice in a column; 0 is "none"."""
 
 
-class ScheduleKind(IntEnum):
-    """Pipeline schedules with different bubbles."""
-
-    NONE = 0
-    ONE_F_ONE_B = 1
-    INTERLEAVED = 2
-    ZB_H1 = 3
-    ZB_H2 = 4
-    ZB_V = 5
-    GPIPE = 6
-
-
-class OffloadTarget(IntEnum):
-    """Storage of the training state of a rank.
-
-    NONE is its device, CPU is CPU memory, and FILES is files for the part that `parallel.data.offload` stores there.
-    """
-
-    NONE = 0
-    CPU = 1
-    FILES = 2
+def select_choice(column: Column, values: Mapping[Choice, Column], default: Column | float) -> Column:
+    """Return the value of each row's choice."""
+    return np.select([column == CODES[choice] for choice in values], list(values.values()), default)

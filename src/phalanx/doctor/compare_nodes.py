@@ -53,17 +53,12 @@ def write_node_report(directory: Path, node: NodeReport) -> Path:
 def read_node_reports(directory: Path) -> list[NodeReport]:
     """Return the reports of the nodes in a directory.
 
-    Raises:
-        UserError: The directory contains no report, or an invalid one.
+    Raises UserError if the directory contains no report, or an invalid one.
     """
     files = sorted(directory.glob(f"*{REPORT_SUFFIX}"))
     if not files:
-        raise UserError(
-            "--compare-reports",
-            str(directory),
-            f"has no *{REPORT_SUFFIX}",
-            fix="run `phalanx doctor --save-report` with this directory on every node",
-        )
+        fix = "run `phalanx doctor --save-report` with this directory on every node"
+        raise UserError("--compare-reports", str(directory), f"has no *{REPORT_SUFFIX}", fix=fix)
     return [_read_node_report(file) for file in files]
 
 
@@ -77,7 +72,10 @@ def stale_report_findings(directory: Path) -> list[DoctorFinding]:
 
 
 def collective_findings(directory: Path) -> list[DoctorFinding]:
-    """Return the findings of the ranks' measurement, or its failures; for an old one only that it is old."""
+    """Return the findings of the ranks' measurement, or its failures; for an old one only that it is old.
+
+    Raises UserError if the file of findings has another format.
+    """
     failed = RULES["between.failed"]
     old = RULES["nodes.old"]
     files = [*directory.glob(COLLECTIVES_FILE), *(directory / FAILURES_DIR).glob("rank-*.json")]
@@ -87,7 +85,15 @@ def collective_findings(directory: Path) -> list[DoctorFinding]:
     minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
     if minutes > old.limit:
         return [old.violation(files[-1].name, minutes)]
-    return [*(failed_rank_findings(directory) or [failed.ok("all")]), *_read_collective_findings(directory)]
+    findings = failed_rank_findings(directory) or [failed.ok("all")]
+    file = directory / COLLECTIVES_FILE
+    try:
+        if file.exists():
+            findings += [DoctorFinding(**finding) for finding in parse_json(file.read_bytes())]
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"is not a file of phalanx.doctor.multi_node_benchmark ({type(error).__name__})"
+        raise UserError("--compare-reports", str(file), problem, fix="remove it, and measure again") from None
+    return findings
 
 
 def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
@@ -107,37 +113,20 @@ def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
     return [rule.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(ranks.items())]
 
 
-def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
-    """Return the saved findings of the ranks' measurement.
-
-    Raises:
-        UserError: The file has another format.
-    """
-    file = directory / COLLECTIVES_FILE
-    try:
-        return [DoctorFinding(**finding) for finding in parse_json(file.read_bytes())] if file.exists() else []
-    except (OSError, ValueError, TypeError) as error:
-        problem = f"is not a file of phalanx.doctor.multi_node_benchmark ({type(error).__name__})"
-        raise UserError("--compare-reports", str(file), problem, fix="remove it, and measure again") from None
-
-
 def _read_node_report(file: Path) -> NodeReport:
     try:
         report = parse_json(file.read_bytes())
-        findings = tuple(DoctorFinding(**finding) for finding in report["findings"])
-        job_hosts = tuple(map(str, report.get("job_nodes", ())))
         return NodeReport(
             host=str(report["host"]),
             clock_offset_seconds=float(report["clock_offset_seconds"]),
             facts=dict(report["facts"]),
-            findings=findings,
-            job_nodes=job_hosts,
+            findings=tuple(DoctorFinding(**finding) for finding in report["findings"]),
+            job_nodes=tuple(map(str, report.get("job_nodes", ()))),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not a node report ({type(error).__name__})"
-        raise UserError(
-            "--compare-reports", str(file), problem, fix="run `phalanx doctor --save-report` on that node again"
-        ) from None
+        fix = "run `phalanx doctor --save-report` on that node again"
+        raise UserError("--compare-reports", str(file), problem, fix=fix) from None
 
 
 def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[DoctorFinding]:
@@ -147,20 +136,15 @@ def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[
     """
     names = sorted({name for node in nodes for name in node.facts})
     drift = [finding for name in names for finding in _drift_findings(name, nodes)]
+    # Without names of nodes, only the number of reports is known.
+    rule = RULES["nodes.missing"]
+    missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
+    missing = [rule.violation("", "no report", "one per node", host=host) for host in sorted(missing_hosts)]
     return [
-        *_missing_node_findings(nodes, expected_nodes),
+        *(missing or rule.check(len(nodes), limit=expected_nodes)),
         *(drift or [RULES["nodes.drift"].ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
         *clock_skew_findings({node.host: node.clock_offset_seconds for node in nodes}),
     ]
-
-
-def _missing_node_findings(nodes: Sequence[NodeReport], expected_nodes: int) -> list[DoctorFinding]:
-    """Return the nodes of the job without a report, or the number of reports if names are unknown."""
-    rule = RULES["nodes.missing"]
-    missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
-    if missing_hosts:
-        return [rule.violation("", "no report", "one per node", host=host) for host in sorted(missing_hosts)]
-    return rule.check(len(nodes), limit=expected_nodes)
 
 
 def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[DoctorFinding]:

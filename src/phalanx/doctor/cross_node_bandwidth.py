@@ -36,18 +36,15 @@ def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding
     large = [result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second]
     if not large:
         return [*wrong, BANDWIDTH.skip("no collective of that size uses links of known speed")]
-    slow = [finding for result in large for finding in _check_bandwidth(result)]
+    slow = []
+    for result in large:
+        share = BANDWIDTH.parameters["huge_limit"] if result.size_bytes >= HUGE_BYTES else BANDWIDTH.limit
+        required = share * (result.link_bytes_per_second or 0)
+        if result.bus_bytes_per_second < required:
+            device = f"{result.name}, {result.ranks} ranks, {result.size_bytes:,} B"
+            measured = round(result.bus_bytes_per_second / GB, 2)
+            slow.append(BANDWIDTH.violation(device, measured, f"at least {required / GB:.3g}"))
     return [*wrong, *(slow or [BANDWIDTH.ok(f"{len(large)} collectives")])]
-
-
-def _check_bandwidth(result: CollectiveResult) -> list[DoctorFinding]:
-    share = BANDWIDTH.parameters["huge_limit"] if result.size_bytes >= HUGE_BYTES else BANDWIDTH.limit
-    required = share * (result.link_bytes_per_second or 0)
-    if result.bus_bytes_per_second >= required:
-        return []
-    device = f"{result.name}, {result.ranks} ranks, {result.size_bytes:,} B"
-    measured = round(result.bus_bytes_per_second / GB, 2)
-    return [BANDWIDTH.violation(device, measured, f"at least {required / GB:.3g}")]
 
 
 def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[DoctorFinding]:

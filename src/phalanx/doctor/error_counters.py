@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 
 from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.probes import nvidia_smi, pci, rdma
-from phalanx.doctor.rules import RULES, SECTIONS, Rule
+from phalanx.doctor.rules import RULES, SECTIONS
 
 CounterSnapshot = dict[str, dict[str, int]]
 """Counts by rule, and by device and counter, such as "mlx5_0 symbol_error"."""
@@ -33,32 +33,32 @@ def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[Do
 
     A counter below its earlier value was reset. A counter without an earlier value is ignored.
     """
-    growth = {rule: _growth(before.get(rule, {}), counts) for rule, counts in after.items()}
+    growth: CounterSnapshot = {rule: {} for rule in after}
+    for rule_id, counters in after.items():
+        for name, count in counters.items():
+            if (earlier := before.get(rule_id, {}).get(name)) is not None:
+                growth[rule_id][name] = count - earlier if count >= earlier else count
     findings = []
     for rule in SECTIONS["counters"].rules:
         counts = growth.get(rule.id)
         if not counts:
             findings.append(rule.skip("the machine has no such counters"))
         elif rule.id in DENOMINATORS:
-            findings += _check_shares(rule, counts, growth.get(DENOMINATORS[rule.id], {}))
+            totals = growth.get(DENOMINATORS[rule.id], {})
+            shares = {name: count / max(1, totals.get(name, 0)) for name, count in counts.items()}
+            high = ((name, float(f"{share:.2g}")) for name, share in shares.items() if share > rule.limit)
+            findings += rule.report(high, ok=float(f"{max(shares.values()):.2g}"))
         else:
             findings += rule.report(((name, count) for name, count in counts.items() if count > rule.limit), ok=0)
     return findings
-
-
-def _check_shares(rule: Rule, counts: Mapping[str, int], totals: Mapping[str, int]) -> list[DoctorFinding]:
-    shares = {name: count / max(1, totals.get(name, 0)) for name, count in counts.items()}
-    wrong = ((name, float(f"{share:.2g}")) for name, share in shares.items() if share > rule.limit)
-    return rule.report(wrong, ok=float(f"{max(shares.values()):.2g}"))
 
 
 def _read_all(machine: Machine) -> Iterator[tuple[str, str, int]]:
     for name, port in rdma.rdma_ports(machine).items():
         for rule in ("counters.link", "counters.resent"):
             for counter in RULES[rule].inputs:
-                yield from _read_counter(
-                    machine, rule, f"{name} {counter.rpartition('/')[2]}", f"{port.path}/{counter}"
-                )
+                label = f"{name} {counter.rpartition('/')[2]}"
+                yield from _read_counter(machine, rule, label, f"{port.path}/{counter}")
         (marked_packets,) = RULES["counters.ecn"].inputs
         yield from _read_counter(machine, "counters.ecn", name, f"{port.path}/{marked_packets}")
         yield from _read_counter(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
@@ -111,12 +111,3 @@ def _read_tcp_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
         for rule, counter in (("counters.tcp", "RetransSegs"), (SEGMENTS, "OutSegs")):
             if values.get(counter, "").isdecimal():
                 yield rule, "tcp", int(values[counter])
-
-
-def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the growth of each counter that has an earlier value."""
-    growth = {}
-    for name, count in after.items():
-        if name in before:
-            growth[name] = count - before[name] if count >= before[name] else count
-    return growth

@@ -15,14 +15,11 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
     """Return the known requirements of a run, without reading other files.
 
     The memory is known if the layout and the number of ranks are given, the number of GPUs if the device is given.
-
-    Raises:
-        UserError: The layout cannot run on the number of ranks.
+    Raises UserError if the layout cannot run on the number of ranks.
     """
     cluster = run.cluster
-    ranks = (
-        nproc or cluster.nproc_per_node or (1 if cluster.device == "cpu" else None)
-    )  # the default of `phalanx train`
+    # The default of `phalanx train`.
+    ranks = nproc or cluster.nproc_per_node or (1 if cluster.device == "cpu" else None)
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.output_dir).expanduser().absolute()
     is_open = run.auto_layout or run.layout.auto_checkpointing

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from glob import glob
+from itertools import islice
 from pathlib import Path
-from typing import IO
 
 from phalanx.doctor.subprocesses import CommandOutput, run_command
 from phalanx.runs.host import host_name
@@ -94,11 +94,13 @@ class Machine:
         `~` is the user's home directory, in a snapshot too. During recording, all checks get the text of the first
         read.
         """
-        if (recorded := self._read_record(path)) is not None:
-            return recorded
+        with suppress(OSError):
+            if self.record and (recorded := (self.record / path.lstrip("/")).read_text().strip()):
+                return recorded
         try:
             with self._resolve_path(path).open("rb") as file:
-                text = b"".join(_read_pieces(file)).decode(errors="replace").replace("\0", "").strip()
+                pieces = islice(iter(partial(file.read, PIECE_BYTES), b""), MAX_PIECES)
+                text = b"".join(pieces).decode(errors="replace").replace("\0", "").strip()
         except OSError:
             return None
         self._record_file(path, text + "\n")
@@ -114,13 +116,7 @@ class Machine:
     def run(self, name: str, *argv: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
         """Run a program, and return its output, or None if it is not installed.
 
-        Args:
-            name: The name of the recorded output.
-            argv: The program and its arguments.
-            seconds: The time limit.
-
-        Raises:
-            CommandTimeout: The program did not finish in time.
+        Raises CommandTimeout if the program did not finish in time.
         """
         answer = self._recorded_output(name) if self.root else _try_command(argv, seconds)
         if answer is None:
@@ -140,11 +136,6 @@ class Machine:
             return CommandOutput(text)
         return CommandOutput(text[: status.start()], int(status[2]) if status[2] else None)
 
-    def _read_record(self, path: str) -> str | None:
-        with suppress(OSError):
-            return (self.record / path.lstrip("/")).read_text().strip() or None if self.record else None
-        return None
-
     def _resolve_path(self, path: str) -> Path:
         return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
 
@@ -157,17 +148,10 @@ class Machine:
             target.mkdir(parents=True, exist_ok=True)
         elif text or not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f"{target.name}.{os.getpid()}")  # another check may read it at the same time
+            # Another check may read it at the same time.
+            temporary = target.with_name(f"{target.name}.{os.getpid()}")
             temporary.write_text(text)
             temporary.replace(target)
-
-
-def _read_pieces(file: IO[bytes]) -> Iterator[bytes]:
-    for _ in range(MAX_PIECES):
-        piece = file.read(PIECE_BYTES)
-        if not piece:
-            return
-        yield piece
 
 
 def _try_command(argv: tuple[str, ...], seconds: float) -> CommandOutput | None:

@@ -12,10 +12,10 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -67,28 +67,22 @@ def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
     world_size = dist.get_world_size()
     machine = Machine()
     hosts: list[str] = all_gather_objects(machine.host)
-    is_host_reporter = dist.get_rank() == hosts.index(machine.host)  # one rank reports for its host
-    times: list[float] = _gather_clocks()
+    # One rank reports for its host.
+    is_host_reporter = dist.get_rank() == hosts.index(machine.host)
+    # Clocks are read after a barrier, which takes less time than they may differ.
+    dist.barrier()
+    times: list[float] = all_gather_objects(time.time())
     before = error_counters.read_counters(machine) if is_host_reporter else {}
-    benchmarks = benchmark_collectives(
-        run,
-        build_mesh(run.layout, world_size, device.type),
-        device,
-        iterations=ITERATIONS,
-        sweep=_extra_sizes(run.cluster),
-    )
+    mesh = build_mesh(run.layout, world_size, device.type)
+    # If the speed of links is known, a size that is limited by it is measured in addition to the run's sizes.
+    knows_speed = run.cluster.link_bytes_per_second or run.cluster.network_bytes_per_second
+    sweep = [LARGE_BYTES] if knows_speed else []
+    benchmarks = benchmark_collectives(run, mesh, device, iterations=ITERATIONS, sweep=sweep)
     speeds = measure_node_pairs(hosts, device)
     dist.barrier()
-    local_findings = (
-        error_counters.counter_findings(before, error_counters.read_counters(machine)) if is_host_reporter else []
-    )
-    counter_growth = [
-        DoctorFinding(**fields)
-        for host_findings in all_gather_objects(
-            [asdict(replace(finding, host=machine.host)) for finding in local_findings]
-        )
-        for fields in host_findings
-    ]
+    growth = error_counters.counter_findings(before, error_counters.read_counters(machine)) if is_host_reporter else []
+    gathered = all_gather_objects([asdict(replace(finding, host=machine.host)) for finding in growth])
+    counter_growth = [DoctorFinding(**fields) for host_findings in gathered for fields in host_findings]
     clocks = {host: times[hosts.index(host)] for host in dict.fromkeys(hosts)}
     results = [result for benchmark in benchmarks for result in achieved_bandwidth(benchmark, hosts, run.cluster)]
     return [
@@ -99,21 +93,11 @@ def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
     ]
 
 
-def _extra_sizes(cluster: ClusterSpec) -> list[int]:
-    """Return a size in addition to the run's that is limited by bandwidth, if that of the links is known."""
-    known = cluster.link_bytes_per_second or cluster.network_bytes_per_second
-    return [LARGE_BYTES] if known else []
-
-
 def achieved_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> list[CollectiveResult]:
     """Return the bandwidth of a collective by size: the better one of in place and out of place.
 
-    Args:
-        benchmark: A result of `benchmark_collectives`.
-        hosts: The host of each rank.
-        cluster: The links' bandwidth.
+    `hosts` is the host of each rank.
     """
-    document = benchmark["nccl_tests"]
     links = expected_bus_bandwidth(benchmark, hosts, cluster)
     return [
         CollectiveResult(
@@ -124,7 +108,7 @@ def achieved_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster:
             link_bytes_per_second=links,
             wrong=sum(result[mode]["nwrong"] or 0 for mode in ("in_place", "out_of_place")),
         )
-        for result in document["results"]
+        for result in benchmark["nccl_tests"]["results"]
     ]
 
 
@@ -133,20 +117,15 @@ def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], clus
 
     Within a node it is that of the links. Across nodes, a ring enters and leaves each node once, over the cards of all
     of the group's k ranks there. In an all-to-all, each rank's card carries the data for n - k of the n - 1 other
-    ranks.
-
-    Args:
-        benchmark: A result of `benchmark_collectives`.
-        hosts: The host of each rank.
-        cluster: The bandwidth of links and network.
+    ranks. `hosts` is the host of each rank.
     """
     bandwidths = []
+    link = cluster.link_bytes_per_second
+    network = cluster.network_bytes_per_second
     for group in benchmark["groups"]:
-        ranks_per_host = [len(list(host_ranks)) for _, host_ranks in groupby(sorted(hosts[rank] for rank in group))]
-        k = min(ranks_per_host)
+        ranks_per_host = Counter(hosts[rank] for rank in group)
+        k = min(ranks_per_host.values())
         n = len(group)
-        link = cluster.link_bytes_per_second
-        network = cluster.network_bytes_per_second
         if len(ranks_per_host) == 1:
             limits = [link]
         elif benchmark["operation"] == "all_to_all":
@@ -183,6 +162,12 @@ def _measure_exchanges(
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     speeds: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def exchange(partner: int) -> None:
+        operations = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
     for matched in round_robin_pairs(len(names)) if len(names) > 1 else []:
         dist.barrier()
         local_result = None
@@ -190,26 +175,13 @@ def _measure_exchanges(
             partners = dict(zip(ranks[names[a]], ranks[names[b]], strict=False))
             partners |= {other: one for one, other in partners.items()}
             if dist.get_rank() in partners:
-                call = partial(_exchange, sent, received, partners[dist.get_rank()])
+                call = partial(exchange, partners[dist.get_rank()])
                 local_result = (names[a], names[b]), median(time_calls(call, device, ITERATIONS))
         results = [result for result in all_gather_objects(local_result) if result is not None]
         for pair in {result[0] for result in results}:
             seconds = [result[1] for result in results if result[0] == pair]
             speeds[pair] = len(seconds) / 2 * size_bytes / max(seconds), len(seconds) // 2
     return speeds
-
-
-def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
-    send = dist.P2POp(dist.isend, sent, partner)
-    receive = dist.P2POp(dist.irecv, received, partner)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-
-
-def _gather_clocks() -> list[float]:
-    """Return the clock of every rank after a barrier, which takes less time than clocks may differ."""
-    dist.barrier()
-    return all_gather_objects(time.time())
 
 
 def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
@@ -228,13 +200,11 @@ def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
 
 def main() -> None:
     """Run the benchmark on this rank."""
-    parser = argparse.ArgumentParser(
-        "phalanx.doctor.multi_node_benchmark", description="Check the nodes of a run, on this rank."
-    )
+    description = "Check the nodes of a run, on this rank."
+    parser = argparse.ArgumentParser("phalanx.doctor.multi_node_benchmark", description=description)
     parser.add_argument("run", type=Path, help="a run file")
-    parser.add_argument(
-        "--out", type=Path, required=True, help=f"the directory in which rank 0 writes {COLLECTIVES_FILE}"
-    )
+    help_text = f"the directory in which rank 0 writes {COLLECTIVES_FILE}"
+    parser.add_argument("--out", type=Path, required=True, help=help_text)
     exit_rank(rank_main(parser.parse_args()))
 
 
@@ -244,22 +214,19 @@ def rank_main(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.out.mkdir(parents=True, exist_ok=True)
     hang_dumps.remove_dumps(args.out, rank)
-    if rank == 0:  # files of an earlier start would count as this one's
+    # Files of an earlier start would count as this one's.
+    if rank == 0:
         hang_dumps.remove_dumps_from_rank(args.out, ranks)
         (args.out / COLLECTIVES_FILE).unlink(missing_ok=True)
     try:
         run = load_run(args.run, environment={})
         if ranks == 1:
-            raise UserError(
-                "phalanx.doctor.multi_node_benchmark",
-                ranks,
-                "rank sends nothing",
-                fix="start several ranks with torchrun",
-            )
-        check_layout(run, ranks)  # before ranks wait for each other
-        findings = check_nodes(
-            run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds))
-        )
+            fix = "start several ranks with torchrun"
+            raise UserError("phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", fix=fix)
+        # Before ranks wait for each other.
+        check_layout(run, ranks)
+        timeout = min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds)
+        findings = check_nodes(run, init_distributed(select_device(run), timeout))
         if rank == 0:
             (args.out / COLLECTIVES_FILE).write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     except Exception as error:

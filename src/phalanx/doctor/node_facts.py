@@ -36,12 +36,13 @@ def node_facts(machine: Machine) -> Facts:
     ports = rdma.rdma_ports(machine)
     interfaces = sorted({port.interface for port in ports.values() if port.interface})
     memory = memory_bytes(machine).get("MemTotal")
+    # The kernel reserves different amounts of memory, so it is rounded.
     facts = {
         "phalanx": __version__,
         "kernel": machine.read("/proc/sys/kernel/osrelease"),
         "system": first_match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
         "CPU": first_match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
-        "memory GiB": None if memory is None else str(round(memory / GIB)),  # the kernel reserves different amounts
+        "memory GiB": None if memory is None else str(round(memory / GIB)),
         "GPUs on the bus": str(len(pci.nvidia_gpus(machine))),
         "RDMA devices": str(len(rdma.rdma_devices(machine))),
         "RDMA firmware": _join_distinct(machine.read(f"{rdma.ROOT}/{port.device}/fw_ver") for port in ports.values()),

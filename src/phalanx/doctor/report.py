@@ -39,7 +39,8 @@ def to_markdown(findings: Sequence[DoctorFinding], title: str) -> str:
     """Return a Markdown page with a table of problems, a list of skipped rules, and counts by severity."""
     wrong = [finding for finding in sort_by_severity(findings) if finding.severity in ("FAIL", "WARN")]
     skipped = [finding for finding in findings if finding.severity == "SKIP"]
-    lines = [f"# {title}", "", _count_severities(findings), ""]
+    counts = [(severity, sum(finding.severity == severity for finding in findings)) for severity in SEVERITY_ORDER]
+    lines = [f"# {title}", "", ", ".join(f"{count} {severity}" for severity, count in counts), ""]
     if wrong:
         lines += [
             "| | finding | host | device | measured | should be | remedy | command |",
@@ -50,11 +51,6 @@ def to_markdown(findings: Sequence[DoctorFinding], title: str) -> str:
         lines += ["Not checked:", ""]
         lines += [f"- {_escape_cell(f'{finding.host} {finding.id}: {finding.measured}')}" for finding in skipped] + [""]
     return "\n".join(lines)
-
-
-def _count_severities(findings: Sequence[DoctorFinding]) -> str:
-    counted = [(severity, sum(finding.severity == severity for finding in findings)) for severity in SEVERITY_ORDER]
-    return ", ".join(f"{count} {severity}" for severity, count in counted)
 
 
 def _format_row(finding: DoctorFinding) -> str:
@@ -79,17 +75,12 @@ def _escape_cell(text: str) -> str:
 def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str) -> None:
     """Write findings.json, findings.md and failing_nodes.txt.
 
-    Args:
-        directory: The directory, which is created if necessary.
-        findings: The findings.
-        title: The title of the page.
-
-    Raises:
-        UserError: The directory contains files of these names that the doctor did not write.
+    Raises UserError if the directory contains files of these names that the doctor did not write.
     """
     directory.mkdir(parents=True, exist_ok=True)
     others = [name for name in ("findings.md", FAILING_NODES_FILE) if (directory / name).exists()]
-    if others and not (directory / "findings.json").exists():  # the doctor writes it first
+    # The doctor writes findings.json first.
+    if others and not (directory / "findings.json").exists():
         problem = f"contains a {others[0]} that phalanx did not write"
         raise UserError("directory", str(directory), problem, fix="give another directory, or move the file")
     listed = [asdict(finding) for finding in sort_by_severity(findings)]

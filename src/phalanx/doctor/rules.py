@@ -51,17 +51,21 @@ class Rule:
     def check(self, measured: Measured | Mapping[str, Measured], limit: Any = None) -> list[DoctorFinding]:
         """Return the violations, or one OK finding with the range of the measured values.
 
-        Args:
-            measured: The value of each device, or that of the whole host.
-            limit: The limit, if it depends on the machine or the run; or one per device, where a device without a limit
-                violates nothing. None: the rule's own.
+        `measured` is the value of each device, or that of the whole host. `limit` replaces the rule's own if it depends
+        on the machine or the run; a device without one violates nothing.
         """
         values = measured if isinstance(measured, Mapping) else {"": measured}
         limits = limit if isinstance(limit, Mapping) else dict.fromkeys(values, self.limit if limit is None else limit)
+        if not self.violated_if:
+            raise ValueError(f"{self.id} of rules.toml has no violated_if. Add it, or decide in the check.")
+
+        def is_violated(value: Measured, limit: Any) -> bool:
+            return COMPARISONS[self.violated_if](value, limit if self.share == 1 else self.share * limit)
+
         violations = [
             self.violation(device, value, self.limit_text.format(limit=limits[device]))
             for device, value in values.items()
-            if device in limits and self._is_violated(value, limits[device])
+            if device in limits and is_violated(value, limits[device])
         ]
         return violations or [self.ok_range(values.values())]
 
@@ -75,21 +79,12 @@ class Rule:
     def report(self, violations: Iterable[tuple[str, Value]], ok: Value) -> list[DoctorFinding]:
         """Return a finding per violation that the caller found, or one OK finding.
 
-        Args:
-            violations: Devices and their measured values.
-            ok: The measured value of the OK finding.
+        `ok` is the measured value of the OK finding.
         """
         return [self.violation(device, value) for device, value in violations] or [self.ok(ok)]
 
     def violation(self, device: str, measured: Value, threshold: str = "", host: str = "") -> DoctorFinding:
-        """Return the finding of a violation.
-
-        Args:
-            device: The device; empty for the whole host.
-            measured: The measured value.
-            threshold: The expected value, if it depends on the machine or the run.
-            host: The host, if it is not the checked one.
-        """
+        """Return the finding of a violation."""
         return self._finding(self.severity, measured, device=device, threshold=threshold, host=host)
 
     def ok(self, measured: Value) -> DoctorFinding:
@@ -99,11 +94,6 @@ class Rule:
     def skip(self, reason: str) -> DoctorFinding:
         """Return the finding of a rule that cannot be checked or does not apply here."""
         return self._finding("SKIP", reason)
-
-    def _is_violated(self, value: Any, limit: Any) -> bool:
-        if not self.violated_if:
-            raise ValueError(f"{self.id} of rules.toml has no violated_if. Add it, or decide in the check.")
-        return COMPARISONS[self.violated_if](value, limit if self.share == 1 else self.share * limit)
 
     def _finding(
         self, severity: Severity, measured: Value, device: str = "", threshold: str = "", host: str = ""
@@ -144,8 +134,7 @@ REQUIRED_FIELDS = {each.name for each in fields(Rule) if each.default is MISSING
 def read_rules(text: str) -> dict[str, RuleSection]:
     """Return the sections of a rules file by the name of their check.
 
-    Raises:
-        ValueError: A row has an unknown key, lacks one, or contradicts another.
+    Raises ValueError if a row has an unknown key, lacks one, or contradicts another.
     """
     sections = {}
     seen: set[str] = set()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from phalanx.doctor import error_counters
 from phalanx.doctor.checks import disk, gpu, kernel_log, links, nccl, network, node, software
@@ -100,40 +99,35 @@ def _run_in_subprocesses(
     machine: Machine, expected: Expectations, with_facts: bool
 ) -> tuple[list[DoctorFinding], Facts]:
     request = json.dumps({**asdict(expected), "record": str(machine.record or "")})
-    children = {name: _start_child(name, request) for name in (*CHECKS, *([FACTS] if with_facts else []))}
+    children: dict[str, TimedProcess | DoctorFinding] = {}
+    for name in (*CHECKS, *([FACTS] if with_facts else [])):
+        try:
+            children[name] = TimedProcess([sys.executable, "-P", "-m", MODULE, name, request])
+        except OSError as error:
+            # There is no memory, or there are too many processes.
+            children[name] = RULES["doctor.unreadable"].violation(name, f"cannot be started: {error}")
     deadline = time.monotonic() + CHECK_SECONDS
     findings: list[DoctorFinding] = []
     facts: Facts = {}
     for name, child in children.items():
-        result = _child_result(name, child, deadline)
-        if isinstance(result, DoctorFinding):
-            findings.append(result)
-        elif name == FACTS:
+        if isinstance(child, DoctorFinding):
+            findings.append(child)
+            continue
+        answer = child.wait_output(max(0.0, deadline - time.monotonic()))
+        line = last_line(answer.text)
+        if answer.code is None:
+            findings.append(RULES["doctor.stuck"].violation(name, f"no answer in {CHECK_SECONDS} s"))
+            continue
+        try:
+            result = json.loads(line)
+        except ValueError:
+            findings.append(RULES["doctor.unreadable"].violation(name, line or f"exit code {answer.code}"))
+            continue
+        if name == FACTS:
             facts = result
         else:
             findings += [DoctorFinding(**fields) for fields in result]
     return findings, facts
-
-
-def _start_child(name: str, request: str) -> TimedProcess | DoctorFinding:
-    try:
-        return TimedProcess([sys.executable, "-P", "-m", MODULE, name, request])
-    except OSError as error:  # no memory, or too many processes
-        return RULES["doctor.unreadable"].violation(name, f"cannot be started: {error}")
-
-
-def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: float) -> Any:
-    """Return the result of a child process, or a finding that it has none."""
-    if isinstance(child, DoctorFinding):
-        return child
-    answer = child.wait_output(max(0.0, deadline - time.monotonic()))
-    line = last_line(answer.text)
-    if answer.code is None:
-        return RULES["doctor.stuck"].violation(name, f"no answer in {CHECK_SECONDS} s")
-    try:
-        return json.loads(line)
-    except ValueError:
-        return RULES["doctor.unreadable"].violation(name, line or f"exit code {answer.code}")
 
 
 def main() -> None:

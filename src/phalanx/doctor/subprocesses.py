@@ -35,8 +35,7 @@ class TimedProcess:
     def __init__(self, argv: Sequence[str]) -> None:
         """Start the program.
 
-        Raises:
-            OSError: The program cannot be started.
+        Raises OSError if the program cannot be started.
         """
         self._output_file = _memory_file()
         self._process = subprocess.Popen(
@@ -73,7 +72,6 @@ def _memory_file() -> IO[bytes]:
 def run_command(argv: Sequence[str], seconds: float) -> CommandOutput:
     """Run a program with a time limit, and return its output.
 
-    Raises:
-        OSError: The program cannot be started.
+    Raises OSError if the program cannot be started.
     """
     return TimedProcess(argv).wait_output(seconds)

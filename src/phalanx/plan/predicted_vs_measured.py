@@ -52,42 +52,33 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
     """Compare memory by part and traffic by operation, in bytes, for the fullest rank of each role.
 
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
-
-    Args:
-        world_size: Number of ranks.
-        measured: Measurements by rank.
     """
     memory = rank_memory(run, world_size)
     shared = uses_model_parallelism(run.layout)
     traffic = traffic_by_role(run, world_size)
     rows = []
+
+    def add(role: str, quantity: str, predicted: float, measured: float) -> None:
+        rows.append(Comparison(role=role, quantity=quantity, unit="B", predicted=predicted, measured=measured))
+
     for role, predicted in memory.items():
         ranks = [measured[rank] for rank in ranks_in_role(role, run.layout, world_size) if rank in measured]
         if not ranks:
             continue
         for part in WORKING if shared else PARTS:
             when = "held_bytes" if part in STATE else "peak_bytes"
-            got = max(rank[when].get(part, 0) for rank in ranks)
-            rows.append(
-                Comparison(role=role, quantity=part, unit="B", predicted=getattr(predicted, part), measured=got)
-            )
-        peak_bytes = max(rank["peak_bytes"]["total"] for rank in ranks)
-        rows.append(Comparison(role=role, quantity=TOTAL, unit="B", predicted=predicted.total, measured=peak_bytes))
+            add(role, part, getattr(predicted, part), max(rank[when].get(part, 0) for rank in ranks))
+        add(role, TOTAL, predicted.total, max(rank["peak_bytes"]["total"] for rank in ranks))
         # PowerSGD sends from callbacks in other threads, which are not recorded.
         sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
-            got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
-            rows.append(Comparison(role=role, quantity=operation, unit="B", predicted=round(size), measured=round(got)))
+            sent_bytes = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
+            add(role, operation, round(size), round(sent_bytes))
     return rows
 
 
 def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
-    """Return the ranks in a role of `rank_memory`.
-
-    Args:
-        role: Name of the role.
-        world_size: Number of ranks.
-    """
+    """Return the ranks in a role of `rank_memory`."""
     sizes = parallel_dims(layout, world_size)
     match role:
         case "rank":

@@ -57,18 +57,15 @@ def estimate_training_cost(
 ) -> TrainingCost:
     """Return the cost of training on `tokens`.
 
-    Args:
-        world_size: Number of ranks.
-        option: Evaluated layout of the run.
-        tokens: Tokens to train on; by default those of the run.
+    By default, the tokens are those of the run.
     """
     cluster = run.cluster
     if tokens is None and run.training.seconds is not None:
         tokens = run.training.seconds * option.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
     rate = failure_rate(run)
-    (saved, write) = _checkpoint_cost(run)
-    availability = reliability(rate, world_size, write, restart_seconds=cluster.restart_seconds) if write else None
+    saved, write = _checkpoint_cost(run)
+    availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
     hours = 24 * days
     mtbf = mtbf_seconds(rate, world_size)
@@ -98,7 +95,7 @@ def _energy(cluster: ClusterSpec, world_size: int, hours: float) -> dict[str, fl
     return {
         "device_kwh": energy_kwh(device, world_size, hours),
         "host_kwh": energy_kwh(host, world_size, hours),
-        "facility_kwh": energy_kwh(watts, world_size, hours, pue=cluster.pue),
+        "facility_kwh": energy_kwh(watts, world_size, hours, cluster.pue),
         "electricity": energy_cost(watts, world_size, hours, price_per_kwh=price, pue=cluster.pue) if price else None,
     }
 
@@ -107,10 +104,6 @@ def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -
     """Return the goodput with the run's own checkpoint interval.
 
     The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
-
-    Args:
-        world_size: Number of ranks.
-        option: Evaluated layout of the run.
     """
     _, write = _checkpoint_cost(run)
     every = run.checkpoint.every
@@ -118,7 +111,7 @@ def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -
         return None
     mtbf = mtbf_seconds(failure_rate(run), world_size)
     interval = optimal_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
-    return goodput(interval, write, mtbf, restart_seconds=run.cluster.restart_seconds)
+    return goodput(interval, write, mtbf, run.cluster.restart_seconds)
 
 
 def failure_rate(run: RunSpec) -> float:

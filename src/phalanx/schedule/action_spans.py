@@ -42,12 +42,7 @@ class ActionSpan:
 
 
 def spans_of_step(step: ScheduleStep, start: Time, end: Time) -> Iterator[ActionSpan]:
-    """Yield the computations of a step. Two overlapping ones follow each other, with half of the time each.
-
-    Args:
-        start: Start of the step.
-        end: End of the step.
-    """
+    """Yield the computations of a step. Two overlapping ones follow each other, with half of the time each."""
     step_actions = actions(step)
     duration = float(end - start) / len(step_actions)
     for index, action in enumerate(step_actions):

@@ -21,13 +21,9 @@ def list_schedule(
 ) -> Schedule:
     """Return a schedule of split backward passes in which no rank idles while it has a ready action.
 
-    Args:
-        stages_of: Stages of each rank.
-        m: Number of micro-batches.
-        priority: Sort key of ready actions.
-        limits: Maximum number of micro-batches in flight on each rank, from the forward pass to the weight half,
-            counted once per stage. Each is at least the rank's number of stages.
-        times: Duration of each action.
+    `stages_of` has the stages of each rank, and `priority` the sort key of ready actions. `limits` is the maximum
+    number of micro-batches in flight on each rank, from the forward pass to the weight half, counted once per stage.
+    Each is at least the rank's number of stages.
     """
     rank_of = {stage: rank for rank, stages in stages_of.items() for stage in stages}
     next_micro: dict[tuple[int, ActionKind], int] = {}
@@ -37,7 +33,7 @@ def list_schedule(
     orders: dict[int, list[Action]] = {rank: [] for rank in sorted(stages_of)}
 
     def is_ready(action: Action, now: Time) -> bool:
-        ready_at = ready_time(action, rank_of, end_times, times=times)
+        ready_at = ready_time(action, rank_of, end_times, times)
         return ready_at is not None and ready_at <= now
 
     def has_room(stage: int, rank: int) -> bool:

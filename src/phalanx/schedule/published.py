@@ -38,23 +38,11 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """Return 1F1B over v stages per rank, with p micro-batches at a time through each.
 
-    Stage s is on rank s mod p (arXiv 2104.04473, section 2.2.2).
-
-    Args:
-        p: Number of ranks.
-        m: Number of micro-batches.
-        v: Number of stages per rank.
-
-    Raises:
-        UserError: p does not divide m.
+    Stage s is on rank s mod p (arXiv 2104.04473, section 2.2.2). Raises UserError if p does not divide m.
     """
     if m % p:
-        raise UserError(
-            "micro-batches",
-            m,
-            f"is not a multiple of the {p} ranks",
-            fix=f"use a multiple of {p} with interleaved",
-        )
+        fix = f"use a multiple of {p} with interleaved"
+        raise UserError("micro-batches", m, f"is not a multiple of the {p} ranks", fix=fix)
     chunk_micro_pairs = [(chunk, start + i) for start in range(0, m, p) for chunk in range(v) for i in range(p)]
 
     def order(rank: int) -> Iterator[ScheduleStep]:
@@ -108,11 +96,8 @@ def zb_v(p: int, m: int) -> Schedule:
     def order(rank: int) -> Iterator[ScheduleStep]:
         down = rank
         up = 2 * p - 1 - rank
-        forward = {down: deque(_stage_actions(down, "F", num_micros)), up: deque(_stage_actions(up, "F", num_micros))}
-        input_grads = {
-            down: deque(_stage_actions(down, "I", num_micros)),
-            up: deque(_stage_actions(up, "I", num_micros)),
-        }
+        forward = {stage: deque(_stage_actions(stage, "F", num_micros)) for stage in (down, up)}
+        input_grads = {stage: deque(_stage_actions(stage, "I", num_micros)) for stage in (down, up)}
         weight_grads: dict[int, deque[Action]] = {down: deque(), up: deque()}
 
         def split_backward(stage: int) -> Iterator[ScheduleStep]:
@@ -132,7 +117,8 @@ def zb_v(p: int, m: int) -> Schedule:
             yield from split_backward(down)
             yield forward[up].popleft()
             yield from split_backward(up)
-        for _ in range(rank):  # weight halves are deferred, input halves continue
+        # Weight halves are deferred, input halves continue.
+        for _ in range(rank):
             for stage in (down, up):
                 weight_grads[stage].append(input_grads[stage][0]._replace(kind="W"))
                 yield input_grads[stage].popleft()
@@ -144,7 +130,9 @@ def zb_v(p: int, m: int) -> Schedule:
 
     # Written for at least 2p - 1 micro-batches; with fewer, the missing ones are left out.
     num_micros = max(m, 2 * p - 1)
-    return Schedule.from_rows((step for step in order(rank) if _micro_batch(step) < m) for rank in range(p))
+    return Schedule.from_rows(
+        (step for step in order(rank) if isinstance(step, Action) and step.micro < m) for rank in range(p)
+    )
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
@@ -155,9 +143,8 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
     Raises UserError for fewer micro-batches than stages."""
     if m < 2 * p:
-        raise UserError(
-            "micro-batches", m, f"is less than the {2 * p} stages", fix=f"use at least {2 * p} with dualpipe-v"
-        )
+        fix = f"use at least {2 * p} with dualpipe-v"
+        raise UserError("micro-batches", m, f"is less than the {2 * p} stages", fix=fix)
 
     def order(rank: int) -> Iterator[ScheduleStep]:
         down = rank
@@ -187,7 +174,8 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             yield next_action(up, "F")
         for i in range(m - 2 * p + rank + 1):
             pair = OverlappedPair(next_action(down, "F"), next_action(up, "B"))
-            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # without overlap, the last rank is faster
+            # Without overlap, the last rank is faster.
+            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]
             yield OverlappedPair(next_action(up, "F"), next_action(down, "B"))
         for _ in range(num_later_ranks):
             yield next_action(up, "B")
@@ -220,10 +208,6 @@ def _alternate(forward: list[Action], backward: list[Action], num_ahead: int) ->
         yield next_forward
         yield next_backward
     yield from backward[len(forward) - num_ahead :]
-
-
-def _micro_batch(step: ScheduleStep) -> int:
-    return step.micro if isinstance(step, Action) else step.forward.micro
 
 
 def book_overlap(p: int, m: int) -> Timeline:

@@ -28,14 +28,7 @@ PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
 def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     """Return the published schedule `name` for p ranks and m micro-batches.
 
-    Args:
-        name: A key of `PUBLISHED`.
-        p: Number of ranks.
-        m: Number of micro-batches.
-        v: Number of stages per rank of "interleaved".
-
-    Raises:
-        UserError: the name is unknown, or the schedule does not support these numbers.
+    Raises UserError if the name is unknown, or the schedule does not support these numbers.
     """
     if name not in PUBLISHED:
         raise UserError("schedule", name, "is not known", fix=f"use one of {', '.join(PUBLISHED)}")
@@ -45,8 +38,7 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
 def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
     """Return the schedule of a layout's pipeline.
 
-    Raises:
-        UserError: the schedule does not support this number of micro-batches.
+    Raises UserError if the schedule does not support this number of micro-batches.
     """
     if layout.schedule_file is not None:
         schedule = load_schedule_csv(layout.schedule_file, layout.pp)
@@ -59,7 +51,7 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
                 f"--microbatches {micro_batches}",
             )
         return schedule
-    return build_schedule(layout.schedule, layout.pp, micro_batches, v=layout.virtual_stages)
+    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
 def representative_schedule(layout: Layout) -> Schedule:
@@ -81,8 +73,7 @@ def layout_compiles_whole_blocks(layout: Layout) -> bool:
 def load_schedule_csv(path: str, ranks: int) -> Schedule:
     """Return the schedule in a CSV file for this number of ranks.
 
-    Raises:
-        UserError: the file cannot be read, or its schedule cannot run.
+    Raises UserError if the file cannot be read, or its schedule cannot run.
     """
     field = "layout.schedule_file"
     try:

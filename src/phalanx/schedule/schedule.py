@@ -187,10 +187,7 @@ def to_csv(schedule: Schedule) -> str:
 def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None]]:
     """Return the rows of a schedule that PyTorch or `to_csv` wrote; empty cells are idle ticks.
 
-    Communication is left out, because it follows from the computations.
-
-    Raises:
-        UserError: a cell is not an action.
+    Communication is left out, because it follows from the computations. Raises UserError if a cell is not an action.
     """
     rows: list[list[ScheduleStep | None]] = []
     for cells in csv.reader(io.StringIO(text)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from phalanx.schedule.list_scheduling import PriorityFunction, list_schedule
+from phalanx.schedule.list_scheduling import list_schedule
 from phalanx.schedule.published import dualpipe_v, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.schedule import Action, ActionKind, Schedule
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
@@ -26,33 +26,31 @@ def search_schedule(
 ) -> Schedule:
     """Return a schedule of split backward passes for p ranks and m micro-batches.
 
-    Its makespan is at most that of every published schedule of such stages within the memory limit.
-
-    Args:
-        p: Number of ranks.
-        m: Number of micro-batches.
-        times: Duration of each action.
-        limit: Maximum number of micro-batches in flight per rank, in units of all of its stages (`peak_activations`).
-        chunks: Number of stages of a rank: 1, or 2 in a V.
-        moves: Number of moves to try; the sequence of moves is deterministic.
-
-    Raises:
-        UserError: the limit is less than one micro-batch.
+    Its makespan is at most that of every published schedule of such stages within the memory limit. `limit` is the
+    maximum number of micro-batches in flight per rank, in units of all of its stages (`peak_activations`). A rank has
+    `chunks` stages: 1, or 2 in a V. The sequence of `moves` is deterministic. Raises UserError if the limit is less
+    than one micro-batch.
     """
     if limit < 1:
         raise UserError("memory limit", str(limit), "is less than one micro-batch", fix="use at least 1")
-    published = [split_backward_passes(schedule) for schedule in _published_schedules(p, m, chunks)]
+    published = [one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m)] if chunks == 1 else [zb_v(p, m)]
+    if chunks == 2 and m >= 2 * p:
+        published.append(dualpipe_v(p, m))
     candidates = [
-        candidate for candidate in published if max(peak_activations(candidate, rank) for rank in range(p)) <= limit
+        schedule
+        for schedule in map(split_backward_passes, published)
+        if max(peak_activations(schedule, rank) for rank in range(p)) <= limit
     ]
     stages = {rank: [rank, 2 * p - 1 - rank][:chunks] for rank in range(p)}
-    limits = [math.floor(limit * chunks)] * p
-    candidates += [
-        list_schedule(stages, m, _prioritize_kinds(kinds), limits=limits, times=times)
-        for kinds in ("IFW", "FIW", "IWF")
-    ]
+    max_in_flight = math.floor(limit * chunks)
+    for kinds in ("IFW", "FIW", "IWF"):
+
+        def priority(action: Action, _: int, kinds: str = kinds) -> tuple[int, ...]:
+            return kinds.index(action.kind), -action.stage
+
+        candidates.append(list_schedule(stages, m, priority, limits=[max_in_flight] * p, times=times))
     best = min(candidates, key=lambda schedule: simulate(schedule, times).makespan)
-    return _improve(best, times, limits[0], moves=moves)
+    return _improve(best, times, max_in_flight, moves)
 
 
 def split_backward_passes(schedule: Schedule) -> Schedule:
@@ -62,20 +60,6 @@ def split_backward_passes(schedule: Schedule) -> Schedule:
         [action._replace(kind=kind) for action in schedule.actions(rank) for kind in halves[action.kind]]
         for rank in range(schedule.ranks)
     )
-
-
-def _prioritize_kinds(kinds: str) -> PriorityFunction:
-    """Return a priority by position in `kinds`, then by later stages."""
-    return lambda action, _: (kinds.index(action.kind), -action.stage)
-
-
-def _published_schedules(p: int, m: int, chunks: int) -> Iterator[Schedule]:
-    if chunks == 1:
-        yield from (one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m))
-        return
-    yield zb_v(p, m)
-    if m >= 2 * p:
-        yield dualpipe_v(p, m)
 
 
 @dataclass(frozen=True)
@@ -94,17 +78,21 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
     rng = random.Random(0)
     all_actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
     graph = _build_graph(schedule, all_actions, times)
+    min_seconds = min(filter(None, graph.seconds), default=1.0)
     indices = iter(range(len(all_actions)))
     orders = [[next(indices) for _ in order] for order in schedule.orders]
     cost = _cost(graph, orders)
     best_cost = cost
     best_orders = [*orders]
-    for temperature in _temperatures(graph, moves):
+    for move in range(moves):
+        # Cost increases of this size are accepted one time in e.
+        temperature = 0.2 * min_seconds * (1 - move / moves) ** 2
         rank = rng.randrange(len(orders))
         old_order = orders[rank]
         orders[rank] = _move_action(orders[rank], rng, 2 * len(orders))
-        new_cost = _cost(graph, orders) if _peak_in_flight(graph, orders[rank]) <= max_in_flight else INFEASIBLE
-        cost_increase = _cost_difference(new_cost, cost, len(orders))
+        peak_in_flight = max(accumulate(graph.in_flight_changes[index] for index in orders[rank]))
+        new_cost = _cost(graph, orders) if peak_in_flight <= max_in_flight else INFEASIBLE
+        cost_increase = new_cost[0] - cost[0] + 0.3 * (new_cost[1] - cost[1]) / len(orders)
         if cost_increase <= 0 or rng.random() < math.exp(-cost_increase / (temperature + 1e-12)):
             cost = new_cost
             if cost < best_cost:
@@ -113,13 +101,6 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
         else:
             orders[rank] = old_order
     return Schedule.from_rows([all_actions[index] for index in order] for order in best_orders)
-
-
-def _temperatures(graph: _Graph, moves: int) -> Iterator[float]:
-    """Yield the temperature of each move: cost increases of this size are accepted one time in e."""
-    min_seconds = min(filter(None, graph.seconds), default=1.0)
-    for move in range(moves):
-        yield 0.2 * min_seconds * (1 - move / moves) ** 2
 
 
 def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _Graph:
@@ -148,10 +129,6 @@ def _move_action(order: list[int], rng: random.Random, max_distance: int) -> lis
     return [*remaining[:target], order[source], *remaining[target:]]
 
 
-def _peak_in_flight(graph: _Graph, order: list[int]) -> int:
-    return max(accumulate(graph.in_flight_changes[index] for index in order))
-
-
 def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
     """Return the makespan, and the sum of the ranks' finish times as a tie-breaker.
 
@@ -178,7 +155,3 @@ def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
                 break
     is_deadlocked = any(num_done < len(order) for num_done, order in zip(next_index, orders, strict=True))
     return INFEASIBLE if is_deadlocked else (max(clocks), sum(clocks))
-
-
-def _cost_difference(new_cost: tuple[float, float], cost: tuple[float, float], ranks: int) -> float:
-    return new_cost[0] - cost[0] + 0.3 * (new_cost[1] - cost[1]) / ranks

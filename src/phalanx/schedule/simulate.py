@@ -30,7 +30,8 @@ class ActionTimes:
     def action_time(self, action: Action) -> Time:
         """Return the duration of an action."""
         forward, input_grad, weight_grad = (
-            _stage_time(times, action.stage) for times in (self.forward, self.input_grad, self.weight_grad)
+            times[action.stage] if isinstance(times, Sequence) else times
+            for times in (self.forward, self.input_grad, self.weight_grad)
         )
         return {"F": forward, "I": input_grad, "W": weight_grad, "B": input_grad + weight_grad}[action.kind]
 
@@ -39,10 +40,6 @@ class ActionTimes:
         if isinstance(step, OverlappedPair) and self.overlapped is not None:
             return self.overlapped
         return sum(self.action_time(action) for action in actions(step))
-
-
-def _stage_time(times: Time | Sequence[Time], stage: int) -> Time:
-    return times[stage] if isinstance(times, Sequence) else times
 
 
 class Span(NamedTuple):
@@ -102,8 +99,7 @@ class Timeline:
 def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
     """Return the timeline of a valid schedule.
 
-    Raises:
-        UserError: the schedule is not valid.
+    Raises UserError if the schedule is not valid.
     """
     check_schedule(schedule)
     times = times or ActionTimes()
@@ -150,7 +146,8 @@ def in_flight_by_step(schedule: Schedule, rank: int) -> list[int]:
     counts = []
     for step in schedule.orders[rank]:
         num_in_flight += sum(action.kind == "F" for action in actions(step))
-        counts.append(num_in_flight)  # before this step's backward pass frees its activations
+        # This is before the step's backward pass frees its activations.
+        counts.append(num_in_flight)
         num_in_flight -= sum(action.kind in "BW" for action in actions(step))
     return counts
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from phalanx.spec.base import LocalPath, Spec
 
 CalibratedPrecision = Literal["bf16", "fp32", "fp64"]
+GENERATIONS = ("Ampere and older", "Hopper", "Blackwell")
+"""Generations of devices. A new one also needs a row in `plan/tables/machine_columns.py` and fitted constants."""
 DEFAULT_DEVICES_PER_NODE = 8
 """Devices of a node if neither option nor run file sets them."""
 
@@ -70,7 +72,7 @@ class ClusterSpec(Spec):
     num_sms: int | None = Field(None, gt=0, examples=[132])
     """Streaming multiprocessors of one device, to which the tiles of a product are assigned. By default products run
     equally fast at any shape."""
-    generation: int = Field(0, ge=0, le=2)
+    generation: int = Field(0, ge=0, le=len(GENERATIONS) - 1)
     """Generation of the device and of its kernels and libraries: 0 Ampere and older, 1 Hopper, 2 Blackwell, and devices
     of the same age from other vendors."""
     cores: int | None = Field(None, gt=0, examples=[2])

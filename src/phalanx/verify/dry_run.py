@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.cost.exact.layout_checks import check_layout
@@ -70,41 +70,22 @@ def trace_ranks(
 ) -> Iterator[Traced]:
     """Yield the traces of these ranks in order, each from a separate process.
 
-    Args:
-        run: Run to trace.
-        world_size: Number of ranks of the run.
-        ranks: Ranks to trace.
-        max_workers: Maximum number of concurrent processes.
-        full: Trace all micro-batches, blocks and chunks, also equal ones (`verify.repetition`).
-
-    Raises:
-        UserError: the run cannot be traced; then no process is started.
+    With `full`, all micro-batches, blocks and chunks are traced, also equal ones (`verify.repetition`). Raises
+    UserError if the run cannot be traced; then no process is started.
     """
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # what takes seconds is imported once
-    _start_fork_server()
+    # What takes seconds is imported once.
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    # The process from which workers fork is `python -c`, which would import modules of the working directory by name.
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+        forkserver.ensure_running()
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
             yield from pool.map(partial(_trace_or_raise, run, world_size, full=full), ranks)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _start_fork_server() -> None:
-    """Start the process from which workers fork. It must not import modules of the working directory by name.
-
-    It is `python -c`, which would look there first."""
-    variable = "PYTHONSAFEPATH"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ[variable]
-        if before is not None:
-            os.environ[variable] = before
 
 
 def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
@@ -126,7 +107,7 @@ class TraceError(RuntimeError):
 
 def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Traced:
     try:
-        return trace_rank(run, world_size, rank, full=full)
+        return trace_rank(run, world_size, rank, full)
     except UserError:
         raise
     except Exception:
@@ -136,11 +117,7 @@ def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Tra
 def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> Traced:
     """Trace a step of one rank in this process, which must not have a process group.
 
-    Args:
-        run: Run to trace.
-        world_size: Number of ranks of the run.
-        rank: Rank to trace.
-        full: Trace all micro-batches, blocks and chunks, also equal ones.
+    With `full`, all micro-batches, blocks and chunks are traced, also equal ones.
     """
     started_at = time.perf_counter()
     torch.set_num_threads(1)
@@ -153,45 +130,31 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
     try:
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with shape_only_tensors(), nullcontext() if full else few_chunks():
-            learner = Learner(run, mesh, CPU, weights=_empty_weight)
+            learner = Learner(run, mesh, CPU, weights=lambda _, shape: torch.empty(shape))
             repeated = None if full else RepeatedBlocks(learner)
-            for _ in range(_num_warmup_steps(learner)):
-                run_step(learner, None, repeated, max_micro_batches=_min_micro_batches(run))
+            # The first step creates the state of optimizers; DDP rebuilds its buckets in the second.
+            for _ in range(first_steady_step(run) - 1 if isinstance(learner.strategy, DDP) else 1):
+                run_step(learner, None, repeated, _min_micro_batches(run))
             _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, repeated))
-            tracing = _count_traced(learner, repeated)
+            micros = learner.batch.gradient_accumulation_steps
+            blocks = len(list(learner.module.blocks.children())) if isinstance(learner.module, Transformer) else 0
+            traced_micros = micros if repeated is None else num_traced_micro_batches(learner, micros)
     finally:
         if world_size > 1:
             dist.destroy_process_group()
-    tracing["seconds"] = time.perf_counter() - started_at
-    tracing["process_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     traced = profile.as_dict
     for row in traced["collectives"]:
         del row["seconds"], row["exposed_seconds"]
-    return {"rank": rank, **traced, "tracing": tracing}
-
-
-def _count_traced(learner: Learner, repeated: RepeatedBlocks | None) -> dict[str, Any]:
-    """Return how much of the step was traced."""
-    micros = learner.batch.gradient_accumulation_steps
-    blocks = len(list(learner.module.blocks.children())) if isinstance(learner.module, Transformer) else 0
-    return {
-        "full": repeated is None,
+    tracing = {
+        "full": full,
         "micro_batches": micros,
-        "traced_micro_batches": micros if repeated is None else num_traced_micro_batches(learner, micros),
+        "traced_micro_batches": traced_micros,
         "blocks": blocks,
         "traced_blocks": blocks if repeated is None else blocks - repeated.num_repeated,
+        "seconds": time.perf_counter() - started_at,
+        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def _empty_weight(_: str, shape: torch.Size) -> Tensor:
-    return torch.empty(shape)
-
-
-def _num_warmup_steps(learner: Learner) -> int:
-    """Return the number of steps before the measured one.
-
-    The first step creates the state of optimizers; DDP rebuilds its buckets in the second."""
-    return first_steady_step(learner.run) - 1 if isinstance(learner.strategy, DDP) else 1
+    return {"rank": rank, **traced, "tracing": tracing}
 
 
 def _min_micro_batches(run: RunSpec) -> int | None:
@@ -213,13 +176,9 @@ def run_step(
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
 
-    Args:
-        learner: Learner of the step.
-        recorders: Recorders of the step; None if it is not recorded.
-        repeated: Blocks of the learner; None to run all blocks and micro-batches, also equal ones.
-        max_micro_batches: Maximum number of micro-batches; None: those of the run.
+    Without `recorders` it is not recorded. Without `repeated`, all blocks and micro-batches are run, also equal ones.
     """
-    micros = _make_micro_batches(learner)[:max_micro_batches] if learner.strategy.runs_model else []
+    micros = list(islice(_micro_batches(learner), max_micro_batches)) if learner.strategy.runs_model else []
     if repeated is None:
         learner.reduce(learner.forward_backward(micros))
     else:
@@ -228,8 +187,8 @@ def run_step(
     learner.update(1.0)
 
 
-def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
-    """Return micro-batches with this rank's rows of a step.
+def _micro_batches(learner: Learner) -> Iterator[MicroBatch]:
+    """Yield micro-batches with this rank's rows of a step.
 
     Each row is one document; documents are given only if they are masked."""
     run = learner.run
@@ -237,17 +196,7 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
     rows = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size))
     sequence = run.training.seq_len
     num_local_tokens = len(np.arange(sequence)[learner.local_tokens(sequence)])
-    counts = [end - begin for begin, end in pairwise([*range(0, rows, batch.micro_batch_size), rows])]
-    masked = run.data.mask_documents
-    return [
-        MicroBatch(
-            _empty_ids(n, num_local_tokens, learner.device),
-            _empty_ids(n, num_local_tokens, learner.device),
-            Documents.whole_rows(n, sequence, learner.device) if masked else None,
-        )
-        for n in counts
-    ]
-
-
-def _empty_ids(rows: int, tokens: int, device: torch.device) -> Tensor:
-    return torch.empty(rows, tokens, device=device).long()
+    for begin, end in pairwise([*range(0, rows, batch.micro_batch_size), rows]):
+        ids, targets = (torch.empty(end - begin, num_local_tokens, device=learner.device).long() for _ in range(2))
+        masked = Documents.whole_rows(end - begin, sequence, learner.device) if run.data.mask_documents else None
+        yield MicroBatch(ids, targets, masked)

@@ -70,13 +70,18 @@ class ShapeOnlyMode(FakeTensorMode):
         if _stays_real(func, args, kwargs):
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _empty_grouped_mm(*args[:3])
+            # PyTorch derives the shape of a grouped product only in bf16. The operands are rows by group and a matrix
+            # per group, or columns by group and rows by group.
+            a, b, offsets = args[:3]
+            grouped = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offsets), a.shape[0], b.shape[1])
+            return a.new_empty(grouped)
         out = super().__torch_dispatch__(func, types, args, kwargs=kwargs)
         return _attach_result(args, out) if func.namespace == "c10d" else out
 
 
 def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    if any(isinstance(argument, FakeTensor) for argument in args):  # as a rule; the leaves take longer
+    # This is so for most operations; the leaves take longer.
+    if any(isinstance(argument, FakeTensor) for argument in args):
         return False
     tensors = []
     for leaf in tree_iter((args, kwargs)):
@@ -95,24 +100,16 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(dtype in INTEGER_DTYPES for dtype in dtypes) and prod(shape) <= MAX_REAL_ELEMENTS
     if all(tensor.is_meta for tensor in tensors):
         return device is None
-    largest = tensors[0].numel() if func._schema.is_mutable else _max_elements(tensors)
+    if func._schema.is_mutable:
+        largest = tensors[0].numel()
+    else:
+        # An upper bound of the elements of a result: of all operands, broadcast or in sequence.
+        try:
+            largest = prod(np.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+        except ValueError:
+            largest = sum(tensor.numel() for tensor in tensors)
     all_integer = all(dtype in INTEGER_DTYPES for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
     return all_integer and largest <= MAX_REAL_ELEMENTS
-
-
-def _max_elements(tensors: list[Tensor]) -> int:
-    """Return an upper bound of the elements of a result: of all operands, broadcast or in sequence."""
-    try:
-        return prod(np.broadcast_shapes(*(tensor.shape for tensor in tensors)))
-    except ValueError:
-        return sum(tensor.numel() for tensor in tensors)
-
-
-def _empty_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Return an empty result of a grouped product, whose shape PyTorch derives only in bf16.
-
-    The operands are rows by group and a matrix per group, or columns by group and rows by group."""
-    return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(len(offsets), a.shape[0], b.shape[1])
 
 
 def _attach_result(args: Any, out: Any) -> Any:

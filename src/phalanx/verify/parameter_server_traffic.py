@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, REDUCTION_PURPOSE, num_reduced_scalars
 from phalanx.cost.exact.traffic import server_loads
-from phalanx.cost.formulas.collectives import Traffic
+from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.cost.precision import STATE_BYTES
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
@@ -18,48 +20,28 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
 
     Workers send each server its gradients, and all sums; the server broadcasts its weights to them. The first server
     also broadcasts the result of the step. Servers sum the gradient's norm among themselves.
-
-    Args:
-        run: Run of the plan.
-        world_size: Number of ranks.
-        rank: Rank whose traffic is planned.
     """
     servers = parallel_dims(run.layout, world_size).servers
     element_bytes = STATE_BYTES[run.training.precision]
     workers = tuple(range(servers, world_size))
     owned_bytes = [element_bytes * load for load in server_loads(parameter_shapes(run.model), servers)]
-    biases = (
-        num_reduced_scalars(run) - NUM_SCALARS if run.model.moe is not None and run.model.moe.bias_update_rate else 0
-    )
-    scalar_bytes = 8 * (2 + num_reduced_scalars(run) + biases)
-    traffic: dict[tuple[str, Group], list[Traffic]] = {}
+    num_scalars = num_reduced_scalars(run)
+    updates_biases = run.model.moe is not None and run.model.moe.bias_update_rate
+    num_biases = num_scalars - NUM_SCALARS if updates_biases else 0
+    traffic = defaultdict[tuple[str, Group], list[Traffic]](list)
+
+    def add(operation: Operation, group: Group, size_bytes: float, purpose: str, calls: int = 1) -> None:
+        row = Traffic(operation=operation, bytes=size_bytes, purpose=purpose, group_kind="servers", calls=calls)
+        traffic[operation, group].append(row)
+
     for server in range(servers) if rank in workers else (rank,):
-        rows = [Traffic(operation="broadcast", bytes=owned_bytes[server], purpose="weights", group_kind="servers")]
-        rows += (
-            [Traffic(operation="broadcast", bytes=scalar_bytes, purpose=REDUCTION_PURPOSE, group_kind="servers")]
-            if server == 0
-            else []
-        )
-        traffic["broadcast", (server, *workers)] = rows
+        add("broadcast", (server, *workers), owned_bytes[server], "weights")
+        if server == 0:
+            add("broadcast", (server, *workers), 8 * (2 + num_scalars + num_biases), REDUCTION_PURPOSE)
     if rank in workers:
-        messages = Traffic(
-            operation="send",
-            bytes=8 * (num_reduced_scalars(run) + 1) * servers,
-            purpose=REDUCTION_PURPOSE,
-            group_kind="servers",
-            calls=servers,
-        )
         all_ranks = tuple(range(world_size))
-        traffic["send", all_ranks] = [
-            Traffic(operation="send", bytes=sum(owned_bytes), purpose="gradients", group_kind="servers", calls=servers),
-            messages,
-        ]
+        add("send", all_ranks, sum(owned_bytes), "gradients", servers)
+        add("send", all_ranks, 8 * (num_scalars + 1) * servers, REDUCTION_PURPOSE, servers)
     elif servers > 1:
-        squared_norm = Traffic(
-            operation="all_reduce",
-            bytes=2 * (servers - 1) / servers * 8,
-            purpose=REDUCTION_PURPOSE,
-            group_kind="servers",
-        )
-        traffic["all_reduce", tuple(range(servers))] = [squared_norm]
-    return traffic
+        add("all_reduce", tuple(range(servers)), 2 * (servers - 1) / servers * 8, REDUCTION_PURPOSE)
+    return dict(traffic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,79 +52,49 @@ class PlanCheck:
 
 
 def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
-    """Return the checks of one traced rank (`verify.dry_run`).
-
-    Args:
-        run: Run of the plan.
-        world_size: Number of ranks.
-        traced: Trace of the rank.
-    """
-    return [
-        *_compare_collectives(run, world_size, traced),
-        *_compare_memory(run, world_size, traced),
-        _compare_flops(run, world_size, traced),
-    ]
+    """Return the checks of one traced rank (`verify.dry_run`)."""
+    planned_flops = rank_flops(run, world_size, traced["rank"])
+    agrees = abs(traced["flops"] - planned_flops) <= FLOPS_TOLERANCE * planned_flops
+    flops = PlanCheck(
+        kind="flops", quantity="step", among="", ranks=1, planned=planned_flops, traced=traced["flops"], agrees=agrees
+    )
+    return [*_compare_collectives(run, world_size, traced), *_compare_memory(run, world_size, traced), flops]
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Executed:
-    """Collectives of one operation in one group, as traced."""
-
-    sent_bytes: float = 0.0
-    calls: int = 0
-
-
-def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Iterator[PlanCheck]:
+    """Yield a check per operation and group; what one rank receives another sends."""
     planned = planned_collectives(run, world_size, traced["rank"])
-    executed = _executed_collectives(traced["collectives"])
-    return [
-        _check_collective(run, key, planned=planned.get(key, []), executed=executed.get(key, _Executed()))
-        for key in sorted({*planned, *executed}, key=lambda key: (len(key[1]), key))
-    ]
-
-
-def _executed_collectives(rows: list[dict[str, Any]]) -> dict[tuple[str, Group], _Executed]:
-    """Return the traced collectives by operation and ranks of the group; what one rank receives another sends."""
-    executed: dict[tuple[str, Group], _Executed] = {}
-    for row in rows:
+    executed = defaultdict[tuple[str, Group], list[dict[str, Any]]](list)
+    for row in traced["collectives"]:
         if len(row["group"]) > 1 and row["operation"] != "recv":
-            key = row["operation"], tuple(row["group"])
-            previous = executed.get(key, _Executed())
-            executed[key] = _Executed(previous.sent_bytes + row["sent_bytes"], previous.calls + row["calls"])
-    return executed
-
-
-def _check_collective(run: RunSpec, key: tuple[str, Group], planned: list[Traffic], executed: _Executed) -> PlanCheck:
-    operation, group = key
-    planned_bytes = sum(row.bytes for row in planned)
-    planned_calls = sum(row.calls for row in planned)
-    has_planned_bytes = abs(planned_bytes - executed.sent_bytes) <= 1e-9 * max(planned_bytes, executed.sent_bytes)
-    agrees = has_planned_bytes and planned_calls == executed.calls
-    return PlanCheck(
-        kind="collective",
-        quantity=operation,
-        among=", ".join(sorted({row.group_kind for row in planned})) or "?",
-        ranks=len(group),
-        planned=planned_bytes,
-        traced=executed.sent_bytes,
-        planned_calls=planned_calls,
-        traced_calls=executed.calls,
-        agrees=agrees,
-        explanation="" if agrees else _explain_difference(run, operation),
-    )
+            executed[row["operation"], tuple(row["group"])].append(row)
+    for key in sorted({*planned, *executed}, key=lambda key: (len(key[1]), key)):
+        operation, group = key
+        planned_rows = planned.get(key, [])
+        planned_bytes = sum(row.bytes for row in planned_rows)
+        planned_calls = sum(row.calls for row in planned_rows)
+        sent_bytes = sum((row["sent_bytes"] for row in executed[key]), 0.0)
+        calls = sum(row["calls"] for row in executed[key])
+        agrees = abs(planned_bytes - sent_bytes) <= 1e-9 * max(planned_bytes, sent_bytes) and planned_calls == calls
+        yield PlanCheck(
+            kind="collective",
+            quantity=operation,
+            among=", ".join(sorted({row.group_kind for row in planned_rows})) or "?",
+            ranks=len(group),
+            planned=planned_bytes,
+            traced=sent_bytes,
+            planned_calls=planned_calls,
+            traced_calls=calls,
+            agrees=agrees,
+            explanation="" if agrees else _explain_difference(run, operation),
+        )
 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
-    """Return the planned traffic of a rank by operation and ranks of the group.
-
-    Args:
-        run: Run of the plan.
-        world_size: Number of ranks.
-        rank: Rank whose traffic is planned.
-    """
+    """Return the planned traffic of a rank by operation and ranks of the group."""
     sizes = parallel_dims(run.layout, world_size)
     rows_by_group = defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:
@@ -146,41 +117,36 @@ def _explain_difference(run: RunSpec, operation: str) -> str:
 # -- memory and FLOPs --------------------------------------------------------------------------------------------------
 
 
-def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
-    """Return the checks of a rank's memory.
+def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Iterator[PlanCheck]:
+    """Yield the checks of a rank's memory.
 
     The plan is that of the first rank of each stage, which has the maximum memory; others may have less. Ranks are
     traced as on a CPU, whose kernels save other tensors than CUDA's."""
     if run.cluster.uses_cuda:
         run = run.on_device("cpu")
     planned, is_fullest = _planned_memory(run, world_size, traced["rank"])
-    checks = []
     for part in (*STATE, "total"):
         planned_bytes = getattr(planned, part)
         traced_bytes = traced["peak_bytes" if part == "total" else "held_bytes"].get(part, 0)
         tolerance = 0.0
         if part == "total":
-            planned_bytes += planned.offloaded  # ranks are traced as on a CPU, whose memory is one
+            # Ranks are traced as on a CPU, whose memory is one.
+            planned_bytes += planned.offloaded
             tolerance = max(MEMORY_TOLERANCE * planned_bytes, min(SMALL_BYTES, SMALL_TOLERANCE * planned_bytes))
         is_at_most = traced_bytes <= planned_bytes + tolerance
         is_at_least = traced_bytes >= planned_bytes - tolerance
         is_smaller = not is_fullest and traced_bytes < planned_bytes
         if planned_bytes or traced_bytes:
-            checks.append(
-                PlanCheck(
-                    kind="memory",
-                    quantity=part,
-                    among="",
-                    ranks=1,
-                    planned=planned_bytes,
-                    traced=traced_bytes,
-                    agrees=is_at_most and (is_at_least or not is_fullest),
-                    explanation="smaller than the plan, which is for the rank that needs the most"
-                    if is_smaller
-                    else "",
-                )
+            yield PlanCheck(
+                kind="memory",
+                quantity=part,
+                among="",
+                ranks=1,
+                planned=planned_bytes,
+                traced=traced_bytes,
+                agrees=is_at_most and (is_at_least or not is_fullest),
+                explanation="smaller than the plan, which is for the rank that needs the most" if is_smaller else "",
             )
-    return checks
 
 
 def _planned_memory(run: RunSpec, world_size: int, rank: int) -> tuple[RankMemory, bool]:
@@ -193,17 +159,3 @@ def _planned_memory(run: RunSpec, world_size: int, rank: int) -> tuple[RankMemor
     loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
     is_fullest = loads[min(rank, sizes.servers)] in (0, max(loads))
     return role_memories[rank >= sizes.servers], is_fullest
-
-
-def _compare_flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
-    expected = rank_flops(run, world_size, traced["rank"])
-    actual = traced["flops"]
-    return PlanCheck(
-        kind="flops",
-        quantity="step",
-        among="",
-        ranks=1,
-        planned=expected,
-        traced=actual,
-        agrees=abs(actual - expected) <= FLOPS_TOLERANCE * expected,
-    )

@@ -158,7 +158,8 @@ class RepeatedBlocks:
         parts = kind.backward
         if not parts:
             assert self.meter is None, "only the first step, which is not recorded, has unknown parts"
-            if isinstance(self.learner.strategy, DDP):  # which makes its buckets in the order of these gradients
+            # DDP makes its buckets in the order of these gradients.
+            if isinstance(self.learner.strategy, DDP):
                 return forward(x, *args)
             trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
             parts = [_Part(results=[_Shape.of(parameters[index])], parameter=index) for index in trained]
@@ -172,7 +173,8 @@ class RepeatedBlocks:
             del repeated.outside["input"]
         buffers = list(block.buffers())
         for index in kind.forward.buffers:
-            buffers[index].view_as(buffers[index])  # the meter counts the result of any operation
+            # The meter counts the result of any operation.
+            buffers[index].view_as(buffers[index])
         token = x
         for index in reversed(range(len(parts))):
             parameter = parts[index].parameter
@@ -187,13 +189,7 @@ class _Recording:
     def __init__(
         self, blocks: RepeatedBlocks, outside: dict[str, ref[torch.UntypedStorage]], is_own: Callable[[int], bool]
     ) -> None:
-        """Start it.
-
-        Args:
-            blocks: Blocks with the recorders.
-            outside: Tensors outside the block that are alive, some of which it may release.
-            is_own: Returns whether an earlier tensor is the block's own, by its number (`MemoryMeter.numbers`).
-        """
+        """Start it."""
         self.meter = blocks.meter
         self.work = blocks.work
         self.mark = self.work.mark()
@@ -212,7 +208,12 @@ class _Recording:
         net = self.change.net
         moves = [moved for number, moved in self.change.moves if number < self.first_number and not self.is_own(number)]
         result_bytes = [self._bytes_by_part(result.untyped_storage()) for result in results]
-        written = [index for index, buffer in enumerate(buffers) if self._is_new(buffer.untyped_storage())]
+        numbers = self.meter.numbers if self.meter is not None else {}
+        written = [
+            index
+            for index, buffer in enumerate(buffers)
+            if numbers.get(buffer.untyped_storage()._cdata, -1) >= self.first_number
+        ]
         for by_part in (*moves, *result_bytes, *(self._bytes_by_part(buffers[i].untyped_storage()) for i in written)):
             net.subtract(by_part)
         released = [name for name, storage in self.outside.items() if storage() is None]
@@ -233,9 +234,6 @@ class _Recording:
             moves_others=bool(moves),
             buffers=written,
         )
-
-    def _is_new(self, storage: torch.UntypedStorage) -> bool:
-        return self.meter is not None and self.meter.numbers.get(storage._cdata, -1) >= self.first_number
 
     def _bytes_by_part(self, storage: torch.UntypedStorage | None) -> Counter[str]:
         key = None if storage is None else storage._cdata
@@ -274,7 +272,8 @@ class _BackwardRecorder:
             self.outside[name] = ref(gradient.untyped_storage())
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
-                node = get_gradient_edge(parameter).node  # of DDP's hooks too, which were there before
+                # DDP's hooks, which were registered before, are on the same node.
+                node = get_gradient_edge(parameter).node
                 self.hooks.callback(node.register_prehook(partial(self._end_part, index)).remove)
                 self.hooks.callback(node.register_hook(self._begin_part).remove)
         self._begin_part()
@@ -291,7 +290,8 @@ class _BackwardRecorder:
         self.own.append(range(self.recording.first_number, self.blocks.num_created))
         self.recording = None
         storage = gradients[0].untyped_storage()
-        self.outside["parameter gradient"] = ref(storage)  # autograd may drop it in the next part
+        # Autograd may drop the gradient in the next part.
+        self.outside["parameter gradient"] = ref(storage)
         if self.blocks.meter is not None:
             self.results.add(self.blocks.meter.numbers.get(storage._cdata, -1))
 
@@ -342,10 +342,12 @@ class _RepeatedBackward:
         """Return the result of a part."""
         part = self.parts[index]
         if part.work is not None:
-            part = self.kind.backward[index]  # of the same micro-batch
+            # The part of the same micro-batch.
+            part = self.kind.backward[index]
             assert part.parameter == self.parts[index].parameter
         self.count(part)
-        if part.parameter is None:  # the last part
+        is_last_part = part.parameter is None
+        if is_last_part:
             for name in OUTPUT_GRADIENTS:
                 self.outside.pop(name, None)
         return part.results[0].empty(self.blocks.meter)
@@ -357,7 +359,8 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, callback: Callable[..., None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.callback = callback
-        return tuple(tensor.detach() for tensor in tensors)  # views would make FSDP2 warn
+        # Views would make FSDP2 warn.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -438,7 +441,8 @@ def _describe(value: object, depth: int = MAX_DEPTH) -> object:
     parts: Sequence[object] = ()
     if isinstance(value, tuple | list):
         parts = value
-    elif isinstance(value, Mapping):  # of hooks, whose keys differ
+    elif isinstance(value, Mapping):
+        # Keys of hooks differ.
         parts = list(value.values())
     elif isinstance(value, partial):
         parts = value.func, value.args, value.keywords

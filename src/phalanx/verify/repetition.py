@@ -49,11 +49,7 @@ def few_chunks() -> Iterator[None]:
 
 
 def phases(kinds: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the phase of each of a step's passes, such that passes of one phase are equal from the third on.
-
-    Args:
-        kinds: Kinds of passes, in their order.
-    """
+    """Return the phase of each of a step's passes, such that passes of one phase are equal from the third on."""
     bounds = sorted([MAX_BF16_SUMS, MAX_BF16_SUMS + 1, len(kinds) - 1])
     return [(kind, bisect_right(bounds, position)) for position, kind in enumerate(kinds)]
 
@@ -74,9 +70,6 @@ def traced_actions(actions: Sequence[Action]) -> dict[Action, Action]:
 
     All actions of a stage and micro-batch are traced, or none. Backward passes of weights change the sums of gradients,
     alone or as part of a full backward pass; forward passes and those of inputs are equal independently.
-
-    Args:
-        actions: Actions of a step, in their order.
     """
     sequences = defaultdict[tuple[int, str], list[Action]](list)
     for action in actions:
@@ -108,10 +101,7 @@ def num_traced_micro_batches(learner: Learner, count: int) -> int:
 def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], recorders: StepRecorders | None) -> StepSums:
     """Compute gradients like `Learner.forward_backward`, and run equal micro-batches once.
 
-    Args:
-        learner: Learner of the step.
-        micros: Micro-batches of this rank.
-        recorders: Recorders of the step, which count all micro-batches; None if it is not recorded.
+    The recorders, if any, count all micro-batches.
     """
     strategy = learner.strategy
     if isinstance(strategy, PipelineStrategy):
@@ -170,13 +160,7 @@ class RepeatedPasses(StagePasses):
     tensors are numbers."""
 
     def __init__(self, passes: StagePasses, actions: Sequence[Action], recorders: StepRecorders | None) -> None:
-        """Create the passes.
-
-        Args:
-            passes: Passes that are traced.
-            actions: Actions of this rank in the step.
-            recorders: Recorders of the step; None if it is not recorded.
-        """
+        """Create the passes."""
         super().__init__(passes.data_parallel, passes.stages, passes.forward_context)
         self._traced_action = traced_actions(actions)
         self._meter = None if recorders is None else recorders.memory
@@ -192,13 +176,14 @@ class RepeatedPasses(StagePasses):
 
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run or repeat an action, and return its output for another stage, if any."""
-        if self._last_backward is not None:  # only now the caller has dropped the gradient that it received
+        # Only now the caller has dropped the gradient that it received.
+        if self._last_backward is not None:
             self._kept[self._last_backward] = self._alive(self._last_backward).keys() & KEPT_FOR_WEIGHTS
             self._last_backward = None
         traced_action = self._traced_action[action]
         if traced_action == action:
             return self._trace(action, received, state)
-        return self._repeat(action, traced_action, received, state=state)
+        return self._repeat(action, traced_action, received, state)
 
     def _trace(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         key = action.stage, action.micro
@@ -213,9 +198,7 @@ class RepeatedPasses(StagePasses):
         self._name(key, "losses", losses)
         change.net.update(messages)
         change.net.subtract(self._message_bytes(key))
-        self._traced[action] = _TracedPass(
-            work=self._work.since(mark), memory=change, output=_empty_like(output), losses=_empty_like(losses)
-        )
+        self._traced[action] = _TracedPass(self._work.since(mark), change, _empty_like(output), _empty_like(losses))
         if action.kind == "I":
             self._last_backward = key
         return output
@@ -237,7 +220,8 @@ class RepeatedPasses(StagePasses):
         kept = self._kept.get((traced_action.stage, traced_action.micro), frozenset()) if action.kind == "I" else set()
         for name in messages.keys() - kept:
             del messages[name]
-        if "input" in kept:  # whose attribute `grad` is the output
+        # The attribute `grad` of the input is the output.
+        if "input" in kept:
             messages["input gradient"] = output
         return output
 

@@ -18,6 +18,13 @@ def column(value: float) -> np.ndarray:
     return np.array([float(value)])
 
 
+def test_constants_of_a_generation_default_to_those_of_the_generation_before():
+    generations = np.array([0.0, 1.0, 2.0])
+    c = TIME_CONSTANTS
+    assert list(c.of_generation("gemm", generations)) == [c.gemm_0, c.gemm_1, c.gemm_2]
+    assert list(c.of_generation("link", generations, oldest=c.link)) == [c.link, c.link, c.link_2]
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     m=MATMUL_SIZES, n=MATMUL_SIZES, k=MATMUL_SIZES, machine=st.sampled_from(["a100", "h100", "b200", "tpuv4", "mi300x"])
@@ -131,12 +138,12 @@ def test_memory_pass_seconds_equal_bytes_over_bandwidth():
 
 def test_fp8_recipe_casts_operands_and_keeps_weight_gradients_in_16_bits():
     sizes = tuple(map(column, (8192, 8192, 8192)))
-    rows = [make_job_row(), make_job_row(low_precision=1), make_job_row(low_precision=1, casts_to_fp8=1)]
+    rows = [make_job_row(), make_job_row(low_precision=1), make_job_row(low_precision=1, trainer="Phalanx")]
     plain, low, recipe = (linear_seconds(TIME_CONSTANTS, make_job_table(row), *sizes) for row in rows)
     assert low[0] < recipe[0] < plain[0]
     assert low[1] < recipe[1] < plain[1]
     assert low[2] < recipe[2] == plain[2]
-    compiled = make_job_row(low_precision=1, casts_to_fp8=1, compiled=1)
+    compiled = make_job_row(low_precision=1, trainer="Phalanx", compiled=1)
     eager = linear_seconds(TIME_CONSTANTS, make_job_table(rows[2]), *sizes, readers=3)
     fused = linear_seconds(TIME_CONSTANTS, make_job_table(compiled), *sizes, readers=3)
     assert low[0] < fused[0] < recipe[0] < eager[0]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phalanx.cost.estimate.constants import memory_constants
 from phalanx.cost.estimate.memory import estimate_memory, oom_probability, peak_in_flight_by_stage, reserved_bytes
 from phalanx.cost.exact.rank_memory import rank_memory, rank_model_states
-from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
+from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.schedule.registry import build_schedule
@@ -31,8 +31,6 @@ GPT_COLUMNS = {
     "state_bytes": 12,
     "hardware_generation": 0,
     "fused_elementwise": 1,
-    "lean_activations": 0,
-    "chunks_loss": 0,
 }
 
 
@@ -64,16 +62,16 @@ def make_gpt_row(layers: int, width: int, heads: int, **choices: float) -> dict[
                 "tp": 8,
                 "pp": 8,
                 "virtual_stages": 3,
-                "schedule": ScheduleKind.INTERLEAVED,
+                "schedule": "interleaved",
                 "micro_batches": 64,
-                "recompute": ActivationCheckpointing.SELECTIVE,
+                "recompute": "attention core",
             },
             57.914,
         ),
         ((128, 25600, 160), {"tp": 8, "pp": 64, "micro_batches": 512, "sequence_parallel": 0}, 164.209),
         (
             (128, 25600, 160),
-            {"tp": 8, "pp": 64, "micro_batches": 512, "recompute": ActivationCheckpointing.SELECTIVE},
+            {"tp": 8, "pp": 64, "micro_batches": 512, "recompute": "attention core"},
             59.5215,
         ),
     ],
@@ -89,7 +87,7 @@ def test_estimate_memory_state_matches_zero_paper(zero, bytes_per_parameter):
     """ZeRO, table 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.88 GB."""
     row = make_gpt_row(36, 4096, 32, dp=64, zero_stage=zero, shard_group_size=64)
     row["parameters"] = 7.5e9
-    state = estimate_memory(MEMORY_CONSTANTS, make_job_table(row)).first.state[0]
+    state = estimate_memory(MEMORY_CONSTANTS, make_job_table(row)).state[0, 0]
     gathered = 4 * MEMORY_CONSTANTS.gathered_blocks * (7.5e9 - 51200 * 4096) / 36 if zero == 3 else 0
     assert state - gathered == pytest.approx(7.5e9 * bytes_per_parameter, rel=1e-9)
 
@@ -118,7 +116,7 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
         }
     )
     held = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
-    said = max(held.first.state[0], held.last.state[0])
+    said = max(held.state[0, 0], held.state[2, 0])
     blocks = run.model.num_layers
     dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
     said -= 4 * MEMORY_CONSTANTS.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
@@ -154,7 +152,7 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offloa
         estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate]))
         for candidate in (chosen, chosen._replace(offload="none", offload_directory=None))
     )
-    freed = max(kept.first.state[0] - held.first.state[0], kept.last.state[0] - held.last.state[0])
+    freed = max(kept.state[0, 0] - held.state[0, 0], kept.state[2, 0] - held.state[2, 0])
     assert freed == pytest.approx(max(place.offloaded for place in counted), rel=0.06)
     assert held.host[0] == pytest.approx(max(place.host - place.checkpoint_copy for place in counted), rel=0.06)
 
@@ -165,11 +163,11 @@ def test_estimate_memory_grows_with_compute_dtype_bytes():
         make_gpt_row(36, 4096, 32, dp=64, zero_stage=3, shard_group_size=64, compute_dtype_bytes=size)
         for size in (2, 4, 8)
     )
-    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows)).first
-    np.testing.assert_allclose(held.logits / held.logits[0], [1, 1, 2])
-    working = held.buffers - MEMORY_CONSTANTS.workspace_gib * GIB
+    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
+    np.testing.assert_allclose(held.logits[0] / held.logits[0, 0], [1, 1, 2])
+    working = held.buffers[0] - MEMORY_CONSTANTS.workspace_gib * GIB
     np.testing.assert_allclose(working / working[0], [1, 2, 4])
-    gathered = np.diff(held.state)
+    gathered = np.diff(held.state[0])
     assert gathered[1] == pytest.approx(2 * gathered[0])
     assert gathered[0] == pytest.approx(4 * MEMORY_CONSTANTS.gathered_blocks * 12 * 4096**2)
 
@@ -203,12 +201,12 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
 @pytest.mark.parametrize(
     ("name", "order", "v"),
     [
-        ("1f1b", ScheduleKind.ONE_F_ONE_B, 1),
-        ("gpipe", ScheduleKind.GPIPE, 1),
-        ("interleaved", ScheduleKind.INTERLEAVED, 2),
-        ("zb-h1", ScheduleKind.ZB_H1, 1),
-        ("zb-h2", ScheduleKind.ZB_H2, 1),
-        ("zb-v", ScheduleKind.ZB_V, 1),
+        ("1f1b", "1f1b", 1),
+        ("gpipe", "gpipe", 1),
+        ("interleaved", "interleaved", 2),
+        ("zb-h1", "zb-h1", 1),
+        ("zb-h2", "zb-h2", 1),
+        ("zb-v", "zb-v", 1),
     ],
 )
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16)])
@@ -235,7 +233,7 @@ def test_estimate_memory_never_grows_with_zero_stage_or_recompute(tp, pp, dp, ze
     )
     less = [
         {**row, "zero_stage": zero + 1.0, "shard_group_size": float(dp)} if zero < 2 else row,
-        {**row, "recompute": 3.0},
+        {**row, "recompute": "full"},
     ]
     whole, *smaller = estimate_memory(MEMORY_CONSTANTS, make_job_table(row, *less)).allocated
     assert all(size <= whole * (1 + 1e-9) for size in smaller)
@@ -248,9 +246,9 @@ def test_reserved_bytes_include_fragmentation_of_pipeline_activations():
         for choices in ({**piped, "micro_batches": 16}, {**piped, "micro_batches": 4}, {"tp": 8, "micro_batches": 16})
     ]
     held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
-    assert held.first.fragmented[0] > 0
-    assert (held.first.fragmented[1:] == 0).all()
-    assert (held.last.fragmented == 0).all()
+    assert held.fragmented[0, 0] > 0
+    assert (held.fragmented[0, 1:] == 0).all()
+    assert (held.fragmented[2] == 0).all()
     used = reserved_bytes(MEMORY_CONSTANTS, held)
     assert used[0] > used[1]
 
@@ -277,12 +275,12 @@ def test_memory_of_partial_recomputation_is_between_that_of_none_and_all_blocks(
     sizes = []
     for run in (none, *runs):
         jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
-        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])
+        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[1] == pytest.approx((sizes[1] - sizes[2]) / 7)
     whole = run_from_table({**table, "layout": layout})
     jobs = candidate_jobs(whole, 1, [candidate_from_run(whole, 1)])
-    assert sizes[-1] == pytest.approx(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])
+    assert sizes[-1] == pytest.approx(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
 
 
 def test_recomputed_norms_save_two_tensors_of_the_residual_stream_per_block():
@@ -291,5 +289,5 @@ def test_recomputed_norms_save_two_tensors_of_the_residual_stream_per_block():
     for method in ("none", "norms"):
         run = run_from_table({**table, "layout": {"micro_batch_size": 1, "activation_checkpointing": method}})
         jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
-        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])
+        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes[0] - sizes[1] == pytest.approx(32 * 2 * 8192 * 4096 * 2)

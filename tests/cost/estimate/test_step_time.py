@@ -11,7 +11,6 @@ from phalanx.cost.estimate import step_time
 from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
 from phalanx.cost.estimate.step_time import PARTS, step_seconds
-from phalanx.cost.kinds import ActivationCheckpointing, ScheduleKind
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
 from tests.helpers.job_tables import make_job_row, make_job_table
@@ -30,17 +29,17 @@ def test_fitted_constants_lie_within_their_bounds(kind):
 SHARDED = {"dp": 64, "zero_stage": 3, "shard_group_size": 64}
 COMMUNICATING_ROWS = {
     "tp": make_job_row(tp=16, dp=4),
-    "tp selective": make_job_row(tp=16, dp=4, recompute=ActivationCheckpointing.ATTENTION),
-    "tp full": make_job_row(tp=16, dp=4, recompute=ActivationCheckpointing.FULL),
+    "tp selective": make_job_row(tp=16, dp=4, recompute="selective"),
+    "tp full": make_job_row(tp=16, dp=4, recompute="full"),
     "ring": make_job_row(cp=16, dp=4),
-    "ulysses": make_job_row(cp=16, dp=4, ulysses=1, recompute=ActivationCheckpointing.FULL),
+    "ulysses": make_job_row(cp=16, dp=4, ulysses=1, recompute="full"),
     "ep": make_job_row("mixtral-8x7b", ep=16, dp=64),
     "zero3": make_job_row(**SHARDED),
-    "zero3 of one block after another": make_job_row(deepspeed=1, **SHARDED),
+    "zero3 of one block after another": make_job_row(trainer="DeepSpeed", **SHARDED),
     "zero3 and ep": make_job_row("mixtral-8x7b", ep=16, **SHARDED),
     "hsdp": make_job_row(**{**SHARDED, "shard_group_size": 8}),
     "zero3 and tp": make_job_row(tp=8, **SHARDED),
-    "zero3 offloaded": make_job_row(offload=1, **SHARDED),
+    "zero3 offloaded": make_job_row(offload="cpu", **SHARDED),
     "cores that communicate": make_job_row(comm_uses_compute_cores=1, **SHARDED),
     "cores that ranks share": make_job_row(pp=4, tp=16, dp=2, ranks_per_core=2),
 }
@@ -85,13 +84,13 @@ def test_zero3_books_exposed_gathers_and_scatters_as_data_parallel(model, ep):
 @pytest.mark.parametrize(
     ("name", "order", "v"),
     [
-        ("1f1b", ScheduleKind.ONE_F_ONE_B, 1),
-        ("gpipe", ScheduleKind.GPIPE, 1),
-        ("interleaved", ScheduleKind.INTERLEAVED, 2),
-        ("interleaved", ScheduleKind.INTERLEAVED, 4),
-        ("zb-h1", ScheduleKind.ZB_H1, 1),
-        ("zb-h2", ScheduleKind.ZB_H2, 1),
-        ("zb-v", ScheduleKind.ZB_V, 1),
+        ("1f1b", "1f1b", 1),
+        ("gpipe", "gpipe", 1),
+        ("interleaved", "interleaved", 2),
+        ("interleaved", "interleaved", 4),
+        ("zb-h1", "zb-h1", 1),
+        ("zb-h2", "zb-h2", 1),
+        ("zb-v", "zb-v", 1),
     ],
 )
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16)])
@@ -113,7 +112,7 @@ def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W)
     dp=st.sampled_from([1, 2, 8, 64]),
     zero=st.integers(0, 3),
     micro_batch=st.sampled_from([1, 2, 4]),
-    recompute=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "attention core", "operations", "full"]),
     field=st.sampled_from(
         ["link_bytes_per_second", "network_bytes_per_second", "hbm_bytes_per_second", "peak_flops", "matmul_flops"]
     ),
@@ -142,12 +141,12 @@ def test_step_seconds_is_at_least_matmul_time_at_best_flops(tp, micro_batch, lay
 
 
 def test_full_activation_checkpointing_adds_about_one_forward_pass():
-    plain, again = step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute=3))).compute
+    plain, again = step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute="full"))).compute
     assert 1.2 < again / plain < 4 / 3 + 0.01
 
 
 def test_recomputed_norms_add_two_memory_passes_per_norm():
-    rows = [make_job_row(recompute=method) for method in (ActivationCheckpointing.NONE, ActivationCheckpointing.NORMS)]
+    rows = [make_job_row(recompute=method) for method in ("none", "norms")]
     plain, norms = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).compute
     blocks = 32 * rows[0]["micro_batches"]
     moved_bytes = 2 * 2 * 4096 * 4096 * 2
@@ -156,8 +155,10 @@ def test_recomputed_norms_add_two_memory_passes_per_norm():
 
 
 def test_partial_activation_checkpointing_adds_time_in_proportion_to_recomputed_blocks():
-    ends = ("first_recomputed", "middle_recomputed", "last_recomputed", "mean_recomputed")
-    rows = [make_job_row(recompute=3) | dict.fromkeys(ends, fraction) for fraction in (0.0, 0.25, 1.0)]
+    rows = [
+        make_job_row(recompute="full") | {"recomputed": [fraction] * 3, "mean_recomputed": fraction}
+        for fraction in (0.0, 0.25, 1.0)
+    ]
     none, quarter, full = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).total
     assert none == pytest.approx(step_seconds(TIME_CONSTANTS, make_job_table(make_job_row())).total[0])
     assert quarter == pytest.approx(none + (full - none) / 4)
@@ -180,7 +181,7 @@ def test_overlap_grad_reduce_hides_gradient_communication():
 def test_overlap_param_gather_hides_parameter_gathers():
     row = make_job_row(dp=64, zero_stage=1, shard_group_size=64)
     ahead, after = step_seconds(
-        TIME_CONSTANTS, make_job_table({**row, "overlap_param_gather": 1}, {**row, "overlap_param_gather": 0})
+        TIME_CONSTANTS, make_job_table({**row, "trainer": "Megatron-LM"}, {**row, "trainer": "nanotron"})
     ).data_parallel
     assert after > ahead
 

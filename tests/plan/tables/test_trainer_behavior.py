@@ -31,7 +31,7 @@ def test_trainer_behavior_follows_trainer_name_and_facts():
     assert (named["attention"], named["fused_elementwise"], named["gathers_logits"]) == (AttentionKernel.SEPARATE, 0, 1)
     assert trainer_behavior("comm overlap disabled", "bf16", 2, 1)["overlap_grad_reduce"] == 0
     nanotron = trainer_behavior("1f1b; nanotron", "bf16", 1, 1)
-    assert (nanotron["scatter_gather_p2p"], nanotron["overlap_param_gather"]) == (0, 0)
-    assert (megatron["scatter_gather_p2p"], megatron["overlap_param_gather"]) == (1, 1)
-    assert trainer_behavior("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
-    assert trainer_behavior("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0
+    assert (nanotron["scatter_gather_p2p"], nanotron["trainer"]) == (0, "nanotron")
+    assert (megatron["scatter_gather_p2p"], megatron["trainer"]) == (1, "Megatron-LM")
+    assert trainer_behavior("1f1b (DeepSpeed)", "fp16", 0, 1)["trainer"] == "DeepSpeed"
+    assert trainer_behavior("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["trainer"] == "Megatron-LM"

@@ -11,7 +11,7 @@ from phalanx.cost.estimate.block_activations import block_input_bytes
 from phalanx.cost.estimate.collective_time import all_to_all_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
-from phalanx.cost.estimate.kernel_time import by_generation, memory_pass_seconds
+from phalanx.cost.estimate.kernel_time import memory_pass_seconds
 from phalanx.cost.estimate.sublayer_time import (
     PassSeconds,
     SublayerTimes,
@@ -21,7 +21,7 @@ from phalanx.cost.estimate.sublayer_time import (
     mlp_times,
 )
 from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
-from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, Column
+from phalanx.cost.kinds import CODES, Column, select_choice
 
 ATTENTION_PRODUCTS = 4
 NORMS_PER_BLOCK = 2
@@ -85,23 +85,11 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, 
     Experts are evenly loaded. They take no time in a model without experts.
     """
     attention = attention_times(constants, jobs)
-    dense = _block_time(
-        constants,
-        jobs,
-        attention=attention,
-        mlp=mlp_times(constants, jobs),
-        expert_exchange=np.zeros(1),
-        extra_operations=0,
+    expert_exchange = expert_exchange_seconds(constants, jobs)
+    return (
+        _block_time(constants, jobs, attention, mlp_times(constants, jobs), np.zeros(1), extra_operations=0),
+        _block_time(constants, jobs, attention, expert_times(constants, jobs), expert_exchange, extra_operations=20),
     )
-    routed = _block_time(
-        constants,
-        jobs,
-        attention=attention,
-        mlp=expert_times(constants, jobs),
-        expert_exchange=expert_exchange_seconds(constants, jobs),
-        extra_operations=20,
-    )
-    return dense, routed
 
 
 def _block_time(
@@ -119,18 +107,20 @@ def _block_time(
 
     F and B are the device's passes, B with recomputation. X_F and X_B are the exposed communication of these passes. H
     is the time in which the host launches the operations of a forward pass, and r the relative number in backward. The
-    maximum is `smooth_max`.
+    maximum is `smooth_max`. There are fewer operations in fused kernels, and more with communication.
     """
-    num_operations = _count_operations(constants, jobs)
-    device = _device_seconds(constants, jobs, attention, mlp=mlp, num_operations=num_operations)
-    host = _host_seconds(constants, jobs, num_operations + extra_operations)
+    fusion_factor = np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0))
+    num_casts = 2 * (ATTENTION_PRODUCTS + jobs.mlp_matrices) * jobs.casts_to_fp8 * (jobs.compiled == 0)
+    num_operations = constants.operations * fusion_factor + 4 * (jobs.tp > 1) + CAST_OPERATIONS * num_casts
+    device = _device_seconds(constants, jobs, attention, mlp, num_operations * constants.gap_seconds / 2)
+    launch_factor = constants.of_generation("launch", jobs.hardware_generation, oldest=1.0)
+    host_forward = (num_operations + extra_operations) * constants.launch_seconds * launch_factor
+    host_backward = host_forward * (1.5 + _recomputes_full_blocks(jobs))
     weight_grad = attention.weight_grad + mlp.weight_grad
-    exchange = _exchange_seconds(
-        constants, jobs, core=attention.core.forward, weight_grad=weight_grad, expert_seconds=expert_exchange
-    )
-    forward = smooth_max(device.forward + exchange.forward, host.forward)
-    backward = smooth_max(device.backward + exchange.backward, host.backward)
-    without_exchange = smooth_max(device.forward, host.forward) + smooth_max(device.backward, host.backward)
+    exchange = _exchange_seconds(constants, jobs, attention.core.forward, weight_grad, expert_exchange)
+    forward = smooth_max(device.forward + exchange.forward, host_forward)
+    backward = smooth_max(device.backward + exchange.backward, host_backward)
+    without_exchange = smooth_max(device.forward, host_forward) + smooth_max(device.backward, host_backward)
     return StageTime(
         forward=forward,
         backward=backward,
@@ -139,19 +129,10 @@ def _block_time(
     )
 
 
-def _count_operations(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the operations of a block's forward pass: fewer in fused kernels, and more with communication."""
-    fusion_factor = np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0))
-    num_casts = 2 * (ATTENTION_PRODUCTS + jobs.mlp_matrices) * (jobs.casts_to_fp8 > 0) * (jobs.compiled == 0)
-    num_operations: Column = constants.operations * fusion_factor + 4 * (jobs.tp > 1) + CAST_OPERATIONS * num_casts
-    return num_operations
-
-
 def _device_seconds(
-    constants: TimeConstants, jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, num_operations: Column
+    constants: TimeConstants, jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, gap_seconds: Column
 ) -> PassSeconds:
     """Return the seconds of a block's operations on the device, in backward including recomputation."""
-    gap_seconds = num_operations * constants.gap_seconds / 2
     pass_seconds = attention.memory_passes + mlp.memory_passes
     forward = attention.forward + mlp.forward + attention.core.forward + pass_seconds + gap_seconds
     backward = (
@@ -162,46 +143,27 @@ def _device_seconds(
         + pass_seconds * constants.backward_passes
         + 2 * gap_seconds
     )
-    return PassSeconds(forward, backward + _recompute_seconds(constants, jobs, attention, mlp=mlp, forward=forward))
-
-
-def _recompute_seconds(
-    constants: TimeConstants, jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, forward: Column
-) -> Column:
-    """Return the seconds of the operations that the backward pass repeats, by method of activation checkpointing."""
-    is_flash = jobs.attention >= AttentionKernel.FLASH_1
     repeated_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
-    repeated_passes = attention.memory_passes + mlp.memory_passes
     norm_seconds = memory_pass_seconds(constants, jobs, 2 * block_input_bytes(jobs)) + constants.gap_seconds
-    seconds_by_method = {
-        ActivationCheckpointing.FULL: forward,
-        ActivationCheckpointing.OFFLOAD: forward,
-        ActivationCheckpointing.SELECTIVE: np.where(is_flash, 0.0, attention.core.forward),
-        ActivationCheckpointing.OPERATIONS: np.where(jobs.zero_stage >= 3, repeated_products, 0.0) + repeated_passes,
-        ActivationCheckpointing.ATTENTION: attention.forward + attention.core.forward,
-        ActivationCheckpointing.NORMS: NORMS_PER_BLOCK * norm_seconds,  # each one reads and writes the stream
-    }
-    return np.select(
-        [jobs.recompute == method for method in seconds_by_method],
-        list(seconds_by_method.values()),
+    recomputed = select_choice(
+        jobs.recompute,
+        {
+            "full": forward,
+            "offload": forward,
+            "attention core": np.where(jobs.uses_flash_attention, 0.0, attention.core.forward),
+            "operations": np.where(jobs.zero_stage >= 3, repeated_products, 0.0) + pass_seconds,
+            "selective": attention.forward + attention.core.forward,
+            # Each norm reads and writes the residual stream.
+            "norms": NORMS_PER_BLOCK * norm_seconds,
+        },
         0.0,
     )
+    return PassSeconds(forward, backward + recomputed)
 
 
 def _recomputes_full_blocks(jobs: JobTable) -> NDArray[np.bool_]:
     """Return the rows whose backward pass repeats all operations of a block."""
-    return np.isin(jobs.recompute, (ActivationCheckpointing.FULL, ActivationCheckpointing.OFFLOAD))
-
-
-def _host_seconds(constants: TimeConstants, jobs: JobTable, num_operations: Column) -> PassSeconds:
-    """Return the seconds in which the host launches a block's operations."""
-    launch_seconds = (
-        num_operations
-        * constants.launch_seconds
-        * by_generation(jobs, 1.0, constants.launch_1, third=constants.launch_2)
-    )
-    backward_ratio = 1.5 + _recomputes_full_blocks(jobs)
-    return PassSeconds(launch_seconds, launch_seconds * backward_ratio)
+    return np.isin(jobs.recompute, (CODES["full"], CODES["offload"]))
 
 
 def _exchange_seconds(
@@ -209,18 +171,24 @@ def _exchange_seconds(
 ) -> PassSeconds:
     """Return the exposed communication of both passes, in backward including recomputation.
 
-    `core` hides context-parallel messages, and `weight_grad` those of tensor parallelism.
+    `core` hides context-parallel messages, and `weight_grad` those of tensor parallelism. A tensor-parallel pass has an
+    all-reduce after attention and one after the MLP. With sequence parallelism, each of these is an all-gather and a
+    reduce-scatter (arXiv 2205.05198, section 4.2.2).
     """
     cp = _context_parallel_seconds(constants, jobs, core)
-    tp_seconds = _tensor_parallel_seconds(constants, jobs)
+    size_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width
+    calls = 1.0 + jobs.sequence_parallel
+    reduction_seconds = ring_seconds(constants, jobs, size_bytes, jobs.tp, stride=1.0, reduces=True, calls=calls)
+    leak = np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
+    tp_seconds = jobs.tp_reductions_per_block * reduction_seconds * leak
     hidden_seconds = np.where(
-        (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
+        (jobs.overlap_tp_with_weight_grads > 0) & jobs.can_overlap,
         (1 - constants.overlap_leak) * np.minimum(tp_seconds, weight_grad),
         0.0,
     )
     forward = tp_seconds + expert_seconds + cp.forward
     recomputed = np.select(
-        [_recomputes_full_blocks(jobs), jobs.recompute == ActivationCheckpointing.ATTENTION],
+        [_recomputes_full_blocks(jobs), jobs.recompute == CODES["selective"]],
         [forward, tp_seconds / jobs.tp_reductions_per_block + cp.forward],
         0.0,
     )
@@ -230,25 +198,9 @@ def _exchange_seconds(
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
     """Return the longer of two times, plus a margin where similar times hide each other incompletely.
 
-    Args:
-        device: Times of the device, in any unit.
-        other: Times of the host or of communication, in the same unit.
-        sharpness: Exponent of the norm; the margin is smaller for larger values.
+    The margin of this norm is smaller for a larger exponent `sharpness`.
     """
     return (device**sharpness + other**sharpness) ** (1 / sharpness)
-
-
-def _tensor_parallel_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds of a pass's tensor-parallel communication.
-
-    A pass has an all-reduce after attention and one after the MLP. With sequence parallelism, each of these is an
-    all-gather and a reduce-scatter (arXiv 2205.05198, section 4.2.2).
-    """
-    size_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width
-    reduction_seconds = ring_seconds(
-        constants, jobs, size_bytes, ranks=jobs.tp, stride=1.0, reduces=True, calls=1.0 + jobs.sequence_parallel
-    )
-    return jobs.tp_reductions_per_block * reduction_seconds * np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
 
 
 def _context_parallel_seconds(constants: TimeConstants, jobs: JobTable, core: Column) -> PassSeconds:
@@ -263,16 +215,14 @@ def _context_parallel_seconds(constants: TimeConstants, jobs: JobTable, core: Co
     head_bytes = jobs.compute_dtype_bytes * jobs.tokens * (jobs.head_dim + jobs.value_dim)
     kv_bytes = head_bytes * kv_heads
     query_bytes = head_bytes * jobs.heads / jobs.tp
-    hidden_seconds = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
-    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, ranks=jobs.cp, stride=jobs.tp, sends=True)
+    hidden_seconds = np.where(jobs.can_overlap, 0.8 * core, 0.0)
+    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, stride=jobs.tp, sends=True)
     gradient_seconds = kv_seconds * jobs.ring_gradient_bytes / jobs.compute_dtype_bytes
     ring_forward = np.maximum(kv_seconds - hidden_seconds, 0.0)
     ring_backward = np.maximum(kv_seconds + gradient_seconds - 2 * hidden_seconds, 0.0)
-    ulysses_seconds = all_to_all_seconds(
-        constants, jobs, kv_bytes + query_bytes, ranks=jobs.cp, stride=jobs.tp, calls=2.0
-    )
+    ulysses_seconds = all_to_all_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, stride=jobs.tp, calls=2.0)
     is_ulysses = jobs.ulysses > 0
     return PassSeconds(
-        forward=np.where(is_ulysses, ulysses_seconds, ring_forward),
-        backward=np.where(is_ulysses, ulysses_seconds, ring_backward),
+        np.where(is_ulysses, ulysses_seconds, ring_forward),
+        np.where(is_ulysses, ulysses_seconds, ring_backward),
     )

@@ -14,7 +14,7 @@ from phalanx.cost.kinds import Column
 
 def fast_link_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
     """Return the bytes per second of one device's fast links that collectives reach."""
-    return jobs.link_bytes_per_second * np.where(jobs.hardware_generation > 1, constants.link_2, constants.link)
+    return jobs.link_bytes_per_second * constants.of_generation("link", jobs.hardware_generation, constants.link)
 
 
 def network_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
@@ -36,18 +36,10 @@ def ring_seconds(
 
     Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). If a group spans
     several domains, the network cards of its members in a node serve it together. Every step of a ring waits for the
-    previous one. All-reduces between nodes use trees (NCCL, src/graph/tuning.cc).
+    previous one. All-reduces (`reduces`) between nodes use trees (NCCL, src/graph/tuning.cc). Messages from each rank
+    to the next (`sends`) use only the card of the rank whose successor is in another node.
 
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        size_bytes: Total size of all calls.
-        ranks: Ranks of the group.
-        stride: Distance between ranks of the group within the stage.
-        reduces: True for all-reduces, False for all-gathers or reduce-scatters.
-        calls: Number of collectives.
-        sends: True for messages from each rank to the next. They use only the card of the rank whose successor is in
-            another node.
+    `size_bytes` is the total of all `calls`, and `stride` the distance between the ranks of the group within the stage.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     num_domains = ranks / ranks_in_domain
@@ -59,13 +51,11 @@ def ring_seconds(
         fast_link_bandwidth(constants, jobs),
     )
     if reduces:
-        hops_seconds = 2 * constants.network_hop_seconds * np.log2(
-            np.maximum(num_domains, 1)
-        ) + constants.hop_seconds * np.minimum(ranks_in_domain - 1, 7)
+        tree_hops = 2 * constants.network_hop_seconds * np.log2(np.maximum(num_domains, 1))
+        hops_seconds = tree_hops + constants.hop_seconds * np.minimum(ranks_in_domain - 1, 7)
     else:
-        hops_seconds = (
-            constants.network_hop_seconds * (num_domains - 1) + constants.hop_seconds * (ranks - num_domains) * 0.3
-        )
+        ring_hops = constants.network_hop_seconds * (num_domains - 1)
+        hops_seconds = ring_hops + constants.hop_seconds * (ranks - num_domains) * 0.3
     latency_seconds = np.where(
         leaves_domain,
         constants.network_seconds + hops_seconds,
@@ -86,17 +76,9 @@ def all_to_all_seconds(
 ) -> Column:
     """Return the seconds of all-to-alls within a stage.
 
-    A rank's own network card sends what leaves the domain, since all ranks of a node send equally much.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        size_bytes: Total size on each rank, evenly for all ranks, including its own part.
-        ranks: Ranks of the group.
-        stride: Distance between ranks of the group within the stage.
-        calls: Number of all-to-alls.
-        relayed_fraction: Fraction of the bytes for other nodes that crosses the network if nodes relay. Fast links then
-            forward all bytes.
+    A rank's own network card sends what leaves the domain, since all ranks of a node send equally much. `size_bytes` is
+    the total on each rank, evenly for all ranks, including its own part. If nodes relay, `relayed_fraction` of the
+    bytes for other nodes crosses the network, and fast links forward all bytes.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     remote_bytes = size_bytes * (ranks - ranks_in_domain) / ranks
@@ -112,33 +94,19 @@ def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_byt
 
     Experts are not split: expert-parallel ranks are neighbors, whatever tensor parallelism is. Relayed tokens cross to
     a node once, however many of their experts are there. Of n nodes, k randomly drawn experts are on n (1 - (1 -
-    1/n)^k).
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        size_bytes: Bytes of tokens on each rank, including those for its own experts.
+    1/n)^k). `size_bytes` includes the tokens for a rank's own experts.
     """
     num_domains = jobs.ep / np.clip(jobs.fast_link_ranks_per_stage, 1, jobs.ep)
     top_k = np.maximum(jobs.top_k, 1)
     distinct_fraction = np.minimum(num_domains * (1 - (1 - 1 / num_domains) ** top_k) / top_k, 1.0)
     relayed_fraction = np.where(jobs.dedup_node_dispatch > 0, distinct_fraction, 1.0)
-    return all_to_all_seconds(constants, jobs, size_bytes, ranks=jobs.ep, relayed_fraction=relayed_fraction)
+    return all_to_all_seconds(constants, jobs, size_bytes, jobs.ep, relayed_fraction=relayed_fraction)
 
 
 def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Return the seconds of one message to the next stage.
-
-    The next stage is in another node, unless all stages share a domain.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        size_bytes: Bytes that one rank sends.
-    """
+    """Return the seconds of one message to the next stage, which is in another node unless all share a domain."""
     stage_stride = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
     leaves_domain = (stage_stride * jobs.pp > jobs.fast_link_domain) & (2 * stage_stride >= jobs.fast_link_domain)
     fast_link_seconds = constants.link_seconds + size_bytes / fast_link_bandwidth(constants, jobs)
-    return np.where(
-        leaves_domain, constants.network_seconds + size_bytes / network_bandwidth(constants, jobs), fast_link_seconds
-    )
+    network_seconds = constants.network_seconds + size_bytes / network_bandwidth(constants, jobs)
+    return np.where(leaves_domain, network_seconds, fast_link_seconds)

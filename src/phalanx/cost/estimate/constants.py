@@ -14,6 +14,11 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
+from phalanx.cost.kinds import Column
+from phalanx.spec.cluster import GENERATIONS
+
 
 def bounded(low: float, high: float) -> Any:
     """Return a field for a constant with the bounds of its fit."""
@@ -29,7 +34,7 @@ def bounds(constant: Field[Any]) -> tuple[float, float]:
 class TimeConstants:
     """Constants of step times.
 
-    "Passes" are reads or writes of a tensor of 2-byte numbers. Generations are those of `JobTable.hardware_generation`.
+    "Passes" are reads or writes of a tensor of 2-byte numbers. `of_generation` finds those of a device's generation.
     """
 
     gemm_0: float = bounded(0.75, 1.05)
@@ -122,6 +127,16 @@ class TimeConstants:
     """Relative slowdown per doubling of the number of domains that wait for each other."""
     head_passes: float = bounded(1, 30)
     """Passes over the logits for softmax and loss, forward and backward."""
+
+    def of_generation(self, name: str, generation: Column, oldest: float | None = None) -> Column:
+        """Return the constant `name_0`, `name_1` and so on of each device's generation.
+
+        A generation without its own has that of the generation before; `oldest` is that of the first.
+        """
+        values: list[Any] = [oldest]
+        for number in range(len(GENERATIONS)):
+            values.append(getattr(self, f"{name}_{number}", values[-1]))
+        return np.choose(generation.astype(np.int64), values[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

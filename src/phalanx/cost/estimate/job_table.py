@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.kinds import Column, ScheduleKind
-from phalanx.spec.chunks import LOGITS_CHUNK_BYTES
+from phalanx.cost.kinds import CODES, AttentionKernel, Column
+from phalanx.cost.precision import master_weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobTable:
     """Columns of equal length, or of length 1.
 
-    Degrees count ranks, sizes count elements, and speeds are per device. Flags are 1 or 0.
+    Degrees count ranks, sizes count elements, and speeds are per device. Flags are 1 or 0, and choices are `CODES`.
     """
 
     # The model.
@@ -84,9 +85,8 @@ class JobTable:
     comm_uses_compute_cores: Column
     """Flag: communication uses the compute cores, as on CPUs, so that nothing overlaps."""
     hardware_generation: Column
-    """Generation of the device and its software: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
+    """Generation of the device and its software (`ClusterSpec.generation`)."""
     # The layout.
-    ranks: Column
     dp: Column
     tp: Column
     pp: Column
@@ -99,13 +99,14 @@ class JobTable:
     micro_batch: Column
     micro_batches: Column
     recompute: Column
+    """`Recomputation`."""
     sequence_parallel: Column
     schedule: Column
+    """`Schedule`."""
     attention: Column
+    """`AttentionKernel`."""
     low_precision: Column
     """Flag: linear layers run in 8 bits."""
-    casts_to_fp8: Column
-    """Flag: as in Phalanx, operands are cast before each product in 8 bits, and weight gradients are in 16 bits."""
     compute_dtype_bytes: Column
     """Bytes per number for compute and for model-parallel communication."""
     parameter_bytes: Column
@@ -114,23 +115,19 @@ class JobTable:
     """Bytes per parameter of gradients in memory."""
     gradient_wire_bytes: Column
     """Bytes per parameter of gradients on the wire."""
-    grad_reductions_per_step: Column
-    """Gradient reductions per step: one, or one per micro-batch."""
     state_bytes: Column
     """Bytes per parameter of the optimizer state."""
     offload: Column
-    """Storage of the training state: `OffloadTarget`."""
+    """Storage of the training state: `layout.offload`."""
     compiled: Column
     fused_elementwise: Column
     """Flag: norms and activations run in fused kernels, rather than operation by operation."""
-    lean_activations: Column
-    """Flag: as in Phalanx, activations are recomputed, and the gradient of the loss replaces the logits."""
-    chunks_loss: Column
-    """Flag: as in Phalanx, head and loss are computed in chunks of at most `LOGITS_CHUNK_BYTES` of logits."""
+    trainer: Column
+    """`Trainer`."""
+    loss_chunk_bytes: Column
+    """Maximum logits of a chunk in which head and loss are computed; infinite without chunks."""
     overlap_grad_reduce: Column
     """Flag: data-parallel communication overlaps with the backward pass."""
-    overlap_param_gather: Column
-    """Flag: the parameter all-gather of ZeRO-1 and 2 overlaps with the next step's forward pass."""
     overlap_tp: Column
     """Flag: tensor-parallel communication overlaps with matrix products."""
     overlap_tp_with_weight_grads: Column
@@ -139,43 +136,97 @@ class JobTable:
     """Flag: expert-parallel communication overlaps with another micro-batch's products."""
     ulysses: Column
     """Flag: context-parallel ranks exchange tokens for heads, rather than send keys and values in a ring."""
-    ring_gradient_bytes: Column
-    """Bytes per number of the gradients of keys and values, as ring attention sends them."""
     dedup_node_dispatch: Column
     """Flag: a token crosses to a node once, however many of its experts are there."""
     tp_reductions_per_block: Column
     """Block outputs that tensor-parallel ranks sum: 2, or 1 if attention and MLP run in parallel."""
-    deepspeed: Column
-    """Flag: DeepSpeed's engines run the job."""
     scatter_gather_p2p: Column
     """Flag: each tensor-parallel rank sends a part of their common tensor to the next stage."""
     gathers_logits: Column
     """Flag: every tensor-parallel rank has the logits of the full vocabulary."""
     optimizer_post_validation: Column
     """Flag: the optimizer checks all gradients after the step, and reverts the step if a check fails."""
-    first_blocks: Column
-    """Blocks of the first rank of a pipeline; all blocks without a pipeline."""
-    middle_blocks: Column
-    """Blocks of the middle rank whose blocks cost most."""
-    last_blocks: Column
-    """Blocks of the last rank, or of the rank that has the head."""
-    first_moe_blocks: Column
-    """Number of `first_blocks` with experts."""
-    middle_moe_blocks: Column
-    last_moe_blocks: Column
-    first_recomputed: Column
-    """Fraction of the first rank's blocks, its first ones, that recompute activations by the method `recompute`."""
-    middle_recomputed: Column
-    last_recomputed: Column
-    mean_recomputed: Column
-    """Fraction of all blocks that recompute activations."""
     pipeline_outermost: Column
     """Flag: the pipeline is the outermost dimension of the rank order, rather than data parallelism."""
+    blocks: Column
+    """Blocks of three ranks of a pipeline: [3, jobs].
+
+    The first rank, the middle rank whose blocks cost most, and the last rank, or the one that has the head. Without a
+    pipeline, the first and the last have all blocks.
+    """
+    moe_blocks: Column
+    """Number of `blocks` with experts: [3, jobs]."""
+    recomputed: Column
+    """Fraction of `blocks`, the first ones, that recompute activations by the method `recompute`: [3, jobs]."""
+    mean_recomputed: Column
+    """Fraction of all blocks that recompute activations."""
 
     @property
     def count(self) -> int:
         """Number of jobs."""
-        return max(len(getattr(self, column.name)) for column in fields(self))
+        return max(getattr(self, column.name).shape[-1] for column in fields(self))
+
+    @property
+    def ranks(self) -> Column:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @cached_property
+    def is_phalanx(self) -> NDArray[np.bool_]:
+        """Rows that Phalanx trains.
+
+        It saves fewer activations than others. The gradient of the loss replaces the logits. Operands are cast before
+        each product in 8 bits, and weight gradients are in 16 bits.
+        """
+        return self.trainer == CODES["Phalanx"]
+
+    @property
+    def is_deepspeed(self) -> NDArray[np.bool_]:
+        """Rows that DeepSpeed's engines train."""
+        return self.trainer == CODES["DeepSpeed"]
+
+    @property
+    def overlaps_param_gather(self) -> NDArray[np.bool_]:
+        """Rows in which the parameter all-gather of ZeRO-1 and 2 overlaps with the next step's forward pass.
+
+        Megatron-Core has overlap_param_gather, and FSDP gathers during compute. DeepSpeed, nanotron and Phalanx wait.
+        """
+        return np.isin(self.trainer, (CODES["Megatron-LM"], CODES["FSDP"]))
+
+    @property
+    def grad_reductions_per_step(self) -> Column:
+        """Gradient reductions per step: one, or with Phalanx's ZeRO-2 one per micro-batch."""
+        return np.where(self.is_phalanx & (self.zero_stage == 2), self.micro_batches, 1.0)
+
+    @property
+    def ring_gradient_bytes(self) -> Column:
+        """Bytes per number of the gradients of keys and values, as ring attention sends them."""
+        return np.where(self.is_phalanx, master_weight_bytes(self.compute_dtype_bytes), 2.0)
+
+    @cached_property
+    def casts_to_fp8(self) -> NDArray[np.bool_]:
+        """Rows that cast operands before each product in 8 bits."""
+        return (self.low_precision > 0) & self.is_phalanx
+
+    @cached_property
+    def uses_flash_attention(self) -> NDArray[np.bool_]:
+        """Rows whose attention does not write the scores to memory."""
+        return self.attention >= AttentionKernel.FLASH_1
+
+    @cached_property
+    def is_gated(self) -> NDArray[np.bool_]:
+        """Rows whose MLP has a gate."""
+        return self.mlp_matrices > 2
+
+    @cached_property
+    def is_fused(self) -> NDArray[np.bool_]:
+        """Rows whose norms and activations run in fused or compiled kernels."""
+        return (self.fused_elementwise > 0) | (self.compiled > 0)
+
+    @cached_property
+    def can_overlap(self) -> NDArray[np.bool_]:
+        """Rows in which communication has its own cores, so that compute can hide it."""
+        return self.comm_uses_compute_cores == 0
 
     @cached_property
     def tokens(self) -> Column:
@@ -186,7 +237,17 @@ class JobTable:
     def loss_chunks(self) -> Column:
         """Number of chunks in which head and loss are computed."""
         logits_bytes = self.compute_dtype_bytes * self.tokens * self.vocab / self.tp
-        return np.where(self.chunks_loss > 0, np.maximum(1, np.ceil(logits_bytes / LOGITS_CHUNK_BYTES)), 1.0)
+        return np.maximum(1, np.ceil(logits_bytes / self.loss_chunk_bytes))
+
+    @cached_property
+    def sequence_shards(self) -> Column:
+        """Tensor-parallel ranks among which sequence parallelism splits the residual stream."""
+        return np.where(self.sequence_parallel > 0, self.tp, 1.0)
+
+    @cached_property
+    def experts_per_block(self) -> Column:
+        """Parameters of a rank's experts in a block that has experts."""
+        return self.expert_parameters / np.maximum(self.layers - self.dense_layers, 1) / self.expert_shards
 
     @cached_property
     def expert_replicas(self) -> Column:
@@ -216,26 +277,38 @@ class JobTable:
     @property
     def embedding_and_head_share_rank(self) -> NDArray[np.bool_]:
         """Rows in which one rank has both embedding and head: without a pipeline, and in V schedules."""
-        shares_rank: NDArray[np.bool_] = (self.pp == 1) | (self.schedule == ScheduleKind.ZB_V)
-        return shares_rank
+        return (self.pp == 1) | (self.schedule == CODES["zb-v"])
 
     @property
     def has_middle_stages(self) -> NDArray[np.bool_]:
         """Rows in which a pipeline has ranks with neither embedding nor head."""
-        has_middle: NDArray[np.bool_] = self.pp > np.where(self.embedding_and_head_share_rank, 1, 2)
-        return has_middle
+        return self.pp > np.where(self.embedding_and_head_share_rank, 1, 2)
 
     def select(self, selection: NDArray[np.int64] | NDArray[np.bool_]) -> JobTable:
         """Return the selected jobs, by index or by mask."""
         num_jobs = self.count
-        return JobTable(**{f.name: np.broadcast_to(getattr(self, f.name), num_jobs)[selection] for f in fields(self)})
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return JobTable(
+            **{name: np.broadcast_to(c, (*c.shape[:-1], num_jobs))[..., selection] for name, c in columns.items()}
+        )
 
 
-def job_table(rows: Sequence[Mapping[str, float]]) -> JobTable:
-    """Return a table of jobs from one mapping per job, of column to number."""
-    return JobTable(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(JobTable)})
+JobRow = dict[str, Any]
+"""A job's columns: numbers, names of choices, and three numbers for the columns of pipeline ranks."""
 
 
-def broadcast_jobs(common: Mapping[str, float], varying: Mapping[str, Column]) -> JobTable:
+def job_table(rows: Sequence[JobRow]) -> JobTable:
+    """Return a table with one job per row."""
+    return JobTable(**{f.name: as_column([row[f.name] for row in rows]) for f in fields(JobTable)})
+
+
+def broadcast_jobs(common: JobRow, varying: Mapping[str, Sequence[Any]]) -> JobTable:
     """Return a table of jobs that agree in `common` and differ in `varying`."""
-    return JobTable(**{name: np.array([value], dtype=np.float64) for name, value in common.items()}, **varying)
+    columns = {**{name: [value] for name, value in common.items()}, **varying}
+    return JobTable(**{name: as_column(values) for name, values in columns.items()})
+
+
+def as_column(values: Sequence[Any]) -> Column:
+    """Return the column of one value per job; jobs are its last dimension."""
+    numbers = [CODES[value] for value in values] if isinstance(values[0], str) else values
+    return np.ascontiguousarray(np.array(numbers, dtype=np.float64).T)

@@ -13,10 +13,10 @@ from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.kinds import AttentionKernel, Column
 
+LinearSeconds = tuple[Column, Column, Column]
+"""Seconds of a linear layer: forward, input gradient, weight gradient."""
 TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 64, 3))
 """Rows and columns of the tiles of matrix-product libraries, and size steps below the largest."""
-
-
 CAST_BYTES = 9
 """Bytes that a cast of a bf16 number to float8 reads and writes: its maximum, its product with the scale, the cast."""
 COMPILED_CAST_BYTES = 5
@@ -29,29 +29,9 @@ STEP_KERNELS = 10
 """Kernels of a step of a ring, in each direction."""
 
 
-def by_generation(jobs: JobTable, first: float, second: float, third: float) -> Column:
-    """Return the constant of each job's hardware generation.
-
-    Args:
-        jobs: Columns of jobs.
-        first: Constant of generation 0 (`JobTable.hardware_generation`).
-        second: Constant of generation 1.
-        third: Constant of generation 2.
-    """
-    return np.choose(jobs.hardware_generation.astype(np.int64), [first, second, third])
-
-
 def memory_pass_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Return the seconds to read or write device memory.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        size_bytes: Bytes read and written together.
-    """
-    return size_bytes / (
-        jobs.hbm_bytes_per_second * by_generation(jobs, constants.hbm_0, constants.hbm_1, third=constants.hbm_2)
-    )
+    """Return the seconds to read or write bytes of device memory."""
+    return size_bytes / (jobs.hbm_bytes_per_second * constants.of_generation("hbm", jobs.hardware_generation))
 
 
 def matmul_seconds(
@@ -67,19 +47,11 @@ def matmul_seconds(
 
     Roofline: the maximum of the time of waves of tiles over the multiprocessors, and the time of the memory accesses
     (tiles: NVIDIA, Matrix Multiplication Background, section 4). The library picks the fastest tile. A partial last
-    wave loses the fraction `wave_tail` of its idle part.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        m: Rows of the product.
-        n: Columns of the product.
-        k: Inner dimension.
-        batch: Number of products.
-        linear: True for products in the precision of training, False for attention's own, which are always in 16 bits.
+    wave loses the fraction `wave_tail` of its idle part. `linear` products are in the precision of training, others,
+    such as attention's own, always in 16 bits.
     """
     is_8bit = jobs.low_precision * linear
-    flops_16bit = jobs.matmul_flops * by_generation(jobs, constants.gemm_0, constants.gemm_1, third=constants.gemm_2)
+    flops_16bit = jobs.matmul_flops * constants.of_generation("gemm", jobs.hardware_generation)
     flops_per_second = np.where(is_8bit > 0, jobs.low_matmul_flops * constants.low_precision, flops_16bit)
     is_tiled = jobs.num_sms > 0
     num_units = np.where(is_tiled, jobs.num_sms, 1.0)
@@ -92,14 +64,8 @@ def matmul_seconds(
             started_waves + constants.wave_tail * (np.ceil(waves) - started_waves),
             m * n * batch / (rows * columns * num_units),
         )
-        wave_seconds = (
-            2
-            * rows
-            * columns
-            * (k + constants.depth)
-            * num_units
-            / (flops_per_second * constants.small_tile**size_step)
-        )
+        tile_flops_per_second = flops_per_second * constants.small_tile**size_step
+        wave_seconds = 2 * rows * columns * (k + constants.depth) * num_units / tile_flops_per_second
         min_seconds = np.minimum(min_seconds, waves * wave_seconds)
     memory_seconds = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * (m * k + k * n + m * n) * batch)
     return np.maximum(min_seconds, memory_seconds) + constants.gap_seconds
@@ -113,35 +79,25 @@ def linear_seconds(
     k: Column,
     batch: Column | float = 1.0,
     readers: Column | float = 1.0,
-) -> tuple[Column, Column, Column]:
-    """Return the seconds of a linear layer [n, k] on m tokens: forward, input gradient, weight gradient.
+) -> LinearSeconds:
+    """Return the seconds of `batch` linear layers [n, k] on m tokens: forward, input gradient, weight gradient.
 
-    From the second micro-batch on, the weight gradient is accumulated, which reads and writes it once more.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        m: Tokens.
-        n: Output width.
-        k: Input width.
-        batch: Number of layers.
-        readers: Layers that n belongs to together; each casts the tokens to float8, unless compiled.
+    `readers` layers together have the n outputs; each casts the tokens to float8, unless compiled. From the second
+    micro-batch on, the weight gradient is accumulated, which reads and writes it once more.
     """
+
+    def cast_seconds(count: Column) -> Column:
+        cast_bytes = np.where(jobs.compiled > 0, COMPILED_CAST_BYTES, CAST_BYTES) * jobs.casts_to_fp8
+        return memory_pass_seconds(constants, jobs, cast_bytes * count)
+
     casts = np.where(jobs.compiled > 0, 1.0, readers)
     later_fraction = 1 - 1 / jobs.micro_batches
     accumulate_seconds = later_fraction * memory_pass_seconds(constants, jobs, 2 * jobs.gradient_bytes * n * k * batch)
     return (
-        matmul_seconds(constants, jobs, m, n=n, k=k, batch=batch)
-        + _cast_seconds(constants, jobs, batch * (casts * m + n) * k),
-        matmul_seconds(constants, jobs, m, n=k, k=n, batch=batch) + _cast_seconds(constants, jobs, batch * (m + k) * n),
-        matmul_seconds(constants, jobs, k, n=n, k=m, batch=batch, linear=jobs.casts_to_fp8 == 0) + accumulate_seconds,
+        matmul_seconds(constants, jobs, m, n, k, batch) + cast_seconds(batch * (casts * m + n) * k),
+        matmul_seconds(constants, jobs, m, k, n, batch) + cast_seconds(batch * (m + k) * n),
+        matmul_seconds(constants, jobs, k, n, m, batch, linear=~jobs.casts_to_fp8) + accumulate_seconds,
     )
-
-
-def _cast_seconds(constants: TimeConstants, jobs: JobTable, count: Column) -> Column:
-    """Return the seconds in which a job casts `count` numbers to float8, if it does."""
-    cast_bytes = np.where(jobs.compiled > 0, COMPILED_CAST_BYTES, CAST_BYTES) * (jobs.casts_to_fp8 > 0)
-    return memory_pass_seconds(constants, jobs, cast_bytes * count)
 
 
 def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
@@ -151,15 +107,50 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
     in the backward pass (arXiv 2307.08691, section 3.1). Other kernels compute all pairs and write the scores to
     memory. A ring computes the same pairs as flash attention, and merges its steps.
     """
-    is_flash = jobs.attention >= AttentionKernel.FLASH_1
-    flash_forward = _flash_attention_seconds(constants, jobs)
+    heads = jobs.heads / jobs.tp
+    score_pairs = jobs.micro_batch * heads * jobs.sequence * jobs.sequence / jobs.cp
+    flash_forward = _flash_attention_seconds(constants, jobs, score_pairs)
     flash_backward = 2.5 * constants.flash_backward * flash_forward
     merge_forward, merge_backward = _ring_merge_seconds(constants, jobs)
-    unfused_forward, unfused_backward = _unfused_attention_seconds(constants, jobs)
+
+    def product_seconds(n: Column, k: Column) -> Column:
+        queries = jobs.sequence / jobs.cp
+        return matmul_seconds(constants, jobs, queries, n, k, batch=jobs.micro_batch * heads, linear=False)
+
+    products = product_seconds(jobs.sequence, jobs.head_dim) + product_seconds(jobs.value_dim, jobs.sequence)
+    products = np.where(jobs.head_dim % 8 == 0, products, products / constants.misaligned)
+    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
+    score_bytes = jobs.compute_dtype_bytes * score_pairs * constants.score_passes * separate_factor
+    scores = memory_pass_seconds(constants, jobs, score_bytes)
     return (
-        np.where(is_flash, flash_forward + merge_forward, unfused_forward),
-        np.where(is_flash, flash_backward + merge_backward, unfused_backward),
+        np.where(jobs.uses_flash_attention, flash_forward + merge_forward, products + scores),
+        np.where(
+            jobs.uses_flash_attention,
+            flash_backward + merge_backward,
+            2 * products + scores * constants.score_backward,
+        ),
     )
+
+
+def _flash_attention_seconds(constants: TimeConstants, jobs: JobTable, score_pairs: Column) -> Column:
+    """Return the seconds of a forward pass of flash attention."""
+    flops = 2 * score_pairs * (jobs.head_dim + jobs.value_dim)
+    peak_fraction = np.select(
+        [
+            jobs.attention == AttentionKernel.FLASH_1,
+            (jobs.attention == AttentionKernel.RING) & (jobs.hardware_generation > 0),
+            jobs.hardware_generation == 0,
+            jobs.hardware_generation >= 2,
+            jobs.attention == AttentionKernel.FLASH_3,
+        ],
+        [constants.flash_1, constants.flash_2_later, constants.flash_2, constants.flash_4, constants.flash_3],
+        constants.flash_2_later,
+    )
+    diagonal_factor = 1 + constants.flash_start / jobs.sequence
+    narrow_head_factor = np.where(jobs.head_dim <= 64, 1.3, 1.0)
+    causal_flops = flops / 2 * jobs.attended_fraction
+    flash_seconds = causal_flops * diagonal_factor / (peak_fraction * jobs.peak_flops) * narrow_head_factor
+    return flash_seconds + constants.gap_seconds
 
 
 def _ring_merge_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
@@ -177,49 +168,3 @@ def _ring_merge_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Colum
         gap_seconds + memory_pass_seconds(constants, jobs, MERGE_BYTES * outputs),
         gap_seconds + memory_pass_seconds(constants, jobs, ADD_BYTES * gradients),
     )
-
-
-def _score_pairs(jobs: JobTable) -> Column:
-    """Return the number of pairs of a query and a key on a rank's heads, without a causal mask."""
-    return jobs.micro_batch * (jobs.heads / jobs.tp) * jobs.sequence * jobs.sequence / jobs.cp
-
-
-def _flash_attention_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds of a forward pass of flash attention."""
-    flops = 2 * _score_pairs(jobs) * (jobs.head_dim + jobs.value_dim)
-    peak_fraction = np.select(
-        [
-            jobs.attention == AttentionKernel.FLASH_1,
-            (jobs.attention == AttentionKernel.RING) & (jobs.hardware_generation > 0),
-            jobs.hardware_generation == 0,
-            jobs.hardware_generation == 2,
-            jobs.attention == AttentionKernel.FLASH_3,
-        ],
-        [constants.flash_1, constants.flash_2_later, constants.flash_2, constants.flash_4, constants.flash_3],
-        constants.flash_2_later,
-    )
-    diagonal_factor = 1 + constants.flash_start / jobs.sequence
-    narrow_head_factor = np.where(jobs.head_dim <= 64, 1.3, 1.0)
-    causal_flops = flops / 2 * jobs.attended_fraction
-    return (
-        causal_flops * diagonal_factor / (peak_fraction * jobs.peak_flops) * narrow_head_factor + constants.gap_seconds
-    )
-
-
-def _unfused_attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
-    """Return the seconds of attention that writes its scores to memory, forward and backward."""
-    queries = jobs.sequence / jobs.cp
-    num_products = jobs.micro_batch * (jobs.heads / jobs.tp)
-    product_seconds = matmul_seconds(
-        constants, jobs, queries, n=jobs.sequence, k=jobs.head_dim, batch=num_products, linear=False
-    )
-    product_seconds = product_seconds + matmul_seconds(
-        constants, jobs, queries, n=jobs.value_dim, k=jobs.sequence, batch=num_products, linear=False
-    )
-    is_aligned = jobs.head_dim % 8 == 0
-    product_seconds = np.where(is_aligned, product_seconds, product_seconds / constants.misaligned)
-    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
-    score_seconds = memory_pass_seconds(
-        constants, jobs, jobs.compute_dtype_bytes * _score_pairs(jobs) * constants.score_passes * separate_factor
-    )
-    return product_seconds + score_seconds, 2 * product_seconds + score_seconds * constants.score_backward

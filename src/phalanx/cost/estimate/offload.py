@@ -21,7 +21,7 @@ from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import memory_pass_seconds
-from phalanx.cost.kinds import Column, OffloadTarget
+from phalanx.cost.kinds import CODES, Column, select_choice
 from phalanx.cost.precision import master_weight_bytes
 
 PINNED_COPY_EFFICIENCY = 0.8
@@ -38,12 +38,11 @@ HOST_MEMORY_EFFICIENCY = 0.8
 def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
     """Return the bytes per parameter that stay on the device: parameters, gradients, optimizer state."""
     is_offloaded = jobs.offload > 0
-    resident: tuple[Column, Column, Column] = (
+    return (
         np.where(is_offloaded & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
         np.where(is_offloaded & (jobs.zero_stage >= 2), 0.0, jobs.gradient_bytes),
         np.where(is_offloaded, 0.0, jobs.state_bytes),
     )
-    return resident
 
 
 def host_bytes(jobs: JobTable) -> Column:
@@ -53,9 +52,7 @@ def host_bytes(jobs: JobTable) -> Column:
     """
     gradients = np.where(jobs.zero_stage >= 2, jobs.gradient_bytes, 0.0)
     bytes_with_files = np.where(jobs.zero_stage >= 3, gradients + master_weight_bytes(jobs.compute_dtype_bytes), 0.0)
-    targets = [jobs.offload == OffloadTarget.CPU, jobs.offload == OffloadTarget.FILES]
-    bytes_per_parameter: Column = np.select(targets, [gradients + _trained_state_bytes(jobs), bytes_with_files], 0.0)
-    return bytes_per_parameter
+    return select_choice(jobs.offload, {"cpu": gradients + _trained_state_bytes(jobs), "nvme": bytes_with_files}, 0.0)
 
 
 def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
@@ -71,31 +68,21 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
     """Return the seconds of a step in which a rank only copies or updates offloaded parameters.
 
     Files are read ahead and written behind (`parallel.data.offload`), so the slower of disk and CPU counts. A CPU is
-    never assumed to be faster than the device, so offloading what fits never pays.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        owned: Offloaded parameters that the rank updates.
+    never assumed to be faster than the device, so offloading what fits never pays. `owned` are the offloaded parameters
+    that the rank updates.
     """
     host = HOST_MEMORY_EFFICIENCY * jobs.host_bytes_per_second
-    step_seconds = np.maximum(
-        _host_pass_bytes(jobs) / host, memory_pass_seconds(constants, jobs, _host_pass_bytes(jobs))
-    )
-    disk_seconds = np.where(jobs.offload == OffloadTarget.FILES, _disk_bytes(jobs) / jobs.disk_bytes_per_second, 0.0)
-    return np.where(
-        jobs.offload > 0, owned * (_copy_seconds_per_parameter(jobs) + np.maximum(step_seconds, disk_seconds)), 0.0
-    )
+    pass_bytes = _host_pass_bytes(jobs)
+    step_seconds = np.maximum(pass_bytes / host, memory_pass_seconds(constants, jobs, pass_bytes))
+    disk_seconds = np.where(jobs.offload == CODES["nvme"], _disk_bytes(jobs) / jobs.disk_bytes_per_second, 0.0)
+    seconds_per_parameter = _copy_seconds_per_parameter(jobs) + np.maximum(step_seconds, disk_seconds)
+    return np.where(jobs.offload > 0, owned * seconds_per_parameter, 0.0)
 
 
 def add_input_copies(jobs: JobTable, block: StageTime) -> StageTime:
     """Return `block` with the exposed copies of its input: to the host in one pass, back in the other.
 
     A block hides the copy of its input to the host, and its backward pass that of the previous block's input back.
-
-    Args:
-        jobs: Columns of jobs.
-        block: Times of a block without these copies.
     """
     copy_seconds = input_copy_seconds(jobs)
     forward = np.maximum(copy_seconds - block.forward, 0.0)
@@ -123,15 +110,13 @@ def _copy_seconds_per_parameter(jobs: JobTable) -> Column:
     it.
     """
     pinned = _pinned_bytes_per_second(jobs)
-    staged = np.minimum(_pinned_bytes_per_second(jobs), MAX_UNPINNED_BYTES_PER_SECOND)
+    staged = np.minimum(pinned, MAX_UNPINNED_BYTES_PER_SECOND)
     later_seconds = (jobs.micro_batches - 1) / staged
     seconds_per_gradient_byte = np.select(
         [jobs.zero_stage >= 3, jobs.zero_stage >= 2], [later_seconds, later_seconds + 1 / pinned], 1 / staged
     )
-    copies: Column = jobs.gradient_bytes * seconds_per_gradient_byte + np.where(
-        jobs.zero_stage >= 3, 0.0, jobs.parameter_bytes / staged
-    )
-    return copies
+    row_seconds = np.where(jobs.zero_stage >= 3, 0.0, jobs.parameter_bytes / staged)
+    return jobs.gradient_bytes * seconds_per_gradient_byte + row_seconds
 
 
 def _host_pass_bytes(jobs: JobTable) -> Column:
@@ -150,8 +135,7 @@ def _host_pass_bytes(jobs: JobTable) -> Column:
         gradient_bytes + row_bytes,
     )
     cast_bytes = np.where(is_zero3, 0.0, row_bytes + jobs.parameter_bytes)
-    passes: Column = accumulated + prepared + 2 * _trained_state_bytes(jobs) + row_bytes + cast_bytes
-    return passes
+    return accumulated + prepared + 2 * _trained_state_bytes(jobs) + row_bytes + cast_bytes
 
 
 def _disk_bytes(jobs: JobTable) -> Column:

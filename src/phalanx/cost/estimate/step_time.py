@@ -6,7 +6,6 @@ Blocks, embedding, head, the schedule's bubble, sends, exposed data-parallel com
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from phalanx.cost.estimate.kernel_time import matmul_seconds, memory_pass_second
 from phalanx.cost.estimate.offload import add_input_copies, input_copy_seconds, offload_seconds
 from phalanx.cost.estimate.update_time import data_parallel_seconds, owned_parameters, update_seconds
 from phalanx.cost.estimate.zero3_time import add_zero3_communication
-from phalanx.cost.kinds import ActivationCheckpointing, Column, ScheduleKind
+from phalanx.cost.kinds import CODES, Column, select_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +82,10 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     """
     layers = layer_seconds(constants, jobs)
     plain = layer_seconds_without_recomputation(constants, jobs, layers)
-    slowest, middle = _slowest_and_middle_stages(jobs, layers, plain=plain)
-    all_stages = _sum_of_all_stages(jobs, layers, plain=plain)
-    engine_factor = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), constants.deepspeed, 1.0)
+    slowest, middle = _slowest_and_middle_stages(jobs, layers, plain)
+    blocks = _mix_blocks(layers, plain, jobs.mean_recomputed, jobs.layers, jobs.layers - jobs.dense_layers)
+    all_stages = blocks + layers.embedding + layers.head
+    engine_factor = np.where(jobs.is_deepspeed & (jobs.pp > 1), constants.deepspeed, 1.0)
     passes, bubble = _adjust_for_shared_cores(
         jobs,
         slowest=slowest.scaled(jobs.micro_batches * engine_factor),
@@ -93,6 +93,7 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
         bubble=_bubble_seconds(jobs, all_stages - slowest),
     )
     send = _pipeline_send_seconds(constants, jobs)
+    fast_link_domains = np.maximum(jobs.ranks / jobs.pp / jobs.fast_link_ranks_per_stage, 1)
     return StepTime(
         compute=passes.compute,
         exchange=passes.exchange,
@@ -103,33 +104,27 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
         offload=offload_seconds(constants, jobs, owned_parameters(jobs))
         + passes.upload
         + jobs.micro_batches * input_copy_seconds(jobs),
-        waiting=_straggler_seconds(constants, jobs, passes.forward_backward + bubble + send),
+        waiting=(passes.forward_backward + bubble + send) * constants.straggler_factor * np.log2(fast_link_domains),
     )
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Return the seconds of a micro-batch in each part of the model."""
     dense, routed = (add_input_copies(jobs, block) for block in block_seconds(constants, jobs))
-    experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
+    embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * jobs.tokens * jobs.width)
     return LayerTimes(
-        embedding=_embedding_time(constants, jobs),
+        embedding=StageTime(forward=embedding / 2, backward=embedding / 2, weight_grad=np.zeros(1)),
         dense=add_zero3_communication(constants, jobs, dense, experts=np.zeros(1)),
-        routed=add_zero3_communication(constants, jobs, routed, experts=experts),
+        routed=add_zero3_communication(constants, jobs, routed, jobs.experts_per_block),
         head=_head_time(constants, jobs),
     )
 
 
 def layer_seconds_without_recomputation(constants: TimeConstants, jobs: JobTable, layers: LayerTimes) -> LayerTimes:
-    """Return the seconds of a micro-batch in blocks that recompute nothing; `layers` if no job has such blocks.
-
-    Args:
-        constants: Fitted constants of times.
-        jobs: Columns of jobs.
-        layers: The seconds with recomputation.
-    """
+    """Return the seconds of a micro-batch in blocks that recompute nothing; `layers` if no job has such blocks."""
     if (jobs.mean_recomputed == 1).all():
         return layers
-    return layer_seconds(constants, replace(jobs, recompute=np.full_like(jobs.recompute, ActivationCheckpointing.NONE)))
+    return layer_seconds(constants, replace(jobs, recompute=np.full_like(jobs.recompute, CODES["none"])))
 
 
 def _mix_blocks(
@@ -144,31 +139,18 @@ def _mix_blocks(
     )
 
 
-def _sum_of_all_stages(jobs: JobTable, layers: LayerTimes, plain: LayerTimes) -> StageTime:
-    """Return the times of one micro-batch in all layers of the model."""
-    moe_blocks = jobs.layers - jobs.dense_layers
-    blocks = _mix_blocks(layers, plain, jobs.mean_recomputed, blocks=jobs.layers, moe_blocks=moe_blocks)
-    return blocks + layers.embedding + layers.head
-
-
-def _straggler_seconds(constants: TimeConstants, jobs: JobTable, pipeline_seconds: Column) -> Column:
-    """Return the seconds in which fast-link domains wait for the slowest of them."""
-    domains = np.maximum(jobs.ranks / jobs.pp / jobs.fast_link_ranks_per_stage, 1)
-    return pipeline_seconds * constants.straggler_factor * np.log2(domains)
-
-
-def _embedding_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
-    seconds = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * jobs.tokens * jobs.width)
-    return StageTime(forward=seconds / 2, backward=seconds / 2, weight_grad=np.zeros(1))
-
-
 def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
     """Return the times of the output projection and of the loss.
 
-    In chunks, all of it is in the forward pass, and each chunk adds to the gradient of the head's matrix.
+    The loss reads a rank's shard of the logits, or all logits if ranks gather the vocabulary. In chunks, all of it is
+    in the forward pass, and each chunk adds to the gradient of the head's matrix.
     """
-    product = matmul_seconds(constants, jobs, jobs.tokens, n=jobs.vocab / jobs.tp, k=jobs.width, linear=False)
-    loss = _loss_seconds(constants, jobs)
+    product = matmul_seconds(constants, jobs, jobs.tokens, jobs.vocab / jobs.tp, jobs.width, linear=False)
+    gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
+    logits = jobs.compute_dtype_bytes * jobs.tokens * jobs.vocab
+    gather = np.where(gathers_vocab, ring_seconds(constants, jobs, logits, jobs.tp, stride=1.0), 0.0)
+    read_bytes = np.where(gathers_vocab, logits, logits / jobs.tp) * constants.head_passes
+    loss = gather + memory_pass_seconds(constants, jobs, read_bytes)
     matrix_bytes = jobs.gradient_bytes * jobs.vocab / jobs.tp * jobs.width
     sums = (jobs.loss_chunks - 1) * memory_pass_seconds(constants, jobs, 2 * matrix_bytes)
     is_chunked = jobs.loss_chunks > 1
@@ -181,35 +163,18 @@ def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
 
 def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes, plain: LayerTimes) -> tuple[StageTime, StageTime]:
     """Return the times of the slowest rank, and of a rank with neither embedding nor head."""
-    sum_stage = partial(_mix_blocks, layers, plain)
+    first, middle, last = (
+        _mix_blocks(layers, plain, recomputed, blocks, moe_blocks)
+        for recomputed, blocks, moe_blocks in zip(jobs.recomputed, jobs.blocks, jobs.moe_blocks, strict=True)
+    )
     shares_rank = jobs.embedding_and_head_share_rank
-    first = sum_stage(jobs.first_recomputed, jobs.first_blocks, jobs.first_moe_blocks) + layers.embedding
-    middle = sum_stage(jobs.middle_recomputed, jobs.middle_blocks, jobs.middle_moe_blocks)
-    last = (
-        sum_stage(jobs.last_recomputed, jobs.last_blocks, jobs.last_moe_blocks)
-        + layers.head
-        + layers.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
-    )
-    slowest = _elementwise_slower(last, first, ~shares_rank)
-    return _elementwise_slower(slowest, middle, jobs.has_middle_stages), middle
+    first += layers.embedding
+    last = last + layers.head + layers.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
 
+    def slower(stage: StageTime, other: StageTime, exists: NDArray[np.bool_]) -> StageTime:
+        return stage.replaced_where(exists & (other.forward_backward > stage.forward_backward), other)
 
-def _elementwise_slower(stage: StageTime, other: StageTime, exists: NDArray[np.bool_]) -> StageTime:
-    """Return the slower of two stages, row by row, where `other` exists."""
-    return stage.replaced_where(exists & (other.forward_backward > stage.forward_backward), other)
-
-
-def _loss_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds of the loss, forward and backward.
-
-    The loss reads a rank's shard of the logits, or all logits if ranks gather the vocabulary.
-    """
-    gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
-    logits = jobs.compute_dtype_bytes * jobs.tokens * jobs.vocab
-    gather = np.where(gathers_vocab, ring_seconds(constants, jobs, logits, ranks=jobs.tp, stride=1.0), 0.0)
-    return gather + memory_pass_seconds(
-        constants, jobs, np.where(gathers_vocab, logits, logits / jobs.tp) * constants.head_passes
-    )
+    return slower(slower(last, first, ~shares_rank), middle, jobs.has_middle_stages), middle
 
 
 def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
@@ -233,19 +198,17 @@ def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
     W = others.weight_grad
     B = others.backward - W
     zb_h2_ramp = np.maximum(F + B - 2 * W, 0.0)
-    idle_by_schedule = {
-        ScheduleKind.NONE: 0.0 * others.forward_backward,
-        ScheduleKind.INTERLEAVED: others.forward_backward / np.maximum(jobs.virtual_stages, 1),
-        ScheduleKind.ZB_H1: np.maximum(F + B - W, 0.0),
-        ScheduleKind.ZB_H2: np.where(is_post_validated, np.clip(B - F, 0.0, zb_h2_ramp), np.maximum(F, F + B - 2 * W)),
-        ScheduleKind.ZB_V: np.where(is_post_validated, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
-    }
-    idle: Column = np.select(
-        [jobs.schedule == schedule for schedule in idle_by_schedule],
-        list(idle_by_schedule.values()),
+    return select_choice(
+        jobs.schedule,
+        {
+            "none": 0.0 * others.forward_backward,
+            "interleaved": others.forward_backward / np.maximum(jobs.virtual_stages, 1),
+            "zb-h1": np.maximum(F + B - W, 0.0),
+            "zb-h2": np.where(is_post_validated, np.clip(B - F, 0.0, zb_h2_ramp), np.maximum(F, F + B - 2 * W)),
+            "zb-v": np.where(is_post_validated, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
+        },
         others.forward_backward,
     )
-    return idle
 
 
 def _adjust_for_shared_cores(
@@ -272,14 +235,14 @@ def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
     (arXiv 2104.04473, section 4.1; deepspeed/runtime/pipe/engine.py: is_pipe_partitioned). Interleaved chunks wait for
     their message unless sends run ahead, as does DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends).
     """
-    is_interleaved = jobs.schedule == ScheduleKind.INTERLEAVED
+    is_interleaved = jobs.schedule == CODES["interleaved"]
     is_message_split = (jobs.sequence_parallel > 0) | is_interleaved | (jobs.scatter_gather_p2p > 0)
     message_shards = np.where(is_message_split, jobs.tp, 1.0)
     message_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width / message_shards
     message_seconds = p2p_seconds(constants, jobs, message_bytes)
-    is_blocking = (jobs.deepspeed > 0) | (is_interleaved & (jobs.hardware_generation == 0) & (jobs.overlap_tp == 0))
+    is_blocking = jobs.is_deepspeed | (is_interleaved & (jobs.hardware_generation == 0) & (jobs.overlap_tp == 0))
     exposed_fraction = np.where(is_blocking, 1.0, constants.exposed_p2p_fraction)
-    chunks_in_other_schedules = np.where(jobs.schedule == ScheduleKind.ZB_V, 2.0, 1.0)
+    chunks_in_other_schedules = np.where(jobs.schedule == CODES["zb-v"], 2.0, 1.0)
     chunks = np.where(is_interleaved, np.maximum(jobs.virtual_stages, 1), chunks_in_other_schedules)
     num_slots = jobs.micro_batches + jobs.pp - 1
     return np.where(jobs.pp > 1, 2 * exposed_fraction * message_seconds * num_slots * chunks, 0.0)

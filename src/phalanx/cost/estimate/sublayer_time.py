@@ -5,15 +5,15 @@ All functions compute columns of many jobs at once (`cost.estimate.job_table`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.cost.estimate.collective_time import expert_all_to_all_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
-from phalanx.cost.estimate.kernel_time import attention_seconds, linear_seconds, memory_pass_seconds
+from phalanx.cost.estimate.kernel_time import LinearSeconds, attention_seconds, linear_seconds, memory_pass_seconds
 from phalanx.cost.kinds import Column
 
 
@@ -25,7 +25,7 @@ class PassSeconds:
     backward: Column
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SublayerTimes:
     """Seconds of a sublayer's products, of its memory passes in forward, and of attention's core."""
 
@@ -38,99 +38,62 @@ class SublayerTimes:
 
 def attention_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     """Return the times of attention: projections, core, norms and residuals."""
-    D = jobs.width
     inner_width = jobs.heads * jobs.value_dim / jobs.tp
-    input_width = np.maximum(jobs.attention_parameters / D / jobs.tp - inner_width, 64)
-    input_projection = linear_seconds(constants, jobs, jobs.tokens, n=input_width, k=D, readers=3)
-    output_projection = linear_seconds(constants, jobs, jobs.tokens, n=D, k=inner_width)
-    forward, input_grad, weight_grad = (a + b for a, b in zip(input_projection, output_projection, strict=True))
-    return SublayerTimes(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        memory_passes=_residual_pass_seconds(constants, jobs),
-        core=PassSeconds(*attention_seconds(constants, jobs)),
-    )
-
-
-def _residual_pass_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds of the memory passes over the residual stream and attention's shared tensors."""
-    separate_norms = (jobs.mlp_matrices > 2) & (jobs.fused_elementwise == 0) & (jobs.compiled == 0)
-    sequence_shards = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    input_width = np.maximum(jobs.attention_parameters / jobs.width / jobs.tp - inner_width, 64)
+    inputs = linear_seconds(constants, jobs, jobs.tokens, input_width, jobs.width, readers=3)
+    output = linear_seconds(constants, jobs, jobs.tokens, jobs.width, inner_width)
+    runs_separate_norms = jobs.is_gated & ~jobs.is_fused
     compile_factor = _compile_factor(constants, jobs)
-    width_passes = (
-        constants.width_passes * compile_factor + np.where(separate_norms, constants.norm_passes, 0.0)
-    ) / sequence_shards
-    passes = width_passes + constants.shared_passes * compile_factor / jobs.tp
-    return memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * jobs.tokens * jobs.width * passes)
-
-
-def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the fraction of the memory passes that remain with torch.compile."""
-    fraction: Column = np.where(jobs.compiled > 0, constants.compiled, 1.0)
-    return fraction
+    width_passes = constants.width_passes * compile_factor + np.where(runs_separate_norms, constants.norm_passes, 0.0)
+    passes = width_passes / jobs.sequence_shards + constants.shared_passes * compile_factor / jobs.tp
+    pass_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width * passes
+    core = PassSeconds(*attention_seconds(constants, jobs))
+    return SublayerTimes(*_add(inputs, output), memory_pass_seconds(constants, jobs, pass_bytes), core)
 
 
 def mlp_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     """Return the times of a dense MLP."""
     num_up = jobs.mlp_matrices - 1
-    up = linear_seconds(constants, jobs, jobs.tokens, n=jobs.ffn * num_up / jobs.tp, k=jobs.width, readers=num_up)
-    down = linear_seconds(constants, jobs, jobs.tokens, n=jobs.width, k=jobs.ffn / jobs.tp)
-    compile_factor = _compile_factor(constants, jobs)
-    inner_passes = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * constants.inner_passes * compile_factor
-    forward, input_grad, weight_grad = (a + b for a, b in zip(up, down, strict=True))
-    return SublayerTimes(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        memory_passes=memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * jobs.tokens * inner_passes),
-    )
+    up = linear_seconds(constants, jobs, jobs.tokens, jobs.ffn * num_up / jobs.tp, jobs.width, readers=num_up)
+    down = linear_seconds(constants, jobs, jobs.tokens, jobs.width, jobs.ffn / jobs.tp)
+    passes = jobs.ffn * num_up / jobs.tp * constants.inner_passes * _compile_factor(constants, jobs)
+    pass_bytes = jobs.compute_dtype_bytes * jobs.tokens * passes
+    return SublayerTimes(*_add(up, down), memory_pass_seconds(constants, jobs, pass_bytes))
 
 
 def expert_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
-    """Return the times of routed and shared experts, whose MLPs are gated."""
-    routed = _routed_expert_seconds(constants, jobs)
-    shared = _shared_expert_seconds(constants, jobs)
-    forward, input_grad, weight_grad = (a + b for a, b in zip(routed, shared, strict=True))
-    return SublayerTimes(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        memory_passes=_expert_pass_seconds(constants, jobs),
-    )
+    """Return the times of routed and shared experts, whose MLPs are gated.
 
-
-def _token_copies(jobs: JobTable) -> Column:
-    """Return the copies of a rank's tokens that go to experts; tensor-parallel ranks share the tokens."""
-    return jobs.tokens * jobs.top_k / jobs.tp
-
-
-def _routed_expert_seconds(constants: TimeConstants, jobs: JobTable) -> Iterator[Column]:
-    """Yield the seconds of a rank's full experts as `linear_seconds` returns them."""
+    A rank has full routed experts, and a shard of the shared ones. Tensor-parallel ranks share the tokens.
+    """
+    token_copies = jobs.tokens * jobs.top_k / jobs.tp
     num_experts = np.maximum(jobs.experts, 1)
     local_experts = num_experts / jobs.ep
-    tokens_per_expert = _token_copies(jobs) * jobs.ep / num_experts
+    tokens_per_expert = token_copies * jobs.ep / num_experts
     ffn = np.maximum(jobs.expert_ffn, 1)
-    up = linear_seconds(constants, jobs, tokens_per_expert, n=2 * ffn, k=jobs.width, batch=local_experts, readers=2)
-    down = linear_seconds(constants, jobs, tokens_per_expert, n=jobs.width, k=ffn, batch=local_experts)
-    return (np.where(jobs.experts > 0, a + b, 0.0) for a, b in zip(up, down, strict=True))
-
-
-def _shared_expert_seconds(constants: TimeConstants, jobs: JobTable) -> Iterator[Column]:
-    """Yield the seconds of the shared experts as `linear_seconds` returns them; each rank has a shard of them."""
+    up = linear_seconds(constants, jobs, tokens_per_expert, 2 * ffn, jobs.width, batch=local_experts, readers=2)
+    down = linear_seconds(constants, jobs, tokens_per_expert, jobs.width, ffn, batch=local_experts)
+    routed = _add(up, down, jobs.experts > 0)
     shared_ffn = np.maximum(jobs.shared_ffn, 1) / jobs.tp
-    up = linear_seconds(constants, jobs, jobs.tokens, n=2 * shared_ffn, k=jobs.width, readers=2)
-    down = linear_seconds(constants, jobs, jobs.tokens, n=jobs.width, k=shared_ffn)
-    return (np.where(jobs.shared_ffn > 0, a + b, 0.0) for a, b in zip(up, down, strict=True))
-
-
-def _expert_pass_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds of the memory passes over the inner width of experts and over the copies of tokens."""
-    token_copies = _token_copies(jobs)
+    up = linear_seconds(constants, jobs, jobs.tokens, 2 * shared_ffn, jobs.width, readers=2)
+    down = linear_seconds(constants, jobs, jobs.tokens, jobs.width, shared_ffn)
+    shared = _add(up, down, jobs.shared_ffn > 0)
     inner_elements = token_copies * jobs.expert_ffn + jobs.tokens * jobs.shared_ffn / jobs.tp
     inner_passes = 2 * inner_elements * constants.inner_passes * _compile_factor(constants, jobs)
     route_passes = token_copies * jobs.width * constants.route_passes
-    return memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * (inner_passes + route_passes))
+    pass_bytes = jobs.compute_dtype_bytes * (inner_passes + route_passes)
+    return SublayerTimes(*_add(routed, shared), memory_pass_seconds(constants, jobs, pass_bytes))
+
+
+def _add(first: LinearSeconds, second: LinearSeconds, exist: bool | NDArray[np.bool_] = True) -> LinearSeconds:
+    """Return the sum of the seconds of two layers, in the rows where they exist."""
+    forward, input_grad, weight_grad = (np.where(exist, a + b, 0.0) for a, b in zip(first, second, strict=True))
+    return forward, input_grad, weight_grad
+
+
+def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
+    """Return the fraction of the memory passes that remain with torch.compile."""
+    return np.where(jobs.compiled > 0, constants.compiled, 1.0)
 
 
 def expert_exchange_seconds(constants: TimeConstants, jobs: JobTable) -> Column:

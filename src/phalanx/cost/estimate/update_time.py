@@ -13,97 +13,49 @@ from phalanx.cost.kinds import Column
 
 
 def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: StageTime) -> Column:
-    """Return the seconds of gradient and parameter communication that the passes do not hide.
+    """Return the seconds of gradient and parameter communication that the passes of `stage` do not hide.
 
         T_dp = exposed(R + G + E - G_late) + G_late + (n - 1) exposed(S)
 
     R reduces the dense gradients, and G gathers the updated dense parameters (ZeRO-1 and 2). E does both for experts.
     G_late is the part of G that cannot overlap with the next step's forward pass. Of n gradient reductions per step,
     all but the last are reduce-scatters S. ZeRO-3 communicates within the passes (`zero3_time`), so R, G and E are 0.
-
-    Args:
-        constants: Fitted constants of time.
-        jobs: Columns of jobs.
-        stage: Times of a stage, in whose passes the communication can hide.
     """
     is_zero12 = (jobs.zero_stage >= 1) & (jobs.zero_stage < 3)
-    is_zero3 = jobs.zero_stage >= 3
     shards_over_all_ranks = jobs.shard_group_size >= jobs.dp * jobs.cp
-    grad_scatter_seconds = _grad_sync_seconds(constants, jobs, all_reduce=False)
-    grad_reduce_seconds = np.where(
-        is_zero12 & shards_over_all_ranks, grad_scatter_seconds, _grad_sync_seconds(constants, jobs, all_reduce=True)
-    )
-    param_gather_seconds = np.where(is_zero12, _param_gather_seconds(constants, jobs), 0.0)
-    expert_seconds = np.where(jobs.experts > 0, _expert_sync_seconds(constants, jobs), 0.0)
-    total_seconds = np.where(is_zero3, 0.0, grad_reduce_seconds + param_gather_seconds + expert_seconds)
-    late_gather_seconds = np.where(jobs.overlap_param_gather == 0, param_gather_seconds, 0.0)
-    window_seconds = _overlap_window_seconds(constants, jobs, stage)
-    earlier_seconds = (jobs.grad_reductions_per_step - 1) * _exposed_seconds(
-        constants, grad_scatter_seconds, window_seconds
-    )
-    return (
-        _exposed_seconds(constants, total_seconds - late_gather_seconds, window_seconds)
-        + late_gather_seconds
-        + earlier_seconds
-    )
-
-
-def _grad_sync_seconds(constants: TimeConstants, jobs: JobTable, all_reduce: bool) -> Column:
-    """Return the seconds to all-reduce or reduce-scatter the dense gradients among all data-parallel ranks."""
-    dense, _ = parameters_per_rank(jobs)
-    return ring_seconds(
-        constants,
-        jobs,
-        jobs.gradient_wire_bytes * dense,
-        ranks=jobs.dp * jobs.cp,
-        stride=jobs.tp,
-        reduces=all_reduce,
-        calls=_bucket_count(constants, jobs, dense),
-    )
-
-
-def _param_gather_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds to all-gather the updated dense parameters within a ZeRO shard group."""
-    dense, _ = parameters_per_rank(jobs)
-    return ring_seconds(
-        constants,
-        jobs,
-        jobs.compute_dtype_bytes * dense,
-        ranks=jobs.shard_group_size,
-        stride=jobs.tp,
-        calls=_bucket_count(constants, jobs, dense),
-    )
-
-
-def _expert_sync_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Return the seconds to reduce gradients and gather parameters of experts, among ranks with the same experts."""
-    _, experts = parameters_per_rank(jobs)
-    return ring_seconds(
-        constants,
-        jobs,
-        (jobs.gradient_wire_bytes + jobs.compute_dtype_bytes) * experts,
-        ranks=jobs.expert_replicas,
-        stride=jobs.expert_shards,
-        calls=_bucket_count(constants, jobs, experts),
-    )
-
-
-def _bucket_count(constants: TimeConstants, jobs: JobTable, parameters: Column) -> Column:
-    """Return the number of collectives: one per bucket if they overlap with the backward pass, else one."""
+    dense, experts = parameters_per_rank(jobs)
+    # One collective per bucket if they overlap with the backward pass, else one.
     bucket_elements = np.where(jobs.overlap_grad_reduce > 0, constants.bucket_bytes / 2, np.inf)
-    return np.maximum(1, parameters / bucket_elements)
+    dense_buckets = np.maximum(1, dense / bucket_elements)
+    expert_buckets = np.maximum(1, experts / bucket_elements)
 
+    def dense_seconds(bytes_per_parameter: Column, ranks: Column, reduces: bool = False) -> Column:
+        size_bytes = bytes_per_parameter * dense
+        return ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp, reduces, calls=dense_buckets)
 
-def _overlap_window_seconds(constants: TimeConstants, jobs: JobTable, stage: StageTime) -> Column:
-    """Return the seconds of a micro-batch's passes in which data-parallel communication can hide."""
-    can_overlap = (jobs.overlap_grad_reduce > 0) & (jobs.comm_uses_compute_cores == 0)
-    return np.where(can_overlap, constants.overlap * (stage.backward + stage.forward / 2), 0.0)
+    scatter = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp)
+    all_reduce = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp, reduces=True)
+    reduce = np.where(is_zero12 & shards_over_all_ranks, scatter, all_reduce)
+    gather = np.where(is_zero12, dense_seconds(jobs.compute_dtype_bytes, jobs.shard_group_size), 0.0)
+    expert_bytes = (jobs.gradient_wire_bytes + jobs.compute_dtype_bytes) * experts
+    expert_seconds = np.where(
+        jobs.experts > 0,
+        ring_seconds(
+            constants, jobs, expert_bytes, jobs.expert_replicas, stride=jobs.expert_shards, calls=expert_buckets
+        ),
+        0.0,
+    )
+    total = np.where(jobs.zero_stage >= 3, 0.0, reduce + gather + expert_seconds)
+    late_gather = np.where(jobs.overlaps_param_gather, 0.0, gather)
+    can_overlap = (jobs.overlap_grad_reduce > 0) & jobs.can_overlap
+    window = np.where(can_overlap, constants.overlap * (stage.backward + stage.forward / 2), 0.0)
 
+    def exposed_seconds(exchange_seconds: Column) -> Column:
+        hidden_seconds = np.minimum(exchange_seconds, window)
+        return exchange_seconds - hidden_seconds + constants.overlap_leak * hidden_seconds
 
-def _exposed_seconds(constants: TimeConstants, exchange_seconds: Column, window_seconds: Column) -> Column:
-    """Return the exposed seconds of communication that overlaps with the backward pass."""
-    hidden_seconds: Column = np.minimum(exchange_seconds, window_seconds)
-    return exchange_seconds - hidden_seconds + constants.overlap_leak * hidden_seconds
+    earlier_reductions = (jobs.grad_reductions_per_step - 1) * exposed_seconds(scatter)
+    return exposed_seconds(total - late_gather) + late_gather + earlier_reductions
 
 
 def parameters_per_rank(jobs: JobTable) -> tuple[Column, Column]:

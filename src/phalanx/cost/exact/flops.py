@@ -11,7 +11,7 @@ from phalanx.cost.exact.parameter_shapes import Shape, num_elements, parameter_s
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
-from phalanx.cost.kinds import PHALANX_CHECKPOINTING, ActivationCheckpointing
+from phalanx.cost.kinds import Recomputation
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
@@ -92,7 +92,7 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True)
 def recomputed_flops_per_token(
     spec: ModelSpec,
     seq_len: int,
-    recompute: ActivationCheckpointing,
+    recompute: Recomputation,
     *,
     flash: bool = True,
     sharded: bool = False,
@@ -111,21 +111,19 @@ def recomputed_flops_per_token(
     """
     flops = forward_flops(spec, seq_len, causal)
     return {
-        ActivationCheckpointing.NONE: 0.0,
-        ActivationCheckpointing.NORMS: 0.0,
-        ActivationCheckpointing.SELECTIVE: 0.0 if flash else flops.core,
-        ActivationCheckpointing.OPERATIONS: SELECTIVE_MATMUL_FRACTION * (flops.projections + flops.mlp)
-        if sharded
-        else 0.0,
-        ActivationCheckpointing.FULL: flops.blocks,
-        ActivationCheckpointing.OFFLOAD: flops.blocks,
-        ActivationCheckpointing.ATTENTION: flops.projections + flops.core,
+        "none": 0.0,
+        "norms": 0.0,
+        "attention core": 0.0 if flash else flops.core,
+        "operations": SELECTIVE_MATMUL_FRACTION * (flops.projections + flops.mlp) if sharded else 0.0,
+        "full": flops.blocks,
+        "offload": flops.blocks,
+        "selective": flops.projections + flops.core,
     }[recompute]
 
 
 def run_recomputed_flops_per_token(run: RunSpec) -> float:
     """Return the FLOPs that the backward pass of a run recomputes on one token, with equal blocks."""
-    method = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
+    method = run.layout.activation_checkpointing
     all_blocks = run.layout.recomputed_blocks is None
     fraction = 1.0 if all_blocks else len(recomputed_layers(run)) / run.model.num_layers
     return fraction * recomputed_flops_per_token(run.model, run.training.seq_len, method)

@@ -25,38 +25,28 @@ WRITE_SECONDS = 20
 
 def check_disk(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
     """Check the disk of the run's output directory."""
-    directory = _existing_directory(machine, expected)
+    directory = expected.directory
+    if not machine.root:
+        # The nearest parent that exists.
+        parents = (Path(directory), *Path(directory).parents)
+        directory = str(next((path for path in parents if os.path.isdir(path)), directory))
     space = disk_space(machine, "df_runs", directory)
     if space is None:
         yield from skip_rules(f"df does not report {directory}", "disk.full", "disk.very_full", "disk.room")
     else:
-        yield from _check_space(space, directory, _needed_bytes(machine, expected))
+        yield from _check_space(machine, space, directory, expected)
     yield from _check_write(machine, directory, expected.quick)
 
 
-def _existing_directory(machine: Machine, expected: Expectations) -> str:
-    """Return the output directory, or its nearest parent that exists."""
-    directory = Path(expected.directory)
-    if machine.root:
-        return expected.directory
-    return str(next((path for path in (directory, *directory.parents) if os.path.isdir(path)), directory))
-
-
-def _needed_bytes(machine: Machine, expected: Expectations) -> int:
-    """Return the space needed for checkpoints, without those that exist.
-
-    The oldest checkpoint is removed after a new one was written.
-    """
-    pattern = f"{escape(expected.checkpoints)}/step-*[0-9]" if expected.checkpoints else ""
-    existing_bytes = (len(machine.glob(pattern)) if pattern else 0) * expected.checkpoint_bytes
-    return max(expected.checkpoint_bytes, (expected.checkpoints_bytes or 0) - existing_bytes)
-
-
-def _check_space(space: DiskSpace, directory: str, needed_bytes: int) -> Iterator[DoctorFinding]:
+def _check_space(machine: Machine, space: DiskSpace, directory: str, expected: Expectations) -> Iterator[DoctorFinding]:
     very_full = RULES["disk.very_full"].check({directory: space.percent})
     yield from very_full
     if very_full[0].severity == "OK":
         yield from RULES["disk.full"].check({directory: space.percent})
+    # The oldest checkpoint is removed after a new one was written.
+    existing = machine.glob(f"{escape(expected.checkpoints)}/step-*[0-9]") if expected.checkpoints else []
+    missing_bytes = (expected.checkpoints_bytes or 0) - len(existing) * expected.checkpoint_bytes
+    needed_bytes = max(expected.checkpoint_bytes, missing_bytes)
     if needed_bytes:
         yield from RULES["disk.room"].check({directory: round(space.free_bytes / GB, 3)}, limit=needed_bytes / GB)
     else:

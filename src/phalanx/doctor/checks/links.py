@@ -48,18 +48,13 @@ def _check_nvlinks(machine: Machine) -> Iterator[DoctorFinding]:
     yield from RULES["nvlink.count"].check(counts, limit=most_common(counts.values()))
     yield from RULES["nvlink.speed"].check(slowest, limit=most_common(slowest.values()))
     try:
-        yield from RULES["nvlink.errors"].check(_worst_errors(machine))
+        worst: dict[str, int] = {}
+        for link, count in nvidia_smi.nvlink_errors(machine).items():
+            gpu = link.partition(" ")[0]
+            worst[gpu] = max(worst.get(gpu, 0), count)
+        yield from RULES["nvlink.errors"].check(worst)
     except CheckSkipped as skipped:
         yield RULES["nvlink.errors"].skip(str(skipped))
-
-
-def _worst_errors(machine: Machine) -> dict[str, int]:
-    """Return the errors of each GPU's worst link."""
-    worst: dict[str, int] = {}
-    for link, count in nvidia_smi.nvlink_errors(machine).items():
-        gpu = link.partition(" ")[0]
-        worst[gpu] = max(worst.get(gpu, 0), count)
-    return worst
 
 
 def _check_fabric_manager(machine: Machine) -> DoctorFinding:
@@ -101,8 +96,8 @@ def check_pcie(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
     devices = [*pci.nvidia_gpus(machine), *cards]
     if not devices:
         raise CheckSkipped("no GPU and no RDMA card on the PCI bus")
-    yield from _check_below_maximum(machine, "pcie.width", devices, attribute="link_width")
-    yield from _check_below_maximum(machine, "pcie.speed", cards, attribute="link_speed")
+    yield from _check_below_maximum(machine, "pcie.width", devices, "link_width")
+    yield from _check_below_maximum(machine, "pcie.speed", cards, "link_speed")
     errors = {address: pci.pcie_errors(machine, address) for address in devices}
     yield from RULES["pcie.errors"].check({address: count for address, count in errors.items() if count is not None})
     if not has_several_numa_nodes(machine):
@@ -117,18 +112,18 @@ def _check_below_maximum(machine: Machine, rule_id: str, addresses: list[str], a
 
     Virtual devices report 0 or nothing, and are ignored.
     """
+
+    def read(address: str, name: str) -> float:
+        return leading_number(machine.read(f"{pci.DEVICES}/{address}/{name}")) or 0.0
+
     used = {}
     maxima = {}
     for address in addresses:
-        value = _read_number(machine, address, f"current_{attribute}")
+        value = read(address, f"current_{attribute}")
         bridge = pci.upstream_bridge(machine, address)
-        supported = [_read_number(machine, device, f"max_{attribute}") for device in (address, bridge) if device]
+        supported = [read(device, f"max_{attribute}") for device in (address, bridge) if device]
         maximum = min((number for number in supported if number > 0), default=0.0)
         if value > 0 and maximum > 0:
             used[address] = value
             maxima[address] = maximum
     return RULES[rule_id].check(used, limit=maxima)
-
-
-def _read_number(machine: Machine, address: str, attribute: str) -> float:
-    return leading_number(machine.read(f"{pci.DEVICES}/{address}/{attribute}")) or 0.0

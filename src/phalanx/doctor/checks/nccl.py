@@ -37,15 +37,12 @@ def check_variables(machine: Machine, expected: Expectations) -> Iterator[Doctor
     external = [name for name in selected.get(NCCL_VARIABLE, []) if not name.startswith(LOCAL_PREFIXES)]
     yield _check_route(machine, external)
     yield from _check_cards(machine)
-    forced = {name: machine.environment.get(name, "") for name in RULES["nccl.left_over"].inputs}
-    yield from RULES["nccl.left_over"].report(
-        (
-            (name, value)
-            for name, value in forced.items()
-            if (value == "0" if name.endswith("ENABLE") else value not in ("", "0"))
-        ),
-        ok="none",
+    rule = RULES["nccl.left_over"]
+    forced = ((name, machine.environment.get(name, "")) for name in rule.inputs)
+    set_variables = (
+        (name, value) for name, value in forced if (value == "0" if name.endswith("ENABLE") else value not in ("", "0"))
     )
+    yield from rule.report(set_variables, ok="none")
 
 
 def named_interfaces(machine: Machine) -> list[str]:
@@ -80,7 +77,9 @@ def _check_interfaces(
         ids = ("nccl.interface", "nccl.gloo_interface", "nccl.interface_local", "nccl.interface_up")
         yield from skip_rules("no variable names an interface", *ids)
         return
-    states = {name: _interface_state(machine, name) for name in _list_interfaces(machine)}
+    operstates = {name: machine.read(f"/sys/class/net/{name}/operstate") for name in _list_interfaces(machine)}
+    # Virtual interfaces have the state "unknown", which counts as up.
+    states = {name: "up" if state in (None, "", "unknown") else str(state) for name, state in operstates.items()}
     available = f"of {', '.join(states)}"
     if NCCL_VARIABLE not in selected:
         yield exists.skip(f"{NCCL_VARIABLE} is not set")
@@ -96,28 +95,21 @@ def _check_interfaces(
         yield gloo_exists.ok(selected[GLOO_VARIABLE][0])
     else:
         yield gloo_exists.skip(f"{GLOO_VARIABLE} is not set")
-    local = {variable: _local_interfaces(names, states) for variable, names in selected.items() if names}
+
+    def local_interfaces(names: list[str]) -> str:
+        """Return the interfaces that no other node can reach, if NCCL would use them: up, or without others."""
+        local = [name for name in names if name.startswith(LOCAL_PREFIXES)]
+        return ", ".join(local if len(local) == len(names) else [name for name in local if states[name] == "up"])
+
+    local = {variable: local_interfaces(names) for variable, names in selected.items() if names}
     if is_single_node:
         yield RULES["nccl.interface_local"].skip("the run has one node")
     else:
         yield from RULES["nccl.interface_local"].check(local)
+    others = [variable for variable, listed in local.items() if not listed]
     yield from RULES["nccl.interface_up"].check(
-        {
-            variable: " ".join(states[name] for name in selected[variable])
-            for variable, listed in local.items()
-            if not listed
-        }
+        {variable: " ".join(states[name] for name in selected[variable]) for variable in others}
     )
-
-
-def _local_interfaces(names: list[str], states: dict[str, str]) -> str:
-    """Return the selected interfaces that no other node can reach, if NCCL would use them.
-
-    It uses them if they are up, or if it has no others.
-    """
-    local = [name for name in names if name.startswith(LOCAL_PREFIXES)]
-    used = local if len(local) == len(names) else [name for name in local if states[name] == "up"]
-    return ", ".join(used)
 
 
 def matches_interface_filter(value: str, interface: str) -> bool:
@@ -131,18 +123,18 @@ def matches_interface_filter(value: str, interface: str) -> bool:
     return matches != value.startswith("^")
 
 
-def _interface_state(machine: Machine, interface: str) -> str:
-    """Return the state of an interface; "unknown", which virtual interfaces have, counts as up."""
-    state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
-    return "up" if state == "unknown" else state
-
-
 def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     rule = RULES["nccl.route"]
     master = machine.environment.get("MASTER_ADDR")
     if not master or not allowed:
         return rule.skip("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set to usable values")
-    address = _resolve_address(machine, master)
+    # `ip` accepts no names, so the system's first address of a name is used.
+    address: str | None = None
+    with suppress(ValueError):
+        address = str(ip_address(master))
+    if address is None:
+        resolved = machine.run("master", "getent", "ahosts", master)
+        address = next(iter(resolved.text.split()), None) if resolved and not resolved.code else None
     output = machine.run("route", "ip", "route", "get", address) if address else None
     if output is None:
         return rule.skip(f"{master} has no known address, or `ip` is not installed")
@@ -151,14 +143,6 @@ def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     if device is None or device == "lo":
         return rule.skip(f"no route to {master} over a network")
     return rule.ok(device) if device in allowed else rule.violation(device, device, f"one of {', '.join(allowed)}")
-
-
-def _resolve_address(machine: Machine, name: str) -> str | None:
-    """Return the first address that the system finds for a name, since `ip` accepts no names."""
-    with suppress(ValueError):
-        return str(ip_address(name))
-    output = machine.run("master", "getent", "ahosts", name)
-    return next(iter(output.text.split()), None) if output and not output.code else None
 
 
 def _check_cards(machine: Machine) -> list[DoctorFinding]:

@@ -37,7 +37,10 @@ def check_rdma_ports(machine: Machine, expected: Expectations) -> Iterator[Docto
         named = machine.environment.get("NCCL_IB_HCA")
         reason = "not named by NCCL_IB_HCA" if named else "slower than other kinds of card"
         yield RULES["rdma.state"].skip(f"{', '.join(excluded)}: {reason}")
-    states = {name: _port_state(machine, port) for name, port in ports.items()}
+    states = {
+        name: ", ".join(machine.read(f"{port.path}/{state}") or "unknown" for state in ("state", "phys_state"))
+        for name, port in ports.items()
+    }
     yield from RULES["rdma.state"].check(states)
     rates = {name: rdma.rate_gbps(machine, port) for name, port in ports.items() if states[name].startswith("4:")}
     required_gbps = 8e-9 * _required_bytes_per_second(expected) / max(1, len(ports))
@@ -55,10 +58,6 @@ def check_rdma_ports(machine: Machine, expected: Expectations) -> Iterator[Docto
     yield from RULES["rdma.firmware"].check(versions, limit={device: usual[kinds[device]] for device in versions})
 
 
-def _port_state(machine: Machine, port: rdma.Port) -> str:
-    return ", ".join(machine.read(f"{port.path}/{name}") or "unknown" for name in ("state", "phys_state"))
-
-
 def _required_bytes_per_second(expected: Expectations) -> float:
     """Return the network speed of all ranks of a node, or 0 if the run does not specify it."""
     return (expected.network_bytes_per_second or 0) * (expected.ranks or 0)
@@ -74,7 +73,15 @@ def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorF
     if not ports:
         raise CheckSkipped("no RoCE port is up")
     index = machine.environment.get(INDEX_VARIABLE, "-1")
-    kinds = {name: _gid_kinds(machine, port) for name, port in ports.items()}
+    kinds: dict[str, dict[str, str]] = {name: {} for name in ports}
+    for name, port in ports.items():
+        for path in machine.glob(f"{port.path}/gids/*"):
+            gid = machine.read(path) or ""
+            if gid.replace(":", "").strip("0"):
+                gid_index = path.rpartition("/")[2]
+                kind = machine.read(f"{port.path}/gid_attrs/types/{gid_index}") or "unknown"
+                is_link_local = kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX)
+                kinds[name][gid_index] = LINK_LOCAL_ROCE_V2 if is_link_local else kind
     # On a flat network, the user may name a link-local GID.
     accepted = (ROCE_V2,) if index == "-1" else (ROCE_V2, LINK_LOCAL_ROCE_V2)
     counts = {name: sum(kind in accepted for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()}
@@ -83,18 +90,6 @@ def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorF
         yield RULES["roce.gid_index"].skip(f"{INDEX_VARIABLE} is not set")
     else:
         yield from RULES["roce.gid_index"].check({name: gids.get(index, "none") for name, gids in kinds.items()})
-
-
-def _gid_kinds(machine: Machine, port: rdma.Port) -> dict[str, str]:
-    """Return the kind of each non-zero GID by index."""
-    kinds = {}
-    for path in machine.glob(f"{port.path}/gids/*"):
-        index = path.rpartition("/")[2]
-        gid = machine.read(path) or ""
-        if gid.replace(":", "").strip("0"):
-            kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
-            kinds[index] = LINK_LOCAL_ROCE_V2 if kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX) else kind
-    return kinds
 
 
 def check_mtu(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
@@ -148,8 +143,12 @@ def check_roce(machine: Machine, expected: Expectations) -> Iterator[DoctorFindi
     usable = {name: config for name, config in configs.items() if config.trust == "dscp" and len(config.lossless) == 1}
     lossless = {name: config.lossless[0] for name, config in usable.items()}
     yield from _check_traffic_class(machine, interfaces, usable)
-    ecn = {name: _ecn_flags(machine, name, priority) for name, priority in lossless.items()}
-    yield from RULES["roce.ecn"].check({name: flags for name, flags in ecn.items() if flags})
+    # MLNX_OFED's driver shows the ECN flags of a priority.
+    ecn = {
+        name: [machine.read(f"/sys/class/net/{name}/ecn/{role}/enable/{priority}") for role in ("roce_np", "roce_rp")]
+        for name, priority in lossless.items()
+    }
+    yield from RULES["roce.ecn"].check({name: ", ".join(map(str, flags)) for name, flags in ecn.items() if all(flags)})
     cnp = {name: machine.read(f"/sys/class/net/{name}/ecn/roce_np/cnp_802p_prio") or "" for name in lossless}
     yield from RULES["roce.cnp"].check(
         {name: int(priority) for name, priority in cnp.items() if priority.isdecimal()}, limit=lossless
@@ -180,13 +179,6 @@ def _check_traffic_class(
     return violations or [rule.ok_range(descriptions.values())]
 
 
-def _ecn_flags(machine: Machine, interface: str, priority: int) -> str:
-    """Return the ECN flags of a priority, or nothing if the driver does not show them (MLNX_OFED's does)."""
-    directory = f"/sys/class/net/{interface}/ecn"
-    flags = [machine.read(f"{directory}/{role}/enable/{priority}") or "" for role in ("roce_np", "roce_rp")]
-    return ", ".join(flags) if all(flags) else ""
-
-
 def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
     """Check the interfaces that NCCL or gloo variables select, else that of the default route.
 
@@ -194,7 +186,11 @@ def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[D
     """
     if expected.nodes == 1:
         raise CheckSkipped("the run has one node")
-    names = named_interfaces(machine) or _default_route_interfaces(machine)
+    names = named_interfaces(machine)
+    if not names:
+        # The destination of the default route in /proc/net/route is all zeros.
+        rows = [line.split() for line in (machine.read("/proc/net/route") or "").splitlines()]
+        names = [row[0] for row in rows if row[1:2] == ["00000000"]][:1]
     if not names:
         raise CheckSkipped("no variable names an interface, and no default route exists")
     all_speeds = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed")) or 0.0 for name in names}
@@ -204,9 +200,3 @@ def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[D
     yield from RULES["network.speed"].check(speeds, limit=max(RULES["network.speed"].limit, required_mbps))
     duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
     yield from RULES["network.duplex"].check(duplex)
-
-
-def _default_route_interfaces(machine: Machine) -> list[str]:
-    """Return the interface of the default route, whose destination in /proc/net/route is all zeros."""
-    rows = [line.split() for line in (machine.read("/proc/net/route") or "").splitlines()]
-    return [row[0] for row in rows if row[1:2] == ["00000000"]][:1]

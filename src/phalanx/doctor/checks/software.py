@@ -64,12 +64,9 @@ def check_software(machine: Machine, expected: Expectations) -> Iterator[DoctorF
 def torch_facts(machine: Machine) -> dict[str, Any]:
     """Return the versions of PyTorch, its CUDA and NCCL, the number of its GPUs, and its CUDA error.
 
-    A child process determines them.
-
-    Raises:
-        NotImportedError: PyTorch cannot be imported; the message is the last line of its output.
-        CheckSkipped: The snapshot does not contain the facts.
-        CommandTimeout: The child process did not finish in time.
+    A child process determines them. Raises NotImportedError if PyTorch cannot be imported; the message is the last line
+    of its output. Raises CheckSkipped if the snapshot does not contain the facts. Raises CommandTimeout if the child
+    process did not finish in time.
     """
     output = machine.run("torch", sys.executable, "-c", PROBE_PROGRAM, seconds=TORCH_SECONDS)
     if output is None:
@@ -89,18 +86,17 @@ def _check_cuda(machine: Machine, facts: dict[str, Any]) -> Iterator[DoctorFindi
     except CheckSkipped as skipped:
         yield RULES["software.cuda"].skip(str(skipped))
     else:
-        expected_gpus = num_gpus if visible is None else min(num_gpus, _count_visible(visible))
+        expected_gpus = num_gpus
+        if visible is not None:
+            # GPUs in CUDA_VISIBLE_DEVICES before an invalid one (-1; Slurm's NoDevFiles).
+            names = (name.strip() for name in visible.split(","))
+            expected_gpus = min(num_gpus, len(list(takewhile(GPU_ID_PATTERN.fullmatch, names))))
         yield from RULES["software.cuda"].check({"torch": int(facts["gpus"])}, limit=expected_gpus)
     if not facts["gpus"]:
         yield RULES["software.cuda_starts"].skip("PyTorch sees no GPU")
         return
     errors = [("torch", str(facts["error"]))] if facts["error"] else []
     yield from RULES["software.cuda_starts"].report(errors, ok="yes")
-
-
-def _count_visible(listed: str) -> int:
-    """Return the number of GPUs in CUDA_VISIBLE_DEVICES before an invalid one (-1; Slurm's NoDevFiles)."""
-    return len(list(takewhile(GPU_ID_PATTERN.fullmatch, (name.strip() for name in listed.split(",")))))
 
 
 def _check_peer_memory(machine: Machine) -> DoctorFinding:

@@ -20,13 +20,7 @@ class DiskSpace:
 
 
 def disk_space(machine: Machine, name: str, path: str) -> DiskSpace | None:
-    """Return the space of a path's file system, or None if df does not report it.
-
-    Args:
-        machine: The machine.
-        name: The name of the recorded output.
-        path: A path on the file system.
-    """
+    """Return the space of a path's file system, or None if df does not report it."""
     output = machine.run(name, "df", "-Pk", path)
     row = re.search(r"\s(\d+)\s+(\d+)\s+(\d+)\s+(\d+)%", output.text if output else "")
     return DiskSpace(int(row[1]) * 1024, int(row[3]) * 1024, int(row[4])) if row else None

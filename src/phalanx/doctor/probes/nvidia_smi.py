@@ -25,13 +25,7 @@ UNCORRECTED_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
     """Return the output of nvidia-smi.
 
-    Args:
-        machine: The machine.
-        name: The name of the recorded output.
-        args: The arguments of nvidia-smi.
-
-    Raises:
-        CheckSkipped: nvidia-smi failed, which the check of GPUs reports.
+    Raises CheckSkipped if nvidia-smi failed, which the check of GPUs reports.
     """
     try:
         output = machine.run(name, "nvidia-smi", *args)
@@ -45,14 +39,7 @@ def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
 
 
 def query_gpus(machine: Machine, name: str, query: str, *fields: str) -> dict[str, Row]:
-    """Return the values of some fields by GPU.
-
-    Args:
-        machine: The machine.
-        name: The name of the recorded output.
-        query: The kind of query: nvidia-smi's option --query-<query>.
-        fields: The names of the fields.
-    """
+    """Return the values of some fields by GPU."""
     return parse_csv(
         run_nvidia_smi(machine, name, f"--query-{query}={','.join(fields)}", "--format=csv,nounits"), fields
     )
@@ -102,8 +89,7 @@ def nvlink_lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]
 def nvlink_errors(machine: Machine) -> dict[str, int]:
     """Return the errors of all kinds by link, such as "GPU0 link 3".
 
-    Raises:
-        CheckSkipped: nvidia-smi does not report them.
+    Raises CheckSkipped if nvidia-smi does not report them.
     """
     counts: dict[str, int] = {}
     for gpu, lines in nvlink_lines(machine, "smi_nvlink_errors", "-e").items():
@@ -115,7 +101,6 @@ def nvlink_errors(machine: Machine) -> dict[str, int]:
 def topology_matrix(machine: Machine) -> str:
     """Return the output of nvidia-smi topo -m.
 
-    Raises:
-        CheckSkipped: The machine has no GPU.
+    Raises CheckSkipped if the machine has no GPU.
     """
     return run_nvidia_smi(machine, "smi_topology", "topo", "-m")

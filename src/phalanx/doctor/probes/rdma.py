@@ -59,10 +59,7 @@ def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
     """Return the ports that the run would use.
 
     They are the ports that NCCL_IB_HCA names, else those of the fastest kinds of card: slower ones are for storage and
-    logins.
-
-    Raises:
-        CheckSkipped: The machine has no ports, or the run is for CPUs, which use none.
+    logins. Raises CheckSkipped if the machine has no ports, or the run is for CPUs, which use none.
     """
     ports = rdma_ports(machine)
     if not ports:
@@ -81,8 +78,7 @@ def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
 def roce_interfaces(machine: Machine, expected: Expectations) -> dict[str, Port]:
     """Return the interfaces of RoCE ports that the run would use.
 
-    Raises:
-        CheckSkipped: The machine has no RoCE port, or shows no interface of one.
+    Raises CheckSkipped if the machine has no RoCE port, or shows no interface of one.
     """
     roce = [port for port in selected_ports(machine, expected).values() if port.roce]
     interfaces = {port.interface: port for port in roce if port.interface}

@@ -73,24 +73,23 @@ class AdviceReport:
 def advise(run: RunSpec, world_size: int) -> AdviceReport:
     """Return all rules of thumb, compared with the planner's search.
 
-    Raises:
-        UserError: If a speed of the cluster is unknown, or no layout fits.
+    Raises UserError if a speed of the cluster is unknown, or no layout fits.
     """
     layouts = enumerate_layouts(run, world_size)
     layouts, ordered = with_smaller_variants(run, world_size, layouts) if layouts else ([], [])
-    every = EvaluatedLayouts(run, world_size, layouts, fitting=ordered, count_memory=MemoryCounts(run, world_size))
+    every = EvaluatedLayouts(run, world_size, layouts, ordered, MemoryCounts(run, world_size))
     fastest = every.best(lambda _: True)
     if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
         fix = suggest_fit(run, world_size, plan) if plan.closest_to_fitting else "change the layout or the batch size"
         raise UserError("layout", None, f"no layout of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix)
-    bands = TimeBands(run, world_size, ordered, fastest=fastest)
+    bands = TimeBands(run, world_size, ordered, fastest)
     best = next(runnable_layouts(run, world_size, bands, bands.order, every.count_memory))
     situation = describe_situation(every)
     return AdviceReport(
         situation,
         best,
-        advice=[compare_with_best(every, best, situation, rule=rule) for rule in RULES if rule.applies(situation)],
+        advice=[compare_with_best(every, best, situation, rule) for rule in RULES if rule.applies(situation)],
         inapplicable_rules=[rule for rule in RULES if not rule.applies(situation)],
     )
 
@@ -121,54 +120,45 @@ def compare_with_best(
     def obeys_rule(candidate: CandidateLayout) -> bool:
         return rule.is_satisfied_by(candidate, situation.domain)
 
-    evidence = rule.evidence(situation)
-    if obeys_rule(best.candidate):
-        reason = _explain_agreement(every, best, obeys_rule)
-        return Advice(rule=rule, why_rule_applies=evidence, verdict="agrees", option=best, reason=reason)
-    if option := every.best(obeys_rule):
-        slower = option.step_seconds / best.step_seconds - 1
+    def advice(verdict: Verdict, reason: str, option: EvaluatedLayout | None = None, slower: float = 0.0) -> Advice:
         return Advice(
             rule=rule,
-            why_rule_applies=evidence,
-            verdict="agrees" if slower < AGREEMENT_TOLERANCE else "costs",
+            why_rule_applies=rule.evidence(situation),
+            verdict=verdict,
+            reason=reason,
             option=option,
             slower=slower,
-            more_bytes=option.memory_bytes - best.memory_bytes,
-            reason=explain_slowdown(every.run, option, best),
+            more_bytes=option.memory_bytes - best.memory_bytes if option else 0.0,
         )
+
+    if obeys_rule(best.candidate):
+        # The reason is the cost of the fastest layout that does not satisfy the rule.
+        other = every.best(lambda candidate: not obeys_rule(candidate))
+        if other is not None:
+            return advice("agrees", f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}", best)
+        satisfy_all = all(map(obeys_rule, every.candidates))
+        return advice("agrees", "all layouts satisfy the rule" if satisfy_all else "no other layout fits", best)
+    if option := every.best(obeys_rule):
+        slower = option.step_seconds / best.step_seconds - 1
+        verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
+        return advice(verdict, explain_slowdown(every.run, option, best), option, slower)
     obeying = list(filter(obeys_rule, every.candidates))
     if not obeying:
-        reason = f"no layout of {situation.ranks} devices for this model and this batch has {rule.requirements_text}"
-        return Advice(rule=rule, why_rule_applies=evidence, verdict="does not run", reason=reason)
+        required = rule.requirements_text
+        reason = f"no layout of {situation.ranks} devices for this model and this batch has {required}"
+        return advice("does not run", reason)
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
-        reason = f"none of the {len(obeying):,} such layouts that fit can run"
-        return Advice(rule=rule, why_rule_applies=evidence, verdict="does not run", reason=reason)
-    return Advice(
-        rule=rule,
-        why_rule_applies=evidence,
-        verdict="does not fit",
-        option=smallest,
-        more_bytes=smallest.memory_bytes - best.memory_bytes,
-        reason=_explain_missing_memory(every.run, smallest),
-    )
-
-
-def _explain_agreement(
-    every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[[CandidateLayout], bool]
-) -> str:
-    """Return why the planner satisfies a rule: the cost of the fastest layout that does not."""
-    other = every.best(lambda candidate: not obeyed(candidate))
-    if other is not None:
-        return f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}"
-    return "all layouts satisfy the rule" if all(map(obeyed, every.candidates)) else "no other layout fits"
+        return advice("does not run", f"none of the {len(obeying):,} such layouts that fit can run")
+    return advice("does not fit", _explain_missing_memory(every.run, smallest), smallest)
 
 
 def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
     """Return the memory that the smallest of some layouts needs, by part."""
     cluster = run.cluster
     part_bytes = _fullest_stage_bytes(smallest)
-    if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):  # as describe_memory_use adds them
+    # As describe_memory_use adds them.
+    if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):
         part_bytes = part_bytes | {"driver and libraries": libraries}
     largest_parts = sorted(part_bytes.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
@@ -181,60 +171,43 @@ def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
 def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     """Return the facts of a run that the rules depend on."""
     run = every.run
-    model = every.run.model
-    training = every.run.training
-    cluster = every.run.cluster
-    sequences = training.tokens_per_step // training.seq_len
+    model = run.model
     plain = candidate_from_run(run.replace(layout=Layout(micro_batch_size=1)), 1)
     one = evaluate(run, 1, [plain, plain._replace(activation_checkpointing="full")])
     resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
     fits_one_device = any(option.p_oom < MAX_OOM_PROBABILITY for option in one)
     count = count_parameters(model)
-    state = model_state_bytes(count, optimizer_kind(run.optimizer), training.precision)
+    optimizer = optimizer_kind(run.optimizer)
+    state = model_state_bytes(count, optimizer, run.training.precision)
+    block_parameters: Counter[str] = Counter()
+    for name, shape in parameter_shapes(model).items():
+        if name.startswith("blocks."):
+            block_parameters[name.split(".")[1]] += num_elements(shape)
+    bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, run.training.precision).total
+    block_state_bytes = bytes_per_parameter * max(block_parameters.values())
+    # Whether the fastest fitting 1F1B pipeline still fits with ZB-H2.
+    fits_with_zb_h2 = False
+    if not fits_one_device and (fastest := every.best(lambda c: c.pp > 1 and c.schedule == "1f1b")):
+        zb_h2 = fastest.candidate._replace(schedule="zb-h2")
+        fits_with_zb_h2 = can_run(run, every.ranks, zb_h2)
+        fits_with_zb_h2 = fits_with_zb_h2 and evaluate(run, every.ranks, [zb_h2])[0].p_oom < MAX_OOM_PROBABILITY
     return RunSituation(
         parameters=count.total,
         layers=model.num_layers,
         experts=model.moe is not None,
-        sequences=sequences,
+        sequences=run.training.tokens_per_step // run.training.seq_len,
         ranks=every.ranks,
-        domain=cluster.fast_link_domain_size,
-        memory_bytes=float(cluster.rank_memory_bytes or 0),
+        domain=run.cluster.fast_link_domain_size,
+        memory_bytes=float(run.cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=resident_bytes["activations"] + resident_bytes["logits"],
         recomputed_bytes=recomputed_bytes["activations"] + recomputed_bytes["logits"],
-        layer_bytes=_largest_block_state_bytes(run) + resident_bytes["activations"] / model.num_layers,
+        layer_bytes=block_state_bytes + resident_bytes["activations"] / model.num_layers,
         fits_one_device=fits_one_device,
-        fits_with_zb_h2=not fits_one_device and _fits_with_zb_h2(every),
+        fits_with_zb_h2=fits_with_zb_h2,
     )
 
 
 def _fullest_stage_bytes(option: EvaluatedLayout) -> dict[str, float]:
     """Return the bytes by part of the fullest stage."""
     return max(option.stages.values(), key=lambda stage: sum(stage.values()))
-
-
-def _largest_block_state_bytes(run: RunSpec) -> int:
-    """Return the bytes of parameters, gradients and optimizer state of the largest block on one device."""
-    optimizer = optimizer_kind(run.optimizer)
-    bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, run.training.precision).total
-    return bytes_per_parameter * _largest_block_parameters(run)
-
-
-def _largest_block_parameters(run: RunSpec) -> int:
-    """Return the number of parameters of the largest block."""
-    blocks: Counter[str] = Counter()
-    for name, shape in parameter_shapes(run.model).items():
-        owner, _, suffix = name.partition(".")
-        if owner == "blocks":
-            blocks[suffix.partition(".")[0]] += num_elements(shape)
-    return max(blocks.values())
-
-
-def _fits_with_zb_h2(every: EvaluatedLayouts) -> bool:
-    """Return whether the fastest fitting 1F1B pipeline still fits with ZB-H2."""
-    fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
-    if fastest is None:
-        return False
-    other = fastest.candidate._replace(schedule="zb-h2")
-    runs = can_run(every.run, every.ranks, other)
-    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < MAX_OOM_PROBABILITY

@@ -99,23 +99,21 @@ class Diagnosis:
 def diagnose(run: RunSpec) -> Diagnosis:
     """Return the memory of a run on its cluster, and the effect of every remedy alone and in sequence.
 
-    Raises:
-        UserError: If the layout cannot run, or the memory of the devices is unknown.
+    Raises UserError if the layout cannot run, or the memory of the devices is unknown.
     """
     now = run_footprint(run)
     effects = evaluate_single_remedies(run)
-    made, needed = cheapest_sequence(run, now, effects)
+    steps, needed = cheapest_sequence(run, now, effects)
     try:
         best = next(iter(search_layouts(run, run.cluster.ranks, keep=1).layouts), None)
     except UserError:
         best = None
-    micro_batch = plan_batch(run, run.cluster.ranks).micro_batch_size
     return Diagnosis(
         current_footprint=now,
         limit_bytes=limit_bytes(run),
-        micro_batch=micro_batch,
+        micro_batch=plan_batch(run, run.cluster.ranks).micro_batch_size,
         single_remedies=cheapest_first(effects, now),
-        steps=made,
+        steps=steps,
         needed=needed,
         best=best,
     )
@@ -124,10 +122,8 @@ def diagnose(run: RunSpec) -> Diagnosis:
 def limit_bytes(run: RunSpec) -> float:
     """Return the maximum bytes of a run's tensors on a device with which its memory is likely to suffice.
 
-    They exclude driver and libraries or, on a calibrated machine, the rest of the process.
-
-    Raises:
-        UserError: If the memory of the devices is unknown.
+    They exclude driver and libraries or, on a calibrated machine, the rest of the process. Raises UserError if the
+    memory of the devices is unknown.
     """
     if run.cluster.rank_memory_bytes is None:
         fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
@@ -138,8 +134,7 @@ def limit_bytes(run: RunSpec) -> float:
 def run_footprint(run: RunSpec) -> RunFootprint:
     """Return the cost of a run on its cluster's ranks.
 
-    Raises:
-        UserError: If the layout cannot run.
+    Raises UserError if the layout cannot run.
     """
     rank_memories = worker_memories(run, run.cluster.ranks)
     limit_bytes(run)
@@ -163,7 +158,7 @@ def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
 def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:
     """Return each remedy's effect on its own: the smallest sufficient change, or the most effective."""
     run = with_explicit_micro_batch(run)
-    return [smallest_sufficient(remedy, run, run, before=run_footprint(run)) for remedy in REMEDIES]
+    return [smallest_sufficient(remedy, run, run, run_footprint(run)) for remedy in REMEDIES]
 
 
 def relative_slowdown(effect: RemedyEffect, now: RunFootprint) -> float:
@@ -179,12 +174,8 @@ def cheapest_first(effects: Sequence[RemedyEffect], now: RunFootprint) -> list[R
     """
 
     def key(effect: RemedyEffect) -> tuple[int, bool, float]:
-        fits_alone = effect.new_footprint is not None and effect.new_footprint.fits
-        return (
-            0 if fits_alone else 1 if effect.helps else 2,
-            effect.remedy.is_last_resort,
-            relative_slowdown(effect, now),
-        )
+        rank = 0 if fits_after([effect]) else 1 if effect.helps else 2
+        return rank, effect.remedy.is_last_resort, relative_slowdown(effect, now)
 
     return sorted(effects, key=key)
 
@@ -197,34 +188,21 @@ def cheapest_sequence(
     Of several orders, the result is the one with the fastest run, preferably with remedies that only cost time. The
     orders are by cost of each remedy alone, the published order, and each remedy that suffices alone. This is not a
     full search, which is the planner's task.
-
-    Args:
-        now: Current cost of the run.
-        effects: Effects of the remedies alone.
     """
     by_cost = sorted(effects, key=lambda effect: (effect.remedy.is_last_resort, relative_slowdown(effect, now)))
     orders = [tuple(effect.remedy for effect in by_cost), REMEDIES]
     orders += [(effect.remedy,) for effect in effects if fits_after([effect])]
-    paths = [
-        (made, minimal_subset(run, made)) for made in (apply_until_fits(run, order) for order in dict.fromkeys(orders))
-    ]
+    sequences = [apply_until_fits(run, order) for order in dict.fromkeys(orders)]
 
     def key(path: tuple[list[RemedyEffect], list[RemedyEffect]]) -> tuple[bool, float, bool, float]:
         needed = path[1]
-        short = 0 if fits_after(needed) else remaining_bytes(needed)
-        return (
-            not fits_after(needed),
-            short,
-            any(effect.remedy.is_last_resort for effect in needed),
-            relative_slowdown(needed[-1], now) if needed else 0,
-        )
+        fits = fits_after(needed)
+        last = needed[-1].new_footprint if needed else None
+        needed_bytes = 0 if fits else last.memory.device if last else inf
+        has_last_resort = any(effect.remedy.is_last_resort for effect in needed)
+        return not fits, needed_bytes, has_last_resort, relative_slowdown(needed[-1], now) if needed else 0
 
-    return min(paths, key=key)
-
-
-def remaining_bytes(made: list[RemedyEffect]) -> float:
-    """Return the bytes that a run still needs after remedies that do not suffice."""
-    return made[-1].new_footprint.memory.device if made and made[-1].new_footprint else inf
+    return min(((sequence, minimal_subset(run, sequence)) for sequence in sequences), key=key)
 
 
 def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[RemedyEffect]:
@@ -239,46 +217,39 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
     for remedy in REMEDIES if remedies is None else remedies:
         if footprint.fits:
             break
-        effect = smallest_sufficient(remedy, current, run, before=footprint)
-        if (
-            effect.run is not None
-            and effect.new_footprint
-            and effect.freed_bytes > MIN_FREED_FRACTION * footprint.memory.device
-        ):
+        effect = smallest_sufficient(remedy, current, run, footprint)
+        frees_enough = effect.freed_bytes > MIN_FREED_FRACTION * footprint.memory.device
+        if effect.run is not None and effect.new_footprint and frees_enough:
             effects.append(effect)
             current = effect.run
             footprint = effect.new_footprint
     return effects
 
 
-def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]:
+def minimal_subset(run: RunSpec, sequence: list[RemedyEffect]) -> list[RemedyEffect]:
     """Return the required remedies of a sequence that makes a run fit; the slowest are removed first."""
-    if not fits_after(made):
-        return made
-    before = [
-        run_footprint(run).step_seconds,
-        *(effect.new_footprint.step_seconds for effect in made if effect.new_footprint),
-    ]
-    added = [(after or 0.0) - (earlier or 0.0) for earlier, after in pairwise(before)]
-    for _, dropped in sorted(zip(added, (effect.remedy for effect in made), strict=True), key=lambda item: -item[0]):
-        fewer = apply_until_fits(run, [effect.remedy for effect in made if effect.remedy is not dropped])
+    if not fits_after(sequence):
+        return sequence
+    footprints = [run_footprint(run), *(effect.new_footprint for effect in sequence if effect.new_footprint)]
+    added = [(after.step_seconds or 0.0) - (before.step_seconds or 0.0) for before, after in pairwise(footprints)]
+    for _, dropped in sorted(
+        zip(added, (effect.remedy for effect in sequence), strict=True), key=lambda item: -item[0]
+    ):
+        fewer = apply_until_fits(run, [effect.remedy for effect in sequence if effect.remedy is not dropped])
         if fits_after(fewer):
-            made = fewer
-    return made
+            sequence = fewer
+    return sequence
 
 
-def fits_after(made: list[RemedyEffect]) -> bool:
+def fits_after(sequence: list[RemedyEffect]) -> bool:
     """Return whether a run fits after these remedies."""
-    return bool(made) and made[-1].new_footprint is not None and made[-1].new_footprint.fits
+    return bool(sequence) and sequence[-1].new_footprint is not None and sequence[-1].new_footprint.fits
 
 
 def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: RunFootprint) -> RemedyEffect:
     """Return the smallest sufficient change of a remedy, or the one that frees most.
 
-    Args:
-        run: Run to change.
-        since: Run to which the settings are relative.
-        before: Cost of `run`.
+    Settings are relative to the run `since`, and `before` is the cost of `run`.
     """
     tried: list[RemedyEffect] = []
     problem = remedy.no_change_reason
@@ -288,27 +259,21 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
         except UserError as error:
             problem = str(error).partition("\n")[0]
             continue
-        freed = {part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS}
-        total = before.memory.device - after.memory.device
-        tried.append(
-            RemedyEffect(
-                remedy=remedy,
-                run=changed,
-                settings=changed_settings(since, changed),
-                freed=freed,
-                freed_bytes=total,
-                new_footprint=after,
-            )
+        effect = RemedyEffect(
+            remedy=remedy,
+            run=changed,
+            settings=changed_settings(since, changed),
+            freed={part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS},
+            freed_bytes=before.memory.device - after.memory.device,
+            new_footprint=after,
         )
         if after.fits:
-            return tried[-1]
-    return max(
-        tried,
-        key=lambda effect: effect.freed_bytes,
-        default=RemedyEffect(
-            remedy=remedy, run=None, settings=(), freed={}, freed_bytes=0, new_footprint=None, problem=problem
-        ),
+            return effect
+        tried.append(effect)
+    impossible = RemedyEffect(
+        remedy=remedy, run=None, settings=(), freed={}, freed_bytes=0, new_footprint=None, problem=problem
     )
+    return max(tried, key=lambda effect: effect.freed_bytes, default=impossible)
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
@@ -316,9 +281,7 @@ def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
     settings = []
     for table in ("training", "optimizer", "layout", "cluster"):
         old = getattr(before, table)
-        new = getattr(after, table)
-        for field in type(new).model_fields:
-            if getattr(old, field) != getattr(new, field):
-                value = getattr(new, field)
+        for field, value in getattr(after, table):
+            if getattr(old, field) != value:
                 settings.append(f"{table}.{field}={'' if value is None else value}")
     return tuple(settings)

@@ -8,6 +8,7 @@ precision, another optimizer) or of the price are tried after all remedies that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -37,7 +38,7 @@ MAX_DEVICE_MULTIPLE = 64
 """Maximum multiple of the devices that the last remedy tries."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Remedy:
     """One kind of change."""
 
@@ -67,7 +68,7 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
 
 def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
     now = plan_batch(run, run.cluster.ranks).micro_batch_size
-    yield from (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
+    return (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
 
 
 def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
@@ -102,10 +103,10 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
     """Return a function that yields larger and larger degrees that divide the ranks."""
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        ranks = run.cluster.ranks
         now = getattr(run.layout, axis)
-        max_degree = run.cluster.fast_link_domain_size if within_domain else ranks
-        yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= max_degree)
+        max_degree = run.cluster.fast_link_domain_size if within_domain else run.cluster.ranks
+        larger = (degree for degree in divisors(run.cluster.ranks) if now < degree <= max_degree)
+        return (with_layout(run, **{axis: degree}) for degree in larger)
 
     return changes
 
@@ -113,13 +114,10 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
 def increase_pp(run: RunSpec) -> Iterator[RunSpec]:
     """Yield larger pipelines, with the rank order that the planner chooses."""
     for changed in _increase_degree("pp")(run):
-        tp = changed.layout.tp
-        pp = changed.layout.pp
-        cp = changed.layout.cp
-        dp = run.cluster.ranks // (tp * pp * cp)
-        yield with_layout(
-            changed, rank_order=choose_rank_order(dp=dp, tp=tp, pp=pp, cp=cp, domain=run.cluster.fast_link_domain_size)
-        )
+        layout = changed.layout
+        dp = run.cluster.ranks // (layout.tp * layout.pp * layout.cp)
+        order = choose_rank_order(dp, layout.tp, layout.pp, layout.cp, run.cluster.fast_link_domain_size)
+        yield with_layout(changed, rank_order=order)
 
 
 def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
@@ -130,16 +128,12 @@ def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
     usual = ("ring",) if run.cluster.uses_cpu else ("ulysses", "ring")
     kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
     for changed in _increase_degree("cp")(run):
-        variants = [with_layout(changed, cp_method=method) for method in kinds]
-        yield next((method for method in variants if _is_divisible(method)), variants[-1])
-
-
-def _is_divisible(run: RunSpec) -> bool:
-    try:
-        check_divisibility(run, run.cluster.ranks)
-    except UserError:
-        return False
-    return True
+        for method in kinds:
+            variant = with_layout(changed, cp_method=method)
+            with suppress(UserError):
+                check_divisibility(variant, run.cluster.ranks)
+                break
+        yield variant
 
 
 def _increase_ep(run: RunSpec) -> Iterator[RunSpec]:
@@ -182,108 +176,74 @@ NO_PEERS_REASON = "already applied, or a single device has no peers"
 NO_LARGER_DEGREE_REASON = "no larger degree divides the devices"
 REMEDIES = (
     Remedy(
-        name="smaller micro-batch",
-        cost="more accumulation steps with smaller products",
-        source=GPIPE,
-        changes=_reduce_micro_batch,
-        no_change_reason="a micro-batch is one sequence",
+        "smaller micro-batch",
+        "more accumulation steps with smaller products",
+        GPIPE,
+        _reduce_micro_batch,
+        "a micro-batch is one sequence",
     ),
     Remedy(
-        name="recompute norms",
-        cost="two more passes over the residual stream per block",
-        source=SEQUENCE_PARALLELISM,
-        changes=_increase_recompute("norms"),
-        no_change_reason="already recomputed, alone or with more, or norms are FSDP units",
+        "recompute norms",
+        "two more passes over the residual stream per block",
+        SEQUENCE_PARALLELISM,
+        _increase_recompute("norms"),
+        "already recomputed, alone or with more, or norms are FSDP units",
     ),
     Remedy(
-        name="recompute attention",
-        cost="one more forward pass of attention",
-        source=SEQUENCE_PARALLELISM,
-        changes=_increase_recompute("selective"),
+        "recompute attention",
+        "one more forward pass of attention",
+        SEQUENCE_PARALLELISM,
+        _increase_recompute("selective"),
     ),
     Remedy(
-        name="recompute blocks",
-        cost=f"one more forward pass: about {recompute_overhead():+.0%} compute",
-        source=CHECKPOINTING,
-        changes=_increase_recompute("full"),
+        "recompute blocks",
+        f"one more forward pass: about {recompute_overhead():+.0%} compute",
+        CHECKPOINTING,
+        _increase_recompute("full"),
     ),
-    Remedy(name="bf16", cost="lower precision", source=BFLOAT16, changes=_use_bf16, is_last_resort=True),
+    Remedy("bf16", "lower precision", BFLOAT16, _use_bf16, is_last_resort=True),
+    Remedy("ZeRO-1", "optimizer state sharded: no additional traffic", ZERO, _raise_zero_stage(1), NO_PEERS_REASON),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", ZERO, _raise_zero_stage(2), NO_PEERS_REASON),
+    Remedy("ZeRO-3", "parameters gathered for every pass", ZERO, _raise_zero_stage(3), NO_PEERS_REASON),
     Remedy(
-        name="ZeRO-1",
-        cost="optimizer state sharded: no additional traffic",
-        source=ZERO,
-        changes=_raise_zero_stage(1),
-        no_change_reason=NO_PEERS_REASON,
-    ),
-    Remedy(
-        name="ZeRO-2",
-        cost="gradients sent for every micro-batch",
-        source=ZERO,
-        changes=_raise_zero_stage(2),
-        no_change_reason=NO_PEERS_REASON,
+        "expert parallelism",
+        "four all-to-alls per block",
+        EXPERTS,
+        _increase_ep,
+        "the model has no experts, or no larger degree divides the devices",
     ),
     Remedy(
-        name="ZeRO-3",
-        cost="parameters gathered for every pass",
-        source=ZERO,
-        changes=_raise_zero_stage(3),
-        no_change_reason=NO_PEERS_REASON,
+        "tensor parallelism",
+        "communication in every block: fast links only",
+        MEGATRON,
+        _increase_degree("tp", within_domain=True),
+        NO_LARGER_DEGREE_REASON,
     ),
     Remedy(
-        name="expert parallelism",
-        cost="four all-to-alls per block",
-        source=EXPERTS,
-        changes=_increase_ep,
-        no_change_reason="the model has no experts, or no larger degree divides the devices",
+        "context parallelism", "communication in every attention", LONG_SEQUENCES, _increase_cp, NO_LARGER_DEGREE_REASON
+    ),
+    Remedy("pipeline", "stages wait for each other", GPIPE, increase_pp, NO_LARGER_DEGREE_REASON),
+    Remedy(
+        "offload activations",
+        "one more forward pass; inputs of blocks cross PCIe",
+        ZERO,
+        _increase_recompute("offload"),
+        "already applied, or ranks compute on CPUs",
     ),
     Remedy(
-        name="tensor parallelism",
-        cost="communication in every block: fast links only",
-        source=MEGATRON,
-        changes=_increase_degree("tp", within_domain=True),
-        no_change_reason=NO_LARGER_DEGREE_REASON,
+        "offload to CPU memory",
+        "state crosses PCIe every step",
+        OFFLOAD,
+        _use_offload,
+        "already applied, or CPU memory is insufficient",
     ),
+    Remedy("SGD", "may converge more slowly; needs new learning rates", ZERO, _use_sgd, is_last_resort=True),
     Remedy(
-        name="context parallelism",
-        cost="communication in every attention",
-        source=LONG_SEQUENCES,
-        changes=_increase_cp,
-        no_change_reason=NO_LARGER_DEGREE_REASON,
-    ),
-    Remedy(
-        name="pipeline",
-        cost="stages wait for each other",
-        source=GPIPE,
-        changes=increase_pp,
-        no_change_reason=NO_LARGER_DEGREE_REASON,
-    ),
-    Remedy(
-        name="offload activations",
-        cost="one more forward pass; inputs of blocks cross PCIe",
-        source=ZERO,
-        changes=_increase_recompute("offload"),
-        no_change_reason="already applied, or ranks compute on CPUs",
-    ),
-    Remedy(
-        name="offload to CPU memory",
-        cost="state crosses PCIe every step",
-        source=OFFLOAD,
-        changes=_use_offload,
-        no_change_reason="already applied, or CPU memory is insufficient",
-    ),
-    Remedy(
-        name="SGD",
-        cost="may converge more slowly; needs new learning rates",
-        source=ZERO,
-        changes=_use_sgd,
-        is_last_resort=True,
-    ),
-    Remedy(
-        name="more devices",
-        cost="their price",
-        source=ZERO,
-        changes=_add_devices,
-        no_change_reason="no more devices can share a step's sequences",
+        "more devices",
+        "their price",
+        ZERO,
+        _add_devices,
+        "no more devices can share a step's sequences",
         is_last_resort=True,
     ),
 )

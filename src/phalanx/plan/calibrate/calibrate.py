@@ -18,14 +18,13 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from phalanx.cost.estimate.constants import TimeConstants, time_constants
-from phalanx.cost.estimate.job_table import JobTable, job_table
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.job_table import JobRow, JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.memory_fit import fit_memory
 from phalanx.plan.calibrate.microbenchmarks import (
     BenchmarkFile,
-    OperationTimings,
     benchmark_timings,
     collective_timings,
 )
@@ -39,7 +38,7 @@ from phalanx.plan.calibrate.posterior import (
 )
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.tables.job_columns import JobRow, interval_half_width, time_constants_for
+from phalanx.plan.tables.job_columns import interval_half_width, time_constants_for
 from phalanx.spec.cluster import CalibratedPrecision, CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
@@ -78,68 +77,62 @@ class Calibration:
 def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequence[BenchmarkFile] = ()) -> Calibration:
     """Return a machine with the constants that its runs and benchmarks make likely.
 
-    Args:
-        runs: Measured runs on the machine.
-        machine: Machine to calibrate.
-        sweeps: Results of `phalanx bench` on the machine.
-
-    Raises:
-        UserError: If precisions differ, or the planner does not support a layout.
+    Raises UserError if precisions differ, or the planner does not support a layout.
     """
     _check_same_device(runs, machine)
     precision = _common_precision(runs, sweeps)
-    start = _start_of_fit(runs, machine, precision)
+    # The fit starts at the constants of an earlier calibration of the machine, if any.
+    start = CalibrationSpec(
+        runs=len(runs),
+        precision=precision,
+        time_constants=dict(machine.calibration.time_constants) if machine.calibration else {},
+        identified_constants=[],
+        log_half_width=1.0,
+        baseline_process_bytes=0,
+        bytes_per_counted_byte=1.0,
+    )
     machine = _with_measured_peak(runs, machine).replace(calibration=start)
     jobs = job_table([job_row(run, machine) for run in runs])
-    operations = _collect_operations(runs, jobs, sweeps, machine=machine)
+    # Operations that were timed outside of steps.
+    operations = [
+        timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
+    ]
+    for index, run in enumerate(runs):
+        timings = collective_timings(run.name, run.exchanges, jobs.select(np.array([index])), run=index)
+        operations += [timings] if len(timings.seconds) else []
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
-    fit = _fit_time(prior, jobs, truth)
-    memory = fit_memory(runs)
-    fitted = {
-        "time_constants": _changed_constants(fit.constants),
-        "identified_constants": fit.identified_constants,
-        "log_half_width": fit.log_half_width,
-        "baseline_process_bytes": round(memory.process_bytes),
-        "bytes_per_counted_byte": memory.bytes_per_counted_byte,
-        "buffer_overhead": memory.buffer_overhead,
-    }
-    return Calibration(
-        machine=machine.replace(calibration=start.replace(**fitted)),
-        before=_predict_steps(prior.start, jobs, len(runs)),
-        after=_predict_steps(fit.constants, jobs, len(runs)),
-        leave_one_out=truth.step_total * np.exp(fit.leave_one_out_errors),
-        memory=memory.predicted,
-        operations=[_operation_fit(timings, prior.start, fit.constants) for timings in operations],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TimeFit:
-    """Constants of time, and the errors of fits without one of the runs."""
-
-    constants: TimeConstants
-    identified_constants: list[str]
-    leave_one_out_errors: Array
-    """Logarithm of measured / predicted step time of each run, by the other runs."""
-
-    @property
-    def log_half_width(self) -> float:
-        """Half of the 80 % interval's width, as a logarithm; at least the noise, since runs may be too similar."""
-        return Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(self.leave_one_out_errors**2))))
-
-
-def _fit_time(prior: Prior, jobs: JobTable, truth: MeasuredTargets) -> _TimeFit:
     z = map_estimate(prior, jobs, truth)
-    return _TimeFit(
-        constants=prior.constants(z),
-        leave_one_out_errors=leave_one_out_errors(prior, jobs, truth, z=z),
-        identified_constants=identified_constants(prior, jobs, truth, z=z),
+    constants = prior.constants(z)
+    errors = leave_one_out_errors(prior, jobs, truth, z)
+    memory = fit_memory(runs)
+    published = asdict(time_constants())
+    calibration = start.replace(
+        time_constants={name: value for name, value in asdict(constants).items() if value != published[name]},
+        identified_constants=identified_constants(prior, jobs, truth, z),
+        # At least the noise, since runs may be too similar.
+        log_half_width=Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(errors**2)))),
+        baseline_process_bytes=round(memory.process_bytes),
+        bytes_per_counted_byte=memory.bytes_per_counted_byte,
+        buffer_overhead=memory.buffer_overhead,
     )
-
-
-def _predict_steps(constants: TimeConstants, jobs: JobTable, num_runs: int) -> Array:
-    return np.broadcast_to(step_seconds(constants, jobs).total, num_runs)
+    return Calibration(
+        machine=machine.replace(calibration=calibration),
+        before=np.broadcast_to(step_seconds(prior.start, jobs).total, len(runs)),
+        after=np.broadcast_to(step_seconds(constants, jobs).total, len(runs)),
+        leave_one_out=truth.step_total * np.exp(errors),
+        memory=memory.predicted,
+        operations=[
+            OperationFit(
+                of=timings.source,
+                kind=timings.kind,
+                count=len(timings.seconds),
+                before=timings.geometric_mean_error(prior.start),
+                after=timings.geometric_mean_error(constants),
+            )
+            for timings in operations
+        ],
+    )
 
 
 def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFile]) -> CalibratedPrecision:
@@ -156,19 +149,6 @@ def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFil
     return precision
 
 
-def _start_of_fit(runs: Sequence[MeasuredRun], machine: ClusterSpec, precision: CalibratedPrecision) -> CalibrationSpec:
-    """Return the constants from which the fit starts: those of an earlier calibration of the machine, if any."""
-    return CalibrationSpec(
-        runs=len(runs),
-        precision=precision,
-        time_constants=dict(machine.calibration.time_constants) if machine.calibration else {},
-        identified_constants=[],
-        log_half_width=1.0,
-        baseline_process_bytes=0,
-        bytes_per_counted_byte=1.0,
-    )
-
-
 def _with_measured_peak(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> ClusterSpec:
     """Return the machine with the median of the measured peaks of its cores."""
     peaks = [run.peak_flops * _with_cluster_size(machine, run).ranks_per_core for run in runs if run.peak_flops]
@@ -178,23 +158,6 @@ def _with_measured_peak(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Cl
     return machine.replace(peak_flops=peak, matmul_flops=peak)
 
 
-def _changed_constants(constants: TimeConstants) -> dict[str, float]:
-    """Return the constants that differ from those of published runs."""
-    published = asdict(time_constants())
-    return {name: value for name, value in asdict(constants).items() if value != published[name]}
-
-
-def _operation_fit(timings: OperationTimings, before: TimeConstants, after: TimeConstants) -> OperationFit:
-    """Return the model's errors on operations, before and after the fit."""
-    return OperationFit(
-        of=timings.source,
-        kind=timings.kind,
-        count=len(timings.seconds),
-        before=timings.geometric_mean_error(before),
-        after=timings.geometric_mean_error(after),
-    )
-
-
 def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> None:
     """Raise UserError for a run on another kind of machine."""
     for run in runs:
@@ -202,19 +165,6 @@ def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Non
             name = f" ({machine.preset})" if machine.preset else ""
             problem = f'ran on device "{run.device}", but the machine{name} has device "{machine.device}"'
             raise UserError("RUN_DIR", run.name, problem, fix="use the machine on which the runs were made")
-
-
-def _collect_operations(
-    runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
-) -> list[OperationTimings]:
-    """Return the operations that were timed outside of steps; `jobs` are the columns of the runs."""
-    benchmarked = [
-        timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
-    ]
-    seen = [
-        collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), run=at) for at, run in enumerate(runs)
-    ]
-    return [*benchmarked, *(timing for timing in seen if len(timing.seconds))]
 
 
 def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTargets:
@@ -227,8 +177,8 @@ def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTar
     alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
     waiting = np.array([run.waiting_seconds for run in runs])
-    there = alone & (waiting > MIN_WAIT_FRACTION * measured_seconds)
-    return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(there, waiting, nan))
+    waits = alone & (waiting > MIN_WAIT_FRACTION * measured_seconds)
+    return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(waits, waiting, nan))
 
 
 def detect_cpu() -> ClusterSpec:
@@ -241,13 +191,7 @@ def detect_cpu() -> ClusterSpec:
 def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> None:
     """Write a machine to a file that `--machine` and `cluster.preset` accept.
 
-    Args:
-        file: Path of the file.
-        machine: Calibrated machine.
-        sources: Names of the runs, for the header.
-
-    Raises:
-        UserError: If the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     head = f"# {WRITTEN_BY} calibrate, from {', '.join(sources)}.\n"
     try:
@@ -264,15 +208,14 @@ def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFi
 def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
     """Return the columns of a run on a machine (`cost.estimate.job_table`).
 
-    Raises:
-        UserError: If the planner does not support the layout.
+    Raises UserError if the planner does not support the layout.
     """
     run = measured.run.replace(cluster=_with_cluster_size(machine, measured))
     try:
         jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
     except UserError as error:
         raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, fix=error.fix) from None
-    return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
+    return {field.name: getattr(jobs, field.name)[..., 0].tolist() for field in fields(JobTable)}
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:

@@ -51,9 +51,7 @@ class OperationTimings:
     def errors(self, c: TimeConstants, points: int = 1) -> Array:
         """Return the errors of the logarithms of times, in standard deviations: [points, operation].
 
-        Args:
-            c: Constants, equal for all, or for all points and operations in this order.
-            points: Number of points.
+        The constants are equal for all, or those of all points and operations, in this order.
         """
         run_indices = np.tile(np.arange(len(self.seconds)), points)
         log_errors = np.log(self.predicted(c, run_indices)).reshape(points, -1) - np.log(self.seconds)
@@ -96,8 +94,7 @@ class BenchmarkFile:
 def read_benchmark_file(file: Path) -> BenchmarkFile:
     """Return the contents of a file that `phalanx bench --out` wrote.
 
-    Raises:
-        UserError: If the file has another format.
+    Raises UserError if the file has another format.
     """
     try:
         results = parse_json(file.read_bytes())
@@ -112,9 +109,15 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
             core=_parse_attention(results.get("attention", [])),
             passes=np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
             exchanges=tuple(
-                exchange
-                for group_result in results.get("collectives", [])
-                for exchange in _parse_collective(group_result)
+                CollectiveTiming(
+                    operation=result["operation"],
+                    ranks=len(result["groups"][0]),
+                    stride=result["groups"][0][1] - result["groups"][0][0],
+                    size_bytes=row["size_bytes"],
+                    seconds=row["seconds"],
+                )
+                for result in results.get("collectives", [])
+                for row in result["sizes"]
             ),
         )
     except OSError as error:
@@ -150,26 +153,18 @@ def _parse_attention(rows: Sequence[dict[str, Any]]) -> Array:
     return np.array(total) / layers if rows else np.zeros(0)
 
 
-def _parse_collective(group_result: dict[str, Any]) -> list[CollectiveTiming]:
-    group = group_result["groups"][0]
-    return [
-        CollectiveTiming(
-            operation=group_result["operation"],
-            ranks=len(group),
-            stride=group[1] - group[0],
-            size_bytes=size_result["size_bytes"],
-            seconds=size_result["seconds"],
-        )
-        for size_result in group_result["sizes"]
-    ]
-
-
 # -- Predictions of the model ------------------------------------------------------------------------------------------
 
 
 def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
     """Return the timings of a benchmark file; `jobs` has the columns of its run on that machine (one job)."""
     timings = [collective_timings(sweep.name, sweep.exchanges, jobs)]
+
+    def add(kind: str, seconds: Array, shares: Array, predicted: Callable[..., Column]) -> None:
+        timings.append(
+            OperationTimings(source=sweep.name, kind=kind, seconds=seconds, shares=shares, predicted=predicted)
+        )
+
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
@@ -177,44 +172,20 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
             columns = (column[which] for column in (m, n, k, batch))
             return matmul_seconds(c, _repeat_job(jobs, which), *columns)
 
-        timings.append(
-            OperationTimings(
-                source=sweep.name,
-                kind="matrix products",
-                seconds=seconds,
-                shares=seconds * times / (seconds @ times),
-                predicted=predict_products,
-            )
-        )
+        add("matrix products", seconds, seconds * times / (seconds @ times), predict_products)
     if len(sweep.core):
 
         def predict_attention(c: TimeConstants, which: OperationIndices) -> Column:
             return np.choose(which, attention_seconds(c, _repeat_job(jobs, which)))
 
-        timings.append(
-            OperationTimings(
-                source=sweep.name,
-                kind="attention",
-                seconds=sweep.core,
-                shares=np.full(2, 0.5),
-                predicted=predict_attention,
-            )
-        )
+        add("attention", sweep.core, np.full(2, 0.5), predict_attention)
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 
         def predict_memory_passes(c: TimeConstants, which: OperationIndices) -> Column:
             return memory_pass_seconds(c, _repeat_job(jobs, which), moved[which])
 
-        timings.append(
-            OperationTimings(
-                source=sweep.name,
-                kind="memory",
-                seconds=pass_seconds,
-                shares=_equal_shares(len(moved)),
-                predicted=predict_memory_passes,
-            )
-        )
+        add("memory", pass_seconds, _equal_shares(len(moved)), predict_memory_passes)
     return [columns for columns in timings if len(columns.seconds)]
 
 
@@ -224,13 +195,7 @@ def collective_timings(
     """Return the timings of collectives and messages that the model can predict.
 
     Parameter servers are excluded. All operations have equal weight: small ones determine latencies, large ones
-    bandwidths.
-
-    Args:
-        source: Name of the run or file.
-        exchanges: Timings of collectives and messages.
-        jobs: Columns of the run.
-        run: Index of the run; None if timed outside of runs.
+    bandwidths. `jobs` is the row of the run, whose index is `run`; None if they were timed outside of runs.
     """
     known = [exchange for exchange in exchanges if exchange.operation in KNOWN_OPERATIONS]
     ranks, stride, size = (
@@ -241,14 +206,14 @@ def collective_timings(
 
     def predict_collectives(c: TimeConstants, which: OperationIndices) -> Column:
         rows = _repeat_job(jobs, which)
-        n = ranks[which]
-        strides = stride[which]
         sent = size[which]
-        summed = ring_seconds(c, rows, sent, ranks=n, stride=strides, reduces=True)
+        group = ranks[which], stride[which]
+        reduced = ring_seconds(c, rows, sent, *group, reduces=True)
+        exchanged = all_to_all_seconds(c, rows, sent, *group)
         return np.select(
             [reduces[which], sends[which], all_to_alls[which]],
-            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent, ranks=n, stride=strides)],
-            ring_seconds(c, rows, sent, ranks=n, stride=strides),
+            [reduced, p2p_seconds(c, rows, sent), exchanged],
+            ring_seconds(c, rows, sent, *group),
         )
 
     seconds = np.array([exchange.seconds for exchange in known], float)

@@ -78,7 +78,10 @@ class Prior:
     @property
     def limit(self) -> Array:
         """Maximum of each z."""
-        highest = np.array([_upper_bound(field.name, bounds(field)[1]) for field in fields(TimeConstants)])
+        # Fractions keep their bounds on any machine; latencies and numbers of passes have none.
+        high = np.array([bounds(field)[1] for field in fields(TimeConstants)])
+        is_latency = np.array([name.endswith("_seconds") for name in CONSTANTS])
+        highest = np.where((high <= MAX_SHARE_BOUND) & ~is_latency, high, np.inf)
         begin = np.array([getattr(self.start, name) for name in CONSTANTS])
         return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR_STD)
 
@@ -87,19 +90,20 @@ class Prior:
 
         The shape is [..., 3 x run + operation] for z [..., constant], all in one pass of numpy. Errors are 0 for
         unmeasured values.
-
-        Args:
-            jobs: Columns of the runs.
-            truth: Measurements of the runs.
-            z: Distances of the constants from the prior.
         """
         count = len(truth)
         points = np.atleast_2d(z)
-        time = step_seconds(
-            self._constants_per_prediction(points, count), jobs.select(np.tile(np.arange(count), len(points)))
-        )
+        repeated = jobs.select(np.tile(np.arange(count), len(points)))
+        time = step_seconds(self._constants_per_prediction(points, count), repeated)
+
+        def log_ratio(predicted: Array, measured: Array) -> Array:
+            """Return the difference of the logarithms; 0 if either is unknown, or the prediction is zero."""
+            predicted = np.broadcast_to(predicted, count * len(points)).reshape(len(points), count)
+            known = (predicted > 0) & ~np.isnan(measured)
+            return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
+
         errors = [
-            _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
+            log_ratio(seconds, measured) / noise
             for seconds, measured, noise in (
                 (time.total, truth.step_total, NOISE),
                 (time.compute, truth.computing, COMPUTING_NOISE),
@@ -119,48 +123,26 @@ class Prior:
         return TimeConstants(**dict(zip(CONSTANTS, columns, strict=True)))
 
     def jacobian(self, jobs: JobTable, truth: MeasuredTargets, z: Array, step: float = 1e-4) -> Array:
-        """Return the derivative of errors with respect to the constants, [error, constant].
-
-        Args:
-            jobs: Columns of the runs.
-            truth: Measurements of the runs.
-            z: Distances of the constants from the prior.
-            step: Step of the finite difference.
-        """
+        """Return the derivative of errors with respect to the constants, [error, constant]."""
         moved = self.residuals(jobs, truth, z + step * np.eye(len(z)))
         return ((moved - self.residuals(jobs, truth, z)) / step).T
-
-
-def _log_ratio(predicted: Array, measured: Array) -> Array:
-    """Return the difference of the logarithms; 0 if either is unknown, or the prediction is zero."""
-    known = (predicted > 0) & ~np.isnan(measured)
-    return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
-
-
-def _upper_bound(name: str, bound: float) -> float:
-    """Return the upper bound of a constant on any machine.
-
-    Fractions keep their bounds; latencies and numbers of passes have none.
-    """
-    return bound if bound <= MAX_SHARE_BOUND and not name.endswith("_seconds") else np.inf
 
 
 def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:
     """Return the most likely z, by the Levenberg-Marquardt method.
 
-    Args:
-        prior: Prior of the constants.
-        jobs: Columns of the runs.
-        truth: Measurements of the runs.
-        z: Start of the iteration; zeros by default.
+    It starts at `z`, or at the prior.
     """
-    z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
+    z = np.zeros(len(CONSTANTS)) if z is None else z
+    limit = prior.limit
+    damping = 1e-2
     now = prior.residuals(jobs, truth, z)
     slope = prior.jacobian(jobs, truth, z)
     for _ in range(MAX_ITERATIONS):
         precision = _posterior_precision(slope)
         gradient = slope.T @ now + z
-        free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave their bounds
+        # The others would leave their bounds.
+        free = np.flatnonzero((z < limit) | (gradient > 0))
         damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
         trial = z.copy()
         trial[free] = np.minimum(z[free] - np.linalg.solve(damped, gradient[free]), limit[free])
@@ -171,7 +153,9 @@ def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array 
             if damping > 1e6:
                 break
             continue
-        z, now, damping = trial, then, damping / 5
+        z = trial
+        now = then
+        damping /= 5
         if gain < 1e-4:
             break
         slope = prior.jacobian(jobs, truth, z)
@@ -181,11 +165,7 @@ def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array 
 def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> list[str]:
     """Return the constants whose posterior is at most half as wide as their prior.
 
-    Args:
-        prior: Prior of the constants.
-        jobs: Columns of the runs.
-        truth: Measurements of the runs.
-        z: Mode of the posterior.
+    `z` is the mode of the posterior.
     """
     widths = np.sqrt(np.diag(np.linalg.inv(_posterior_precision(prior.jacobian(jobs, truth, z)))))
     return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
@@ -194,17 +174,13 @@ def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z
 def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
     """Return the error of the logarithm of each step time, as the other runs predict it.
 
-    Args:
-        prior: Prior of the constants.
-        jobs: Columns of the runs.
-        truth: Measurements of the runs.
-        z: Mode of the posterior of all runs.
+    `z` is the mode of the posterior of all runs.
     """
     errors = np.zeros(len(truth))
     for index in range(len(truth)):
         training_rows = np.arange(len(truth)) != index
         held_out_row = np.array([index])
-        without = map_estimate(prior, jobs.select(training_rows), truth.take(training_rows), z=z)
+        without = map_estimate(prior, jobs.select(training_rows), truth.take(training_rows), z)
         errors[index] = NOISE * prior.residuals(jobs.select(held_out_row), truth.take(held_out_row), without)[0]
     return errors
 

@@ -74,11 +74,9 @@ class ExportJob:
         training = self.run.training
         optimizer = self.run.optimizer
         remaining = training.steps - self.warmup_steps
-        return (
-            min(round(optimizer.lr_decay_fraction * training.steps), remaining)
-            if optimizer.lr_schedule == "wsd"
-            else remaining
-        )
+        if optimizer.lr_schedule == "wsd":
+            return min(round(optimizer.lr_decay_fraction * training.steps), remaining)
+        return remaining
 
     @property
     def init_std(self) -> float:
@@ -123,35 +121,24 @@ TRAINER_SPECIFIC = (
 def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[UnsupportedOption]) -> None:
     """Raise UserError for the first value that a trainer cannot express.
 
-    Fields of the layout are checked last, since another layout may not need them.
-
-    Args:
-        job: Run to export.
-        gaps: Options that this trainer does not support.
+    Fields of the layout are checked last, since another layout may not need them. `gaps` are the options that this
+    trainer does not support.
     """
     window = job.run.model.sliding_window
     if has_window(job.run.model, job.run.training.seq_len):
         fix = f"use training.seq_len = {window} or less, or another model"
-        raise unsupported_error(trainer, "model.sliding_window", window, fix=fix)
+        raise unsupported_error(trainer, "model.sliding_window", window, fix)
     for gap in sorted((*UNSUPPORTED_EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
         value, default = _value_and_default(job.run, gap.field)
         if value in gap.values if gap.values else value != default:
-            raise unsupported_error(trainer, gap.field, value, fix=gap.fix)
+            raise unsupported_error(trainer, gap.field, value, gap.fix)
 
 
 def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:
-    """Return the error for a value that a trainer cannot express.
-
-    Args:
-        field: Name of the field.
-        value: Value of the field.
-        fix: Imperative fix.
-        reason: Reason, if it is not obvious.
-    """
+    """Return the error for a value that a trainer cannot express."""
     shown = value if isinstance(value, bool | int | float | str) else None
-    return UserError(
-        field, shown, f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else ""), fix=fix
-    )
+    problem = f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else "")
+    return UserError(field, shown, problem, fix=fix)
 
 
 ACTIVATION_OUTPUTS = "the output of each activation function, which Phalanx computes again"
@@ -168,9 +155,7 @@ def keeps_in_addition(trainer: Trainer, *tensors: str) -> str:
 def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]:
     """Return notes on missing settings, unchosen defaults, and options that the trainer replaces.
 
-    Args:
-        job: Run to export.
-        expressed: Options that the export expresses.
+    `expressed` are the options that the export expresses.
     """
     notes = [
         f"Data and tokenizer are not included: configure them in {TRAINER_NAMES[trainer]}.",
@@ -209,9 +194,7 @@ def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
     tp = job.sizes.tp
     if heads % tp:
         fix = "reduce it to a divisor of the key/value heads"
-        raise unsupported_error(
-            trainer, "layout.tp", tp, fix=fix, reason=f"it does not divide model.num_kv_heads ({heads})"
-        )
+        raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.num_kv_heads ({heads})")
 
 
 def with_comment_header(exported: ExportedConfig, trainer: Trainer) -> ExportedConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from phalanx.plan.export.common import (
     ExportedConfig,
@@ -21,6 +22,7 @@ from phalanx.plan.export.common import (
 
 Table = dict[str, object]
 
+unsupported = partial(unsupported_error, "deepspeed")
 GAPS = (
     UnsupportedOption("layout.data_parallel", ("hsdp",), 'use "zero3": its MiCS was removed'),
     UnsupportedOption("layout.schedule", (), 'use "1f1b"'),
@@ -37,8 +39,7 @@ ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 def deepspeed(job: ExportJob) -> ExportedConfig:
     """Return the DeepSpeed configuration of a run.
 
-    Raises:
-        UserError: If DeepSpeed cannot express the run.
+    Raises UserError if DeepSpeed cannot express the run.
     """
     check_export_supported(job, "deepspeed", GAPS)
     _check(job)
@@ -54,7 +55,15 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
         **({"communication_data_type": "bf16"} if run.layout.gradient_compression == "bf16" else {}),
         **({"tensor_parallel": {"autotp_size": sizes.tp}} if sizes.tp > 1 else {}),
         **({"sequence_parallel_size": sizes.cp} if sizes.cp > 1 else {}),
-        "optimizer": _optimizer(job),
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": job.learning_rate,
+                "betas": list(run.optimizer.betas),
+                "eps": run.optimizer.eps,
+                "weight_decay": run.optimizer.weight_decay,
+            },
+        },
         "scheduler": _scheduler(job),
     }
     memory = keeps_in_addition("deepspeed", *_additional_memory(job))
@@ -78,38 +87,29 @@ def _check(job: ExportJob) -> None:
     stage = ZERO_STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
         reason = "its pipelines support only ZeRO stages 0 and 1"
-        raise unsupported_error(
-            "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "ddp" or "zero1"', reason=reason
-        )
+        raise unsupported("layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', reason)
     if sizes.tp > 1 and stage > 2:
         reason = "its tensor parallelism (AutoTP) supports only ZeRO stages up to 2"
-        raise unsupported_error(
-            "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "zero2"', reason=reason
-        )
+        raise unsupported("layout.data_parallel", layout.data_parallel, 'use "zero2"', reason)
     if sizes.tp > 1 and sizes.pp > 1:
         reason = "AutoTP does not support pipelines"
-        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, fix="use layout.pp = 1", reason=reason)
+        raise unsupported("layout.tp", sizes.tp, "use layout.pp = 1", reason)
     if sizes.tp > 1 and layout.sequence_parallel:
         reason = "AutoTP does not shard the tokens"
-        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, fix="set it to false", reason=reason)
+        raise unsupported("layout.sequence_parallel", True, "set it to false", reason)
     if sizes.cp > 1 and layout.cp_method == "ring":
-        raise unsupported_error(
-            "deepspeed",
+        raise unsupported(
             "layout.cp_method",
             "ring",
-            fix='use "ulysses"',
-            reason="its context parallelism exchanges tokens for heads",
+            'use "ulysses"',
+            "its context parallelism exchanges tokens for heads",
         )
     if job.run.model.moe and stage > 2:
         reason = "its experts support only ZeRO stages up to 2"
-        raise unsupported_error(
-            "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "zero2"', reason=reason
-        )
+        raise unsupported("layout.data_parallel", layout.data_parallel, 'use "zero2"', reason)
     if layout.offload == "nvme" and stage < 3:
         reason = "its offload to files requires ZeRO stage 3"
-        raise unsupported_error(
-            "deepspeed", "layout.offload", "nvme", fix='use "cpu", or layout.data_parallel = "zero3"', reason=reason
-        )
+        raise unsupported("layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', reason)
 
 
 def _zero(job: ExportJob) -> Table:
@@ -117,21 +117,15 @@ def _zero(job: ExportJob) -> Table:
     offload: Table = {"device": layout.offload}
     if layout.offload == "nvme":
         offload |= {"nvme_path": layout.offload_directory}
-    return {
-        "stage": ZERO_STAGES[layout.data_parallel],
-        # Its pipelines do not support it (deepspeed/runtime/engine.py).
-        **({"overlap_comm": True} if job.sizes.pp == 1 and layout.data_parallel != "ddp" else {}),
-        **({"offload_optimizer": offload} if layout.offload != "none" else {}),
-        **(
-            {"offload_param": {"device": "cpu"}} if layout.offload != "none" and layout.data_parallel == "zero3" else {}
-        ),
-    }
-
-
-def _optimizer(job: ExportJob) -> Table:
-    spec = job.run.optimizer
-    rates = {"lr": job.learning_rate, "betas": list(spec.betas), "eps": spec.eps}
-    return {"type": "AdamW", "params": {**rates, "weight_decay": spec.weight_decay}}
+    table: Table = {"stage": ZERO_STAGES[layout.data_parallel]}
+    # Its pipelines do not support it (deepspeed/runtime/engine.py).
+    if job.sizes.pp == 1 and layout.data_parallel != "ddp":
+        table["overlap_comm"] = True
+    if layout.offload != "none":
+        table["offload_optimizer"] = offload
+    if layout.offload != "none" and layout.data_parallel == "zero3":
+        table["offload_param"] = {"device": "cpu"}
+    return table
 
 
 def _scheduler(job: ExportJob) -> Table:

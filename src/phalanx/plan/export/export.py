@@ -34,11 +34,8 @@ WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
 def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     """Return the configuration with which `trainer` trains the run's model, with its batch and layout.
 
-    Args:
-        world_size: Number of ranks.
-
-    Raises:
-        UserError: If the layout cannot run, or the trainer cannot express the run; the fix lists the trainers that can.
+    Raises UserError if the layout cannot run, or the trainer cannot express the run; the fix lists the trainers that
+    can.
     """
     require_known_trainer(trainer)
     check_layout(run, world_size)
@@ -62,13 +59,7 @@ def search_exportable(
 ) -> Plan:
     """Return the `keep` fastest layouts that a trainer can express; if none, the fastest of all.
 
-    Args:
-        world_size: Number of ranks.
-        keep: Maximum number of layouts.
-        report: Progress callback.
-
-    Raises:
-        UserError: If no layout fits.
+    Raises UserError if no layout fits.
     """
 
     def is_exportable(candidate: CandidateLayout) -> bool:
@@ -78,8 +69,8 @@ def search_exportable(
         except UserError:
             return False
 
-    plan = search_layouts(run, world_size, keep, report=report, is_wanted=is_exportable, prefer_simple=True)
-    return plan if plan.layouts else plan_or_raise(run, world_size, 1, report=report)
+    plan = search_layouts(run, world_size, keep, report, is_wanted=is_exportable, prefer_simple=True)
+    return plan if plan.layouts else plan_or_raise(run, world_size, 1, report)
 
 
 def _can_express(job: ExportJob, trainer: Trainer) -> bool:
@@ -110,8 +101,8 @@ def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
             run.training.tokens_per_step,
             f"gives ranks unequal shares ({batch.global_batch_size} sequences per step), "
             f"which {TRAINER_NAMES[trainer]} does not support",
-            fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another "
-            f"layout.micro_batch_size",
+            fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, "
+            "or another layout.micro_batch_size",
         )
     stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
-    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages=stages)
+    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from functools import partial
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
@@ -25,6 +26,7 @@ from phalanx.spec.model import MoESpec
 Flags = dict[str, object]
 """Flags by name, without dashes; True for flags without a value, None for flags to omit."""
 
+unsupported = partial(unsupported_error, "megatron")
 GAPS = (
     UnsupportedOption(
         "layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'
@@ -43,18 +45,15 @@ LLAMA3_ROPE = (1.0, 4.0, 8192)
 def megatron(job: ExportJob) -> ExportedConfig:
     """Return the Megatron-LM script of a run.
 
-    Raises:
-        UserError: If Megatron-LM cannot express the run.
+    Raises UserError if Megatron-LM cannot express the run.
     """
     run = job.run
-    layout = job.run.layout
+    layout = run.layout
     check_export_supported(job, "megatron", GAPS)
     check_kv_heads(job, "megatron")
     if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
         fix = f"use a multiple of {2 * job.sizes.cp}"
-        raise unsupported_error(
-            "megatron", "training.seq_len", run.training.seq_len, fix=fix, reason=f"with layout.cp = {job.sizes.cp}"
-        )
+        raise unsupported("training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.sizes.cp}")
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
     notes = [keeps_in_addition("megatron", *_additional_memory(job))]
@@ -109,17 +108,9 @@ def _model(job: ExportJob) -> Flags:
     sequence = job.run.training.seq_len
     if spec.activation == "gelu_tanh" and not spec.bias:
         reason = "its tanh GELU is fused with a bias"
-        raise unsupported_error(
-            "megatron", "model.activation", spec.activation, fix='set model.bias, or use "gelu"', reason=reason
-        )
+        raise unsupported("model.activation", spec.activation, 'set model.bias, or use "gelu"', reason)
     if spec.qk_norm == "head" and spec.norm == "layernorm":
-        raise unsupported_error(
-            "megatron",
-            "model.qk_norm",
-            "head",
-            fix='use model.norm = "rmsnorm"',
-            reason="all its norms are of one kind",
-        )
+        raise unsupported("model.qk_norm", "head", 'use model.norm = "rmsnorm"', "all its norms are of one kind")
     return {
         "num-layers": spec.num_layers,
         "hidden-size": spec.hidden_size,
@@ -149,19 +140,17 @@ def _rope(job: ExportJob) -> Flags:
     if job.run.model.position_embedding == "learned":
         return {"position-embedding-type": "learned_absolute"}
     rope = job.run.model.rope
-    options = {"model.rope.theta": rope.theta} | (
-        {"model.rope.factor": rope.factor} if rope.scaling == "linear" else {}
-    )
+    options = {"model.rope.theta": rope.theta}
+    if rope.scaling == "linear":
+        options["model.rope.factor"] = rope.factor
     for field, value in options.items():
         if value != int(value):
-            raise unsupported_error("megatron", field, value, fix="use an integer", reason="it accepts only integers")
+            raise unsupported(field, value, "use an integer", "it accepts only integers")
     numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
     if rope.scaling == "llama3" and numbers != LLAMA3_ROPE:
         low, high, context = LLAMA3_ROPE
         fix = f"use low_freq_factor = {low}, high_freq_factor = {high} and original_context = {context}"
-        raise unsupported_error(
-            "megatron", "model.rope.scaling", "llama3", fix=fix, reason="its other scaling parameters are fixed"
-        )
+        raise unsupported("model.rope.scaling", "llama3", fix, "its other scaling parameters are fixed")
     return {
         "position-embedding-type": "rope",
         "rotary-base": int(rope.theta),
@@ -175,17 +164,19 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
     spec = job.run.model
     layout = job.run.layout
     _check_experts(moe, layout)
+    balancing = "none"
+    if moe.balance_loss_coef:
+        balancing = "seq_aux_loss" if moe.balance_loss_scope == "sequence" else "aux_loss"
+    dense = moe.num_leading_dense_layers
     return {
         "num-experts": moe.num_experts,
         "moe-router-topk": moe.top_k,
         "moe-ffn-hidden-size": moe.expert_ffn_size,
         "moe-shared-expert-intermediate-size": moe.expert_ffn_size * moe.num_shared_experts or None,
-        "moe-layer-freq": f"([0]*{moe.num_leading_dense_layers}+[1]*{spec.num_layers - moe.num_leading_dense_layers})"
-        if moe.num_leading_dense_layers
-        else None,
+        "moe-layer-freq": f"([0]*{dense}+[1]*{spec.num_layers - dense})" if dense else None,
         "moe-router-score-function": moe.router_score,
         "moe-router-pre-softmax": moe.router_score == "softmax" and not moe.normalize_top_k,
-        "moe-router-load-balancing-type": _balancing(moe),
+        "moe-router-load-balancing-type": balancing,
         "moe-aux-loss-coeff": moe.balance_loss_coef or None,
         "moe-z-loss-coeff": moe.z_loss_coef or None,
         "moe-router-enable-expert-bias": moe.bias_update_rate > 0,
@@ -200,12 +191,6 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
     }
 
 
-def _balancing(moe: MoESpec) -> str:
-    if not moe.balance_loss_coef:
-        return "none"
-    return "seq_aux_loss" if moe.balance_loss_scope == "sequence" else "aux_loss"
-
-
 def _check_experts(moe: MoESpec, layout: Layout) -> None:
     """Raise UserError for routers that Megatron-LM cannot express.
 
@@ -216,14 +201,14 @@ def _check_experts(moe: MoESpec, layout: Layout) -> None:
     if moe.normalize_top_k != sums_to_one:
         reason = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
         fix = f"set it to {str(sums_to_one).lower()}"
-        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix=fix, reason=reason)
+        raise unsupported("model.moe.normalize_top_k", moe.normalize_top_k, fix, reason)
     if moe.bias_update_rate and moe.router_score == "softmax":
         reason = "its bias needs sigmoid scores"
         fix = 'set it to 0, or model.moe.router_score = "sigmoid"'
-        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix=fix, reason=reason)
+        raise unsupported("model.moe.bias_update_rate", moe.bias_update_rate, fix, reason)
     if layout.tp > 1 and not layout.sequence_parallel:
         reason = "experts with tensor parallelism require it"
-        raise unsupported_error("megatron", "layout.sequence_parallel", False, fix="set it to true", reason=reason)
+        raise unsupported("layout.sequence_parallel", False, "set it to true", reason)
 
 
 def _parallel(job: ExportJob) -> Flags:
@@ -232,9 +217,11 @@ def _parallel(job: ExportJob) -> Flags:
     even = len({len(layers) for layers in job.stages}) == 1
     pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise experts and other parameters need an equal number of data-parallel ranks.
-    experts_inside = (
-        layout.rank_order == "data_outer" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
-    )
+    expert_shards = sizes.ep if sizes.ep > 1 else sizes.tp
+    experts_inside = layout.rank_order == "data_outer" and expert_shards == sizes.tp * sizes.cp
+    # Its all-to-all requires different key/value heads on every context-parallel rank, without copies.
+    has_enough_heads = job.run.model.num_kv_heads // sizes.tp % sizes.cp == 0
+    cp_comm_type = "a2a" if layout.cp_method == "ulysses" and has_enough_heads else "p2p"
     recompute: dict[str, Flags] = {
         "none": {},
         "norms": {"recompute-granularity": "selective", "recompute-modules": "layernorm"},
@@ -248,19 +235,10 @@ def _parallel(job: ExportJob) -> Flags:
         "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
         "pipeline-model-parallel-layout": None if even else f"E{pipeline_layout}L",
         "context-parallel-size": sizes.cp,
-        "cp-comm-type": _cp_comm_type(job) if sizes.cp > 1 else None,
+        "cp-comm-type": cp_comm_type if sizes.cp > 1 else None,
         "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and experts_inside,
         **recompute[layout.activation_checkpointing],
     }
-
-
-def _cp_comm_type(job: ExportJob) -> str:
-    """Return the type of context-parallel communication.
-
-    Megatron-LM's all-to-all requires different key/value heads on every context-parallel rank, without copies.
-    """
-    heads = job.run.model.num_kv_heads // job.sizes.tp
-    return "a2a" if job.run.layout.cp_method == "ulysses" and heads % job.sizes.cp == 0 else "p2p"
 
 
 def _data_parallel(job: ExportJob) -> Flags:
@@ -268,9 +246,7 @@ def _data_parallel(job: ExportJob) -> Flags:
     sizes = job.sizes
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
         reason = "it offloads only the state of its distributed optimizer"
-        raise unsupported_error(
-            "megatron", "layout.offload", "cpu", fix='use layout.data_parallel = "zero1"', reason=reason
-        )
+        raise unsupported("layout.offload", "cpu", 'use layout.data_parallel = "zero1"', reason)
     if layout.data_parallel not in FSDP_SHARDING:
         shares = sizes.dp_size * sizes.cp > 1
         return {
@@ -283,9 +259,7 @@ def _data_parallel(job: ExportJob) -> Flags:
         }
     if sizes.pp > 1:
         reason = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
-        raise unsupported_error(
-            "megatron", "layout.data_parallel", layout.data_parallel, fix='use "ddp" or "zero1"', reason=reason
-        )
+        raise unsupported("layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', reason)
     return {
         "use-megatron-fsdp": True,
         "data-parallel-sharding-strategy": FSDP_SHARDING[layout.data_parallel],

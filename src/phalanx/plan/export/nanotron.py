@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
@@ -22,6 +23,7 @@ from phalanx.plan.export.common import (
 
 Table = dict[str, object]
 
+unsupported = partial(unsupported_error, "nanotron")
 GAPS = (
     UnsupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
     UnsupportedOption("layout.cp", (), "use layout.cp = 1"),
@@ -46,36 +48,34 @@ ROPE_THETA = 10_000.0
 def nanotron(job: ExportJob) -> ExportedConfig:
     """Return the nanotron configuration of a run.
 
-    Raises:
-        UserError: If nanotron cannot express the run.
+    Raises UserError if nanotron cannot express the run.
     """
     run = job.run
     if run.model.moe:
-        raise unsupported_error(
-            "nanotron", "model.moe", None, fix="use another model", reason="its Llama has no experts"
-        )
+        raise unsupported("model.moe", None, "use another model", "its Llama has no experts")
     if run.model.head_dim * run.model.num_heads != run.model.hidden_size:
         fix = f"use {run.model.hidden_size // run.model.num_heads}"
-        raise unsupported_error(
-            "nanotron",
-            "model.head_dim",
-            run.model.head_dim,
-            fix=fix,
-            reason="its head width is hidden_size / num_heads",
-        )
+        raise unsupported("model.head_dim", run.model.head_dim, fix, "its head width is hidden_size / num_heads")
     if run.model.rope.theta != ROPE_THETA:
         reason = f"its Llama always uses {ROPE_THETA:g}"
         fix = f"set it to {ROPE_THETA:g}, or use another model"
-        raise unsupported_error("nanotron", "model.rope.theta", run.model.rope.theta, fix=fix, reason=reason)
+        raise unsupported("model.rope.theta", run.model.rope.theta, fix, reason)
     check_export_supported(job, "nanotron", GAPS)
     check_kv_heads(job, "nanotron")
+    every = run.checkpoint.every
+    interval = 500 if every == "auto" else every or run.training.steps
     tables: Table = {
         "general": {"project": "phalanx", "run": run.name, "seed": run.training.seed},
         "parallelism": _parallelism(job),
         "model": _model(job),
-        "tokens": _tokens(job),
+        "tokens": {
+            "sequence_length": run.training.seq_len,
+            "train_steps": run.training.steps,
+            "micro_batch_size": job.batch_plan.micro_batch_size,
+            "batch_accumulation_per_replica": job.batch_plan.gradient_accumulation_steps,
+        },
         "optimizer": _optimizer(job),
-        "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": _interval(job)},
+        "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": interval},
         "tokenizer": {"tokenizer_name_or_path": None},
         "data": {"dataset": None, "seed": run.training.seed},
     }
@@ -126,20 +126,6 @@ def _model(job: ExportJob) -> Table:
     }
 
 
-def _tokens(job: ExportJob) -> Table:
-    return {
-        "sequence_length": job.run.training.seq_len,
-        "train_steps": job.run.training.steps,
-        "micro_batch_size": job.batch_plan.micro_batch_size,
-        "batch_accumulation_per_replica": job.batch_plan.gradient_accumulation_steps,
-    }
-
-
-def _interval(job: ExportJob) -> int:
-    every = job.run.checkpoint.every
-    return 500 if every == "auto" else every or job.run.training.steps
-
-
 def _optimizer(job: ExportJob) -> Table:
     spec = job.run.optimizer
     steps = job.run.training.steps
@@ -172,10 +158,8 @@ def _yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}:"
             yield from _yaml(value, f"{indent}  ")
         else:
-            yield f"{indent}{key}: {_scalar(value)}"
-
-
-def _scalar(value: object) -> str:
-    text = json.dumps(value)
-    # YAML 1.1 requires a decimal point in numbers with an exponent.
-    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+            text = json.dumps(value)
+            # YAML 1.1 requires a decimal point in numbers with an exponent.
+            if isinstance(value, float) and "e" in text and "." not in text:
+                text = text.replace("e", ".0e")
+            yield f"{indent}{key}: {text}"

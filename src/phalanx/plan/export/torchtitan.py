@@ -7,6 +7,7 @@ which no longer reads TOML.
 from __future__ import annotations
 
 import ast
+from functools import partial
 from textwrap import indent
 
 from phalanx.plan.export.common import (
@@ -24,6 +25,7 @@ from phalanx.plan.export.torchtitan_model import PythonSource, model_family, mod
 from phalanx.schedule.registry import representative_schedule
 
 SCHEDULE_FILE_FIX = "save it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
+unsupported = partial(unsupported_error, "torchtitan")
 GAPS = (
     UnsupportedOption("layout.data_parallel", ("zero1",), 'use "zero2"'),
     UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), SCHEDULE_FILE_FIX),
@@ -67,8 +69,7 @@ from torchtitan.trainer import Trainer
 def torchtitan(job: ExportJob) -> ExportedConfig:
     """Return the torchtitan module of a run.
 
-    Raises:
-        UserError: If torchtitan cannot express the run.
+    Raises UserError if torchtitan cannot express the run.
     """
     check_export_supported(job, "torchtitan", GAPS)
     check_kv_heads(job, "torchtitan")
@@ -104,63 +105,62 @@ def _check(job: ExportJob) -> None:
     if training.seq_len % multiple:
         fix = f"use a multiple of {multiple}"
         reason = f"with layout.tp = {sizes.tp} and layout.cp = {sizes.cp}"
-        raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix=fix, reason=reason)
+        raise unsupported("training.seq_len", training.seq_len, fix, reason)
     sharing_ranks = sizes.dp_shard * sizes.cp * sizes.tp
     if sharing_ranks % sizes.ep:
         reason = f"experts are distributed over the {sharing_ranks} ranks that shard the other parameters"
-        raise unsupported_error(
-            "torchtitan", "layout.ep", sizes.ep, fix='use layout.data_parallel = "zero3", or a divisor', reason=reason
-        )
+        raise unsupported("layout.ep", sizes.ep, 'use layout.data_parallel = "zero3", or a divisor', reason)
     if sizes.pp > 1 and job.run.model.tie_embeddings:
         reason = "its pipelines do not support tied embeddings"
-        raise unsupported_error("torchtitan", "model.tie_embeddings", True, fix="set it to false", reason=reason)
+        raise unsupported("model.tie_embeddings", True, "set it to false", reason)
     if job.run.model.rope.scaling == "llama3" and model_family(job.run.model).name == "qwen3":
         reason = "its models with experts or query/key norms do not support it"
-        raise unsupported_error("torchtitan", "model.rope.scaling", "llama3", fix="use another model", reason=reason)
+        raise unsupported("model.rope.scaling", "llama3", "use another model", reason)
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         reason = "from a file it accepts only schedules with stage s on rank s mod pp"
-        raise unsupported_error(
-            "torchtitan", "layout.schedule_file", layout.schedule_file, fix='use "zb-v" or "dualpipe-v"', reason=reason
-        )
+        raise unsupported("layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', reason)
 
 
 def _trainer_config(job: ExportJob) -> PythonSource:
     run = job.run
+    batch = job.batch_plan
+    optimizer = run.optimizer
+    runs_pipeline = job.sizes.pp > 1
     vocabulary = python_call("CrossEntropyLoss.Config", global_vocab_size=run.model.vocab_size)
-    full = run.layout.activation_checkpointing == "full"
+    training = python_call(
+        "TrainingConfig",
+        local_batch_size=batch.micro_batch_size * (batch.gradient_accumulation_steps if runs_pipeline else 1),
+        global_batch_size=batch.global_batch_size,
+        seq_len=run.training.seq_len,
+        steps=run.training.steps,
+        max_norm=optimizer.max_grad_norm or PythonSource('float("inf")'),
+        mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[run.training.precision],
+        mixed_precision_reduce="float32",
+        enable_cpu_offload=run.layout.offload == "cpu",
+        # torchtitan rejects CUDA graphs with these two, but enables them by default.
+        disable_cuda_graphs=runs_pipeline or job.sizes.ep > 1,
+    )
+    lr_scheduler = python_call(
+        "LRSchedulersContainer.Config",
+        warmup_steps=job.warmup_steps,
+        decay_ratio=job.decay_steps / run.training.steps if optimizer.lr_schedule == "wsd" else None,
+        decay_type="cosine" if optimizer.lr_schedule == "cosine" else "linear",
+        min_lr_factor=1.0 if optimizer.lr_schedule == "none" else optimizer.min_lr_ratio,
+    )
+    recomputes_blocks = run.layout.activation_checkpointing == "full"
     return python_call(
         "Trainer.Config",
         model_spec=PythonSource("spec"),
         loss=python_call("ChunkedLossWrapper.Config", loss_fn=vocabulary),
         dataloader=python_call("HuggingFaceTextDataLoader.Config"),
-        training=_training(job),
+        training=training,
         parallelism=_parallelism(job),
-        activation_checkpoint=python_call("FullAC.Config") if full else None,
+        activation_checkpoint=python_call("FullAC.Config") if recomputes_blocks else None,
         compile=python_call("CompileConfig", enable=run.compiles),
         optimizer=_optimizer(job),
-        lr_scheduler=_lr_scheduler(job),
+        lr_scheduler=lr_scheduler,
         debug=python_call("DebugConfig", seed=run.training.seed),
-    )
-
-
-def _training(job: ExportJob) -> PythonSource:
-    training = job.run.training
-    batch = job.batch_plan
-    sizes = job.sizes
-    max_norm = job.run.optimizer.max_grad_norm
-    return python_call(
-        "TrainingConfig",
-        local_batch_size=batch.micro_batch_size * (batch.gradient_accumulation_steps if sizes.pp > 1 else 1),
-        global_batch_size=batch.global_batch_size,
-        seq_len=training.seq_len,
-        steps=training.steps,
-        max_norm=max_norm or PythonSource('float("inf")'),
-        mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[training.precision],
-        mixed_precision_reduce="float32",
-        enable_cpu_offload=job.run.layout.offload == "cpu",
-        # torchtitan rejects CUDA graphs with these two, but enables them by default.
-        disable_cuda_graphs=sizes.pp > 1 or sizes.ep > 1,
     )
 
 
@@ -168,6 +168,19 @@ def _parallelism(job: ExportJob) -> PythonSource:
     layout = job.run.layout
     sizes = job.sizes
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
+    pipeline: dict[str, object] = {}
+    if sizes.pp > 1:
+        # The modules of every stage, by the names of torchtitan's models.
+        parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", "lm_head"]
+        file = layout.schedule_file
+        pipeline = {
+            "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
+            **({"pipeline_parallel_schedule_csv": file} if file else {}),
+            "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
+            "module_fqns_per_model_part": parts,
+        }
     return python_call(
         "ParallelismConfig",
         data_parallel_replicate_degree=sizes.dp_replicate,
@@ -178,23 +191,8 @@ def _parallelism(job: ExportJob) -> PythonSource:
         context_parallel_degree=sizes.cp,
         expert_parallel_degree=sizes.ep,
         pipeline_parallel_degree=sizes.pp,
-        **(_pipeline(job) if sizes.pp > 1 else {}),
+        **pipeline,
     )
-
-
-def _pipeline(job: ExportJob) -> dict[str, object]:
-    """Return the schedule, and the modules of every stage by the names of torchtitan's models."""
-    layout = job.run.layout
-    parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
-    parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "lm_head"]
-    file = layout.schedule_file
-    return {
-        "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
-        **({"pipeline_parallel_schedule_csv": file} if file else {}),
-        "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
-        "module_fqns_per_model_part": parts,
-    }
 
 
 def _optimizer(job: ExportJob) -> PythonSource:
@@ -206,17 +204,6 @@ def _optimizer(job: ExportJob) -> PythonSource:
         return python_call("ParamGroupConfig", pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=numbers)
 
     return python_call("OptimizersContainer.Config", param_groups=[group("norm", 0.0), group(".*", spec.weight_decay)])
-
-
-def _lr_scheduler(job: ExportJob) -> PythonSource:
-    spec = job.run.optimizer
-    return python_call(
-        "LRSchedulersContainer.Config",
-        warmup_steps=job.warmup_steps,
-        decay_ratio=job.decay_steps / job.run.training.steps if spec.lr_schedule == "wsd" else None,
-        decay_type="cosine" if spec.lr_schedule == "cosine" else "linear",
-        min_lr_factor=1.0 if spec.lr_schedule == "none" else spec.min_lr_ratio,
-    )
 
 
 def _notes(job: ExportJob) -> list[str]:

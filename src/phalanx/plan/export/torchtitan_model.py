@@ -104,12 +104,21 @@ from torchtitan.models.common.config_utils import make_moe_config, make_routed_e
 
 def _layer(job: ExportJob, family: ModelFamily) -> PythonSource:
     spec = job.run.model
+    scaling: dict[str, object] = {}
+    if spec.rope.scaling != "none":
+        scaling = {
+            "scaling": "llama",
+            "scaling_factor": spec.rope.factor,
+            "low_freq_factor": spec.rope.low_freq_factor,
+            "high_freq_factor": spec.rope.high_freq_factor,
+            "original_max_position_embeddings": spec.rope.original_context,
+        }
     rope = python_call(
         f"{family.rope}.Config",
         dim=spec.head_dim,
         max_seq_len=max(spec.max_seq_len, job.run.training.seq_len),
         theta=spec.rope.theta,
-        **_rope_scaling(spec),
+        **scaling,
     )
     attention = python_call(
         "make_gqa_config",
@@ -131,19 +140,6 @@ def _layer(job: ExportJob, family: ModelFamily) -> PythonSource:
         attention=attention,
         **_mlp(spec),
     )
-
-
-def _rope_scaling(spec: ModelSpec) -> dict[str, object]:
-    rope = spec.rope
-    if rope.scaling == "none":
-        return {}
-    return {
-        "scaling": "llama",
-        "scaling_factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_context,
-    }
 
 
 def _mlp(spec: ModelSpec) -> dict[str, PythonSource]:

@@ -39,12 +39,6 @@ def fabric_loads(
 
     The slower of NIC and spine determines the seconds. The result is empty unless ranks fill two or more nodes and
     every device of a node has a rail of its own.
-
-    Args:
-        world_size: Number of ranks.
-        site: Devices and rails of a node.
-        nic_bytes_per_second: Bandwidth of a NIC, if known.
-        oversubscription: Oversubscription of the spine.
     """
     if world_size % site.nproc or world_size == site.nproc or len(set(site.rail)) < site.nproc:
         return {}

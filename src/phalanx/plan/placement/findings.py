@@ -64,15 +64,11 @@ class NodeLayout:
 
     def domain_of(self, ranks: Ranks) -> Ranks:
         """Return the index of each rank's fast-link domain."""
-        domains: Ranks = ranks // self.ranks_per_island * self.nproc + np.take(
-            np.array(self.domain), ranks % self.nproc
-        )
-        return domains
+        return np.asarray(ranks // self.ranks_per_island * self.nproc + np.array(self.domain)[ranks % self.nproc])
 
     def rail_of(self, ranks: Ranks) -> Ranks:
         """Return the rail of each rank."""
-        rails: Ranks = np.take(np.array(self.rail), ranks % self.nproc)
-        return rails
+        return np.array(self.rail)[ranks % self.nproc]
 
     def links(self, source: Ranks, target: Ranks) -> Ranks:
         """Return the kind of link between pairs of ranks, as an index into `LINK_KINDS`."""
@@ -85,14 +81,8 @@ class NodeLayout:
 def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None = None) -> NodeLayout:
     """Return the nodes of a cluster, from its description and the topology of one node.
 
-    A preset's domain of up to 16 devices is inside a node; a larger one connects nodes.
-
-    Args:
-        nproc: Ranks per node.
-        topology: Topology of one node, if known.
-
-    Raises:
-        UserError: If there are more ranks than GPUs in the topology.
+    A preset's domain of up to 16 devices is inside a node; a larger one connects nodes. Raises UserError if there are
+    more ranks than GPUs in the topology.
     """
     size = cluster.fast_link_domain or nproc
     beyond = size > nproc and (cluster.preset is None or size > MAX_NVLINK_GPUS_PER_NODE)
@@ -102,38 +92,24 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
     assumed = [] if cluster.fast_link_domain else [f"fast links connect the {nproc} devices of a node"]
     if topology is None:
-        return NodeLayout(
-            domain=domain,
-            rail=rail,
-            nics=nics,
-            span=span,
-            assumed=(*assumed, "every device has its own NIC, on the rail of its index"),
-        )
+        assumed.append("every device has its own NIC, on the rail of its index")
+        return NodeLayout(domain=domain, rail=rail, nics=nics, span=span, assumed=tuple(assumed))
     if nproc > len(topology.gpus):
         problem = f"exceeds the {len(topology.gpus)} GPUs of the topology"
         raise UserError("--nproc", nproc, problem, fix=f"use at most {len(topology.gpus)}, or omit --topology")
     if None not in topology.nvlinks and span == 1:
         assumed = []
         domain = tuple(next(i for i, d in enumerate(topology.nvlink_domains()) if gpu in d) for gpu in range(nproc))
-    if not topology.nics:
-        return NodeLayout(
-            domain=domain,
-            rail=rail,
-            nics=nics,
-            span=span,
-            assumed=(*assumed, "every device has its own NIC, because the topology lists none"),
-        )
-    nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
-    return NodeLayout(domain=domain, rail=_assign_rails(topology, nics), nics=nics, span=span, assumed=tuple(assumed))
-
-
-def _assign_rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-    """Return NCCL's rail of each device's first NIC; otherwise one rail per set of nearest NICs."""
-    numbered = dict(zip(topology.nics, topology.rails, strict=False))
-    given = [numbered.get(local_nics[0]) for local_nics in nics]
-    distinct = list(dict.fromkeys(nics))
-    known = [rail for rail in given if rail is not None]
-    return tuple(known) if len(known) == len(given) else tuple(distinct.index(local_nics) for local_nics in nics)
+    if topology.nics:
+        nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
+        # NCCL's rail of each device's first NIC; otherwise one rail per set of nearest NICs.
+        numbered = dict(zip(topology.nics, topology.rails, strict=False))
+        distinct = list(dict.fromkeys(nics))
+        known = [number for local_nics in nics if (number := numbered.get(local_nics[0])) is not None]
+        rail = tuple(known) if len(known) == nproc else tuple(distinct.index(local_nics) for local_nics in nics)
+    else:
+        assumed.append("every device has its own NIC, because the topology lists none")
+    return NodeLayout(domain=domain, rail=rail, nics=nics, span=span, assumed=tuple(assumed))
 
 
 def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
@@ -144,15 +120,15 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
     """
     first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
     by = np.array([first[rail] for rail in site.rail])
+    ranks = matrix.ranks
     source = matrix.source
     target = matrix.target
     neighbor = source // site.nproc * site.nproc + by[target % site.nproc]
-    hands = (site.links(source, target) == 3) & (neighbor < matrix.ranks)
-    hands &= site.domain_of(source) == site.domain_of(neighbor)
-    after = TrafficMatrix(matrix.ranks, np.where(hands, neighbor, source), target, bytes=matrix.bytes)
-    return merge_matrices(
-        matrix.ranks, [after, TrafficMatrix(matrix.ranks, source[hands], neighbor[hands], bytes=matrix.bytes[hands])]
-    )
+    is_relayed = (site.links(source, target) == 3) & (neighbor < ranks)
+    is_relayed &= site.domain_of(source) == site.domain_of(neighbor)
+    to_network = TrafficMatrix(ranks, np.where(is_relayed, neighbor, source), target, matrix.bytes)
+    to_neighbor = TrafficMatrix(ranks, source[is_relayed], neighbor[is_relayed], matrix.bytes[is_relayed])
+    return merge_matrices(ranks, [to_network, to_neighbor])
 
 
 def bytes_by_link(matrix: TrafficMatrix, site: NodeLayout) -> dict[str, float]:
@@ -184,13 +160,12 @@ def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
     def bytes_per_nic(ranks: Ranks) -> Sizes:
         rank_bytes = np.zeros(nodes * site.nproc)
         np.add.at(rank_bytes, ranks[far], matrix.bytes[far])
-        found: Sizes = rank_bytes.reshape(nodes, site.nproc) @ share
-        return found
+        return np.asarray(rank_bytes.reshape(nodes, site.nproc) @ share)
 
     sent = bytes_per_nic(matrix.source)
     received = bytes_per_nic(matrix.target)
     return [
-        NicLoad(node, name, float(sent[node, index]), received_bytes=float(received[node, index]))
+        NicLoad(node, name, float(sent[node, index]), float(received[node, index]))
         for node in range(nodes)
         for index, name in enumerate(names)
     ]
@@ -209,13 +184,7 @@ class PlacementFinding:
 def placement_findings(
     sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec
 ) -> list[PlacementFinding]:
-    """Return all findings on a placement, worst first.
-
-    Args:
-        sizes: Parallel dimensions of the run.
-        parts: Traffic by axis.
-        site: Devices and links of a node.
-    """
+    """Return all findings on a placement, worst first."""
     findings = [*_check_domains(sizes, site), *_check_rails(sizes, parts, site), *_check_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:
         last = sizes.world_size % site.nproc
@@ -232,21 +201,22 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({plural(domain, 'device')})"
     advice = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
-    for axis, found, fix in (
+    for axis, groups, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
         ("cp", process_groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
         ("ep", expert_parallel_groups(sizes), f"make layout.ep a divisor of {domain}{advice}"),
     ):
-        if not found or len(found[0]) == 1:
+        if not groups or len(groups[0]) == 1:
             continue
-        domains = site.domain_of(np.array(found))
+        domains = site.domain_of(np.array(groups))
         leaving = np.flatnonzero((domains != domains[:, :1]).any(1))
         if len(leaving):
-            first = " ".join(map(str, found[leaving[0]][:MAX_SHOWN_RANKS])) + (
-                " ..." if len(found[0]) > MAX_SHOWN_RANKS else ""
+            more = " ..." if len(groups[0]) > MAX_SHOWN_RANKS else ""
+            first = " ".join(map(str, groups[leaving[0]][:MAX_SHOWN_RANKS])) + more
+            message = (
+                f"{len(leaving)} of {len(groups)} {axis} groups extend beyond {where}; the first has ranks {first}"
             )
-            message = f"{len(leaving)} of {len(found)} {axis} groups extend beyond {where}; the first has ranks {first}"
-            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix=fix)
+            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix)
         else:
             yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
 

@@ -6,6 +6,7 @@ that the count assumes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -64,37 +65,29 @@ class TrafficMatrix:
 
     def aggregated(self, size: int) -> TrafficMatrix:
         """Return the traffic between blocks of `size` neighbors, such as nodes; the diagonal is internal."""
-        return merge_matrices(
-            -(-self.ranks // size),
-            [TrafficMatrix(self.ranks, self.source // size, self.target // size, bytes=self.bytes)],
-        )
+        blocks = TrafficMatrix(self.ranks, self.source // size, self.target // size, self.bytes)
+        return merge_matrices(-(-self.ranks // size), [blocks])
 
 
 def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
     """Return the sum of several matrices, with one row per pair."""
     if not parts:
         none = np.zeros(0, np.int64)
-        return TrafficMatrix(ranks, none, none, bytes=np.zeros(0))
+        return TrafficMatrix(ranks, none, none, np.zeros(0))
     pair = np.concatenate([part.source * ranks + part.target for part in parts])
     unique_pairs, row = np.unique(pair, return_inverse=True)
     sums = np.zeros(len(unique_pairs))
     np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
-    return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, bytes=sums)
+    return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, sums)
 
 
 def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
     """Return the traffic of a run by axis, for the axes with traffic.
 
     The axes are "tp", "cp", "ep", "pp", "dp" and "servers". Rows below a kilobyte are not included, and experts are
-    balanced, as in `traffic_by_role`.
-
-    Args:
-        world_size: Number of ranks.
-        island: Number of consecutive ranks that are close (a node, or a fast domain of several). Rings pass through an
-            island before they leave it.
-
-    Raises:
-        UserError: If `world_size` ranks cannot run the layout.
+    balanced, as in `traffic_by_role`. `island` is a number of consecutive ranks that are close: a node, or a fast
+    domain of several. Rings pass through an island before they leave it. Raises UserError if `world_size` ranks cannot
+    run the layout.
     """
     sizes = parallel_dims(run.layout, world_size)
     rows = traffic_by_group(run, world_size)
@@ -110,10 +103,16 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     for role_index, role in enumerate(rows):
         for row in _merge_rows(rows[role]):
             if row.group_kind in ("pp", "ends"):
-                sent = _stage_transfers(run, group_members("pp"), role_index, row=row)
+                sent = _stage_transfers(run, group_members("pp"), role_index, row)
             else:
                 groups = group_members(row.group_kind)
-                sent = _row_transfers(groups[np.isin(groups[:, 0], stages[role_index])], row, island)
+                members = groups[np.isin(groups[:, 0], stages[role_index])]
+                if row.operation == "all_to_all":
+                    sent = _all_to_all_transfers(members, row.bytes)
+                elif row.operation == "send":
+                    sent = _ring(members, row.bytes)
+                else:
+                    sent = _ring_transfers(members, row.bytes, island)
             matrices.setdefault(AXIS_BY_GROUP_KIND[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
     return {
         axis: merge_matrices(world_size, matrices[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in matrices
@@ -122,10 +121,9 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
 
 def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
     """Return the sums of rows that use the same links."""
-    total: dict[tuple[Operation, GroupKind], float] = {}
+    total = defaultdict[tuple[Operation, GroupKind], float](float)
     for row in rows:
-        key = ("all_reduce" if row.operation in RING_OPERATIONS else row.operation), row.group_kind
-        total[key] = total.get(key, 0.0) + row.bytes
+        total["all_reduce" if row.operation in RING_OPERATIONS else row.operation, row.group_kind] += row.bytes
     return [
         Traffic(operation=operation, bytes=size, purpose="", group_kind=group_kind)
         for (operation, group_kind), size in total.items()
@@ -135,15 +133,9 @@ def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
 Transfers = tuple[Ranks, Ranks, Sizes]
 
 
-def _row_transfers(members: Ranks, row: Traffic, island: int) -> Transfers:
-    """Return the transfers of all members of groups, for the bytes that each member sends."""
-    match row.operation:
-        case "all_to_all":
-            return _all_to_all_transfers(members, row.bytes)
-        case "send":  # in a ring of sequence shards, in the order of tokens
-            return members.ravel(), np.roll(members, -1, axis=1).ravel(), np.full(members.size, row.bytes)
-        case _:
-            return _ring_transfers(members, row.bytes, island)
+def _ring(members: Ranks, bytes_per_rank: float | Sizes, axis: int = 1) -> Transfers:
+    """Return the transfers of rings in which each member sends to the next one along an axis."""
+    return members.ravel(), np.roll(members, -1, axis).ravel(), np.full(members.size, bytes_per_rank)
 
 
 def _all_to_all_transfers(members: Ranks, bytes_per_pair: float) -> Transfers:
@@ -168,8 +160,12 @@ def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Trans
         has_width = members_in_first_island == width
         groups = members[has_width]
         is_even = _is_even(islands[has_width], width)
-        parts += _single_ring_transfers(groups[~is_even], bytes_per_rank)
-        parts += _parallel_ring_transfers(groups[is_even], width, bytes_per_rank)
+        parts.append(_ring(groups[~is_even], bytes_per_rank))
+        # [group, island, member on the island]
+        even_groups = groups[is_even].reshape(int(is_even.sum()), groups.shape[1] // width, width)
+        parts.append(_ring(even_groups, bytes_per_rank / width))
+        if width > 1:
+            parts.append(_ring(even_groups, bytes_per_rank - bytes_per_rank / width, axis=2))
     source, target, sent = zip(*parts, strict=True)
     return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
 
@@ -183,24 +179,7 @@ def _is_even(islands: Ranks, width: int) -> NDArray[np.bool_]:
     if num_members % width or width == num_members:
         return np.zeros(num_groups, bool)
     blocks = islands.reshape(num_groups, -1, width)
-    is_even: NDArray[np.bool_] = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
-    return is_even
-
-
-def _single_ring_transfers(groups: Ranks, bytes_per_rank: float) -> Iterator[Transfers]:
-    """Yield the transfers of one ring per group."""
-    yield groups.ravel(), np.roll(groups, -1, axis=1).ravel(), np.full(groups.size, bytes_per_rank)
-
-
-def _parallel_ring_transfers(groups: Ranks, width: int, bytes_per_rank: float) -> Iterator[Transfers]:
-    """Yield the transfers of `width` rings per group: to the counterparts on the next island, and within islands."""
-    if not len(groups):
-        return
-    members = groups.reshape(len(groups), -1, width)
-    bytes_between_islands = np.full(members.size, bytes_per_rank / width)
-    yield members.ravel(), np.roll(members, -1, axis=1).ravel(), bytes_between_islands
-    if width > 1:
-        yield members.ravel(), np.roll(members, -1, axis=2).ravel(), bytes_per_rank - bytes_between_islands
+    return np.asarray((blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1))
 
 
 def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Transfers:
@@ -232,9 +211,9 @@ def _parameter_server_transfers(run: RunSpec, sizes: ParallelDims, worker: list[
     workers = np.arange(sizes.servers, sizes.world_size)
     all_workers = np.repeat(workers, len(servers))
     all_servers = np.tile(servers, len(workers))
-    yield TrafficMatrix(ranks, all_workers, all_servers, bytes=np.tile(parts, len(workers)))
+    yield TrafficMatrix(ranks, all_workers, all_servers, np.tile(parts, len(workers)))
     if run.layout.max_staleness is not None:
-        yield TrafficMatrix(ranks, all_servers, all_workers, bytes=np.tile(parts, len(workers)))
+        yield TrafficMatrix(ranks, all_servers, all_workers, np.tile(parts, len(workers)))
     else:
-        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), bytes=parts)
-        yield TrafficMatrix(ranks, workers[:-1], workers[1:], bytes=np.full(len(workers) - 1, total_bytes))
+        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)
+        yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, total_bytes))

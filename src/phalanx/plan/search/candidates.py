@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.kinds import ScheduleKind
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.layout import (
+    REQUIRES_DEGREE,
     CheckpointingName,
     CpMethod,
     Layout,
@@ -37,20 +37,16 @@ IGNORED_FIELDS = {
     "max_staleness",
 }
 """Fields of a layout that a candidate represents differently, or that do not affect the prediction."""
-SCHEDULE_KINDS: dict[ScheduleName, ScheduleKind] = {
-    "1f1b": ScheduleKind.ONE_F_ONE_B,
-    "gpipe": ScheduleKind.GPIPE,
-    "interleaved": ScheduleKind.INTERLEAVED,
-    "zb-h1": ScheduleKind.ZB_H1,
-    "zb-h2": ScheduleKind.ZB_H2,
-    "zb-v": ScheduleKind.ZB_V,
-}
-"""Schedules that the planner can predict; naive and dualpipe-v are never faster than all of them."""
+PREDICTED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")
+"""Naive and dualpipe-v are never faster than all of them."""
 NOT_PREDICTED = "is not supported by the planner"
 
 
 class CandidateLayout(NamedTuple):
-    """Choices of one layout, as numbers and names. A search makes hundreds of thousands, so it is a tuple."""
+    """The choices of a `Layout` that a search makes, and their consequences for a number of ranks: dp, micro-batches.
+
+    A search makes hundreds of thousands, so it is a tuple.
+    """
 
     data_parallel: Strategy
     dp: int
@@ -96,60 +92,60 @@ class CandidateLayout(NamedTuple):
         )
 
     def layout(self) -> Layout:
-        """Return the layout as a run file contains it."""
-        fields = ["data_parallel", "tp", "pp", "cp", "ep", "micro_batch_size", "activation_checkpointing"]
-        fields += ["recomputed_blocks", "offload", "offload_directory"]
-        if self.pp > 1:
-            fields += ["schedule", "virtual_stages", "rank_order"]
-        if self.data_parallel == "hsdp":
-            fields += ["dp_shard"]
-        if self.cp > 1:
-            fields += ["cp_method"]
-        return Layout.model_validate({name: getattr(self, name) for name in fields})
+        """Return the layout as a run file contains it, without the options that its degrees do not have."""
+        fields = {
+            name: getattr(self, name)
+            for name in LAYOUT_FIELDS
+            if name not in REQUIRES_DEGREE or getattr(self, REQUIRES_DEGREE[name]) > 1
+        }
+        if self.data_parallel != "hsdp":
+            del fields["dp_shard"]
+        return Layout.model_validate(fields)
+
+
+LAYOUT_FIELDS = [name for name in CandidateLayout._fields if name in Layout.model_fields]
 
 
 def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     """Return the run's own layout, with its effective strategy.
 
-    Raises UserError if the layout cannot run, or the planner does not support it."""
+    Raises UserError if the layout cannot run, or has an option that affects the cost and that the planner does not
+    support.
+    """
     check_precision(run)
     layout = run.layout
-    sizes = parallel_dims(run.layout, world_size)
+    sizes = parallel_dims(layout, world_size)
     batch = plan_batch(run, world_size)
-    known = layout.data_parallel in ZERO_STAGES and layout.schedule_file is None and layout.schedule in SCHEDULE_KINDS
-    value = layout.data_parallel if layout.data_parallel not in ZERO_STAGES else layout.schedule_file or layout.schedule
+    knows_strategy = layout.data_parallel in ZERO_STAGES
     require(
-        known, "layout", value, problem=NOT_PREDICTED, fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}"
+        knows_strategy and layout.schedule_file is None and layout.schedule in PREDICTED_SCHEDULES,
+        "layout",
+        layout.schedule_file or layout.schedule if knows_strategy else layout.data_parallel,
+        problem=NOT_PREDICTED,
+        fix=f"use one of {', '.join((*ZERO_STAGES, *PREDICTED_SCHEDULES))}",
     )
     data_parallel = strategy_on_ranks(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
-    keeps_parameters = layout.pp == 1 or ZERO_STAGES[data_parallel] < 3
     require(
-        keeps_parameters,
+        layout.pp == 1 or ZERO_STAGES[data_parallel] < 3,
         "layout.data_parallel",
         data_parallel,
         problem=f"{NOT_PREDICTED} in a pipeline",
         fix='use layout.data_parallel = "zero1", or layout.pp = 1',
     )
-    candidate = CandidateLayout(
-        data_parallel=data_parallel,
-        dp=sizes.dp_size,
-        dp_shard=sizes.dp_shard,
-        tp=layout.tp,
-        pp=layout.pp,
-        cp=layout.cp,
-        cp_method=layout.cp_method,
-        ep=layout.ep,
-        micro_batch_size=batch.micro_batch_size,
-        micro_batches=batch.gradient_accumulation_steps,
-        activation_checkpointing=layout.activation_checkpointing,
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        rank_order=layout.rank_order,
-        offload=layout.offload,
-        offload_directory=layout.offload_directory,
-        recomputed_blocks=layout.recomputed_blocks,
-    )
-    check_representable(layout, candidate)
+    choices: dict[str, Any] = {name: getattr(layout, name) for name in LAYOUT_FIELDS} | {
+        "data_parallel": data_parallel,
+        "dp": sizes.dp_size,
+        "dp_shard": sizes.dp_shard,
+        "micro_batch_size": batch.micro_batch_size,
+        "micro_batches": batch.gradient_accumulation_steps,
+    }
+    candidate = CandidateLayout(**choices)
+    predicted = candidate.layout()
+    for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
+        value = getattr(layout, field)
+        only = getattr(predicted, field)
+        fix = f"use {json.dumps(only)}, the only supported value"
+        require(value == only, f"layout.{field}", value, problem=NOT_PREDICTED, fix=fix)
     return candidate
 
 
@@ -158,26 +154,12 @@ def describe_other_strategy(layout: Layout, candidate: CandidateLayout) -> str |
     used = candidate.data_parallel
     if layout.data_parallel == used:
         return None
+    where = "on one shard"
     reason = "there is nothing to share"
     if used == "zero1":
+        where = "in a pipeline"
         reason = "full gradients stay until the last micro-batch"
-    where = "in a pipeline" if used == "zero1" else "on one shard"
     return f"data_parallel = {layout.data_parallel} {where} trains as {used}, which is evaluated here: {reason}"
-
-
-def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
-    """Raise UserError for an option that affects the cost and that a candidate cannot represent."""
-    planned = candidate.layout()
-    for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
-        value = getattr(layout, field)
-        only = getattr(planned, field)
-        require(
-            value == only,
-            f"layout.{field}",
-            value,
-            problem=NOT_PREDICTED,
-            fix=f"use {json.dumps(only)}, the only supported value",
-        )
 
 
 def check_precision(run: RunSpec) -> None:

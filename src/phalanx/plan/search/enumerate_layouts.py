@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
@@ -27,8 +27,7 @@ MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
+class _Degrees(NamedTuple):
     """Degrees of parallelism. dp x tp x pp x cp is the number of ranks; expert parallelism is within a stage."""
 
     dp: int
@@ -46,33 +45,31 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
     sequence parallelism if the sequence divides. In pipelines, ZeRO-2 and 3 are not included, because there they store
     and send at least as much as ZeRO-1. Raises UserError if the precision is unknown."""
     check_precision(run)
-    return list(_generate_layouts(run, world_size))
-
-
-def _generate_layouts(run: RunSpec, world_size: int) -> Iterator[CandidateLayout]:
     domain = run.cluster.fast_link_domain_size
-    for degrees in _enumerate_degrees(run, world_size):
-        rank_order = choose_rank_order(dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, domain=domain)
-        for data_parallel, dp_shard in _data_parallel_options(degrees, domain):
-            for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp):
-                for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches):
-                    for activation_checkpointing in ENUMERATED_METHODS:
-                        yield CandidateLayout(
-                            data_parallel=data_parallel,
-                            dp=degrees.dp,
-                            dp_shard=dp_shard,
-                            tp=degrees.tp,
-                            pp=degrees.pp,
-                            cp=degrees.cp,
-                            cp_method=degrees.cp_method,
-                            ep=degrees.ep,
-                            micro_batch_size=micro_batch_size,
-                            micro_batches=micro_batches,
-                            activation_checkpointing=activation_checkpointing,
-                            schedule=schedule,
-                            virtual_stages=virtual_stages,
-                            rank_order=rank_order,
-                        )
+    return [
+        CandidateLayout(
+            data_parallel=data_parallel,
+            dp=degrees.dp,
+            dp_shard=dp_shard,
+            tp=degrees.tp,
+            pp=degrees.pp,
+            cp=degrees.cp,
+            cp_method=degrees.cp_method,
+            ep=degrees.ep,
+            micro_batch_size=micro_batch_size,
+            micro_batches=micro_batches,
+            activation_checkpointing=activation_checkpointing,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            rank_order=rank_order,
+        )
+        for degrees in _enumerate_degrees(run, world_size)
+        for rank_order in [choose_rank_order(degrees.dp, degrees.tp, degrees.pp, degrees.cp, domain)]
+        for data_parallel, dp_shard in _data_parallel_options(degrees, domain)
+        for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp)
+        for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches)
+        for activation_checkpointing in ENUMERATED_METHODS
+    ]
 
 
 def smaller_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
@@ -108,7 +105,7 @@ def _state_offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterato
             yield candidate._replace(data_parallel=data_parallel, offload=target, offload_directory=directory)
 
 
-def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[Degrees]:
+def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[_Degrees]:
     """Yield all degrees that divide the ranks, the batch and the model."""
     sequences = run.training.tokens_per_step // run.training.seq_len
     num_experts = run.model.moe.num_experts if run.model.moe else 1
@@ -123,11 +120,11 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[Degrees]:
                 for ep in divisors(dp * cp * tp):
                     if num_experts % ep > 0:
                         continue
-                    for cp_method in _cp_methods(run, world_size, tp=tp, pp=pp, cp=cp, ep=ep):
-                        yield Degrees(dp=dp, tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep)
+                    for cp_method in _cp_methods(run, world_size, tp, pp, cp, ep):
+                        yield _Degrees(dp, tp, pp, cp, cp_method, ep)
 
 
-def _cp_methods(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
+def _cp_methods(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
     """Yield the methods of context parallelism with which these degrees can share the model: on CPUs only the ring."""
     methods: tuple[CpMethod, ...] = ("ring", "ulysses")
     for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[:1]:
@@ -139,7 +136,7 @@ def _cp_methods(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep:
         yield cp_method
 
 
-def _data_parallel_options(degrees: Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
+def _data_parallel_options(degrees: _Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
     """Yield data-parallel strategies with the ranks that share a copy; with hsdp, those of a domain."""
     yield "ddp", 1
     if degrees.dp * degrees.cp == 1:
@@ -154,17 +151,10 @@ def _data_parallel_options(degrees: Degrees, domain: int) -> Iterator[tuple[Stra
         yield "hsdp", dp_in_domain
 
 
-def choose_rank_order(*, dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
-    """Return the rank order: stages outermost if several ranks of a stage could share a domain.
+def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
+    """Return the rank order: stages outermost if several ranks of a stage could share a domain of fast links.
 
     Data-parallel ranks and experts send much more than stages, and those of a domain send it together.
-
-    Args:
-        dp: Degree of data parallelism.
-        tp: Degree of tensor parallelism.
-        pp: Degree of pipeline parallelism.
-        cp: Degree of context parallelism.
-        domain: Number of devices that fast links connect.
     """
     return "pipeline_outer" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data_outer"
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.cost.estimate.memory import StageMemory, StageMemoryTable, estimate_memory, oom_probability
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.estimate.memory import StageMemory, estimate_memory, memory_utilization, oom_probability
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
-from phalanx.cost.kinds import PHALANX_CHECKPOINTING, Column
+from phalanx.cost.kinds import Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
 from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_probability, process_bytes
@@ -25,15 +28,14 @@ from phalanx.spec.base import parse_table, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_toml_value
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import CheckpointingName, Layout
 from phalanx.spec.run import RunSpec
 
 
 def parse_layout(text: str) -> Layout:
     """Return the layout in a user's text: "tp=4, pp=8, data_parallel=zero1", or a row of the plan's table.
 
-    Raises:
-        UserError: If a key is not a field of `Layout`.
+    Raises UserError if a key is not a field of `Layout`.
     """
     if (layout := layout_of_row(text)) is not None:
         return layout
@@ -61,30 +63,20 @@ def layout_to_text(layout: Layout) -> str:
 def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
     """Return the predicted cost of a given layout.
 
-    Args:
-        world_size: Number of ranks.
-        layout: Layout to evaluate instead of the run's.
-
-    Raises:
-        UserError: If the layout cannot run, or the planner does not support it.
+    Raises UserError if the layout cannot run, or the planner does not support it.
     """
     layout_run = run.replace(layout=layout)
     check_layout(layout_run, world_size)
-    return with_exact_memory(
-        run, world_size, evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
-    )
+    option = evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
+    return with_exact_memory(run, world_size, option)
 
 
 def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
     """Return the predicted cost of the layout in a user's text (`parse_layout`).
 
-    Args:
-        run: The run; its offload directory is that of a text without one.
-        world_size: Number of ranks.
-        text: Fields of a layout, or a row of the table of a plan with the same ranks and batch.
-
-    Raises:
-        UserError: If the layout cannot run, the planner does not support it, or the row is of other ranks or batches.
+    The offload directory is that of the run if the text has none. A row must be of a plan with the same ranks and
+    batch. Raises UserError if the layout cannot run, the planner does not support it, or the row is of other ranks or
+    batches.
     """
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
@@ -101,25 +93,8 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     return option
 
 
-def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
-    """Return the estimated probability that memory is insufficient, per layout.
-
-    Args:
-        world_size: Number of ranks.
-        layouts: Candidate layouts.
-    """
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    return np.broadcast_to(oom_probability(constants, jobs, estimate_memory(constants, jobs)), len(layouts))
-
-
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
-    """Return whether Phalanx can train a layout.
-
-    Args:
-        world_size: Number of ranks.
-        candidate: Candidate layout.
-    """
+    """Return whether Phalanx can train a layout."""
     try:
         check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
     except UserError:
@@ -131,10 +106,6 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     """Return an option with Phalanx's exact memory, as `phalanx memory` counts it.
 
     The exact count can exceed the estimate, which is for any trainer.
-
-    Args:
-        world_size: Number of ranks.
-        option: Evaluated layout.
     """
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
     return with_counted_memory(run.cluster, option, list(rank_memory(layout_run, world_size).values()))
@@ -143,12 +114,7 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
 def with_counted_memory(
     cluster: ClusterSpec, option: EvaluatedLayout, memories: Sequence[RankMemory]
 ) -> EvaluatedLayout:
-    """Return an option with exact memory.
-
-    Args:
-        option: Evaluated layout.
-        memories: Memory of the option's ranks, counted by `rank_memory`.
-    """
+    """Return an option with exact memory."""
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     first_bytes, _ = device_and_host_bytes(cluster, memories[:1])
     last_bytes, _ = device_and_host_bytes(cluster, memories[-1:])
@@ -165,53 +131,77 @@ def with_counted_memory(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayoutPredictions:
-    """Predictions of many layouts at once: a row each, in their order. Memory is a formula's estimate."""
+    """Predictions of many layouts, computed on demand: columns with a value per layout, or one where all agree."""
 
-    time: StepTime
-    memory: StageMemoryTable
-    interval_factor: Column
-    """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
-    p_oom: Column
-    recomputed_fraction: Column
-    """Fraction of the blocks that recompute activations, if any do."""
-    peak_flops: float
-    """Peak FLOP/s of one rank's device."""
+    cluster: ClusterSpec
+    jobs: JobTable
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step by part."""
+        return step_seconds(time_constants_for(self.cluster), self.jobs)
+
+    @cached_property
+    def memory(self) -> StageMemory:
+        """A formula's estimate of memory."""
+        return estimate_memory(memory_constants_for(self.cluster), self.jobs)
+
+    @cached_property
+    def interval_factor(self) -> Column:
+        """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
+        return np.exp(interval_half_width(self.cluster, self.jobs))
+
+    @cached_property
+    def p_oom(self) -> Column:
+        """Probability that memory is insufficient, one value per layout."""
+        return self._per_layout(oom_probability(memory_constants_for(self.cluster), self.jobs, self.memory))
+
+    @property
+    def seconds(self) -> Column:
+        """Seconds of a step, one value per layout."""
+        return self._per_layout(self.time.total)
+
+    @property
+    def memory_bytes(self) -> Column:
+        """Device memory of the fullest rank, one value per layout."""
+        return self._per_layout(self.memory.allocated)
+
+    @property
+    def memory_utilization(self) -> Column:
+        """Used / available memory of the fuller one of device and CPU, one value per layout."""
+        return self._per_layout(memory_utilization(memory_constants_for(self.cluster), self.jobs, self.memory))
+
+    @property
+    def recomputed_fraction(self) -> Column:
+        """Fraction of the blocks that recompute activations, if any do."""
+        return self.jobs.mean_recomputed
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of one rank's device."""
+        return float(self.jobs.peak_flops[0])
+
+    def select(self, indices: NDArray[np.int64]) -> LayoutPredictions:
+        """Return the predictions of some layouts."""
+        return LayoutPredictions(self.cluster, self.jobs.select(indices))
+
+    def _per_layout(self, column: Column) -> Column:
+        return np.broadcast_to(column, self.jobs.count)
 
 
 def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
-    """Predict time and memory of some layouts, in columns that broadcast to their number.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Layouts to predict; at least one.
-    """
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    memory = estimate_memory(constants, jobs)
-    return LayoutPredictions(
-        time=step_seconds(time_constants_for(run.cluster), jobs),
-        memory=memory,
-        interval_factor=np.exp(interval_half_width(run.cluster, jobs)),
-        p_oom=oom_probability(constants, jobs, memory),
-        recomputed_fraction=jobs.mean_recomputed,
-        peak_flops=float(jobs.peak_flops[0]),
-    )
+    """Predict time and memory of some layouts; at least one."""
+    return LayoutPredictions(run.cluster, candidate_jobs(run, world_size, layouts))
 
 
 def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
-    """Return the predicted cost of each layout, in their order.
-
-    Args:
-        world_size: Number of ranks.
-        layouts: Candidate layouts.
-    """
+    """Return the predicted cost of each layout, in their order."""
     if not layouts:
         return []
     predictions = predict_layouts(run, world_size, layouts)
-    columns = {  # some are sums over all layouts
+    columns = {
         "seconds": predictions.time.total,
         "interval_factor": predictions.interval_factor,
         "recomputed_fraction": predictions.recomputed_fraction,
@@ -220,12 +210,16 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         "p_oom": predictions.p_oom,
     }
     parts = {part: getattr(predictions.time, part) for part in PARTS}
+    memory_parts = ("state", "activations", "logits", "buffers")
     bytes_by_stage = {
-        "first": _columns_by_part(predictions.memory.first),
-        "last": _columns_by_part(predictions.memory.last),
+        stage: {part: getattr(predictions.memory, part)[index] for part in memory_parts}
+        for stage, index in (("first", 0), ("last", 2))
     }
     model_flops = training_flops_per_token(run.model, run.training.seq_len)
-    recomputed_flops = _recomputed_flops_by_method(run)
+    recomputed_flops = {
+        method: recomputed_flops_per_token(run.model, run.training.seq_len, method)
+        for method in get_args(CheckpointingName)
+    }
     options = []
     for index, candidate in enumerate(layouts):
         values = _values_at(columns, index)
@@ -256,15 +250,3 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
 def _values_at(columns: dict[str, Column], index: int) -> dict[str, float]:
     """Return a row's values; a column in which all rows agree may have one element."""
     return {name: float(column[index] if column.size > 1 else column.item()) for name, column in columns.items()}
-
-
-def _columns_by_part(stage: StageMemory) -> dict[str, Column]:
-    return {part: getattr(stage, part) for part in ("state", "activations", "logits", "buffers")}
-
-
-def _recomputed_flops_by_method(run: RunSpec) -> dict[str, float]:
-    """Return the FLOPs to recompute a token's activations for each value of `layout.activation_checkpointing`."""
-    return {
-        name: recomputed_flops_per_token(run.model, run.training.seq_len, kind)
-        for name, kind in PHALANX_CHECKPOINTING.items()
-    }

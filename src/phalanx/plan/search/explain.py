@@ -39,25 +39,10 @@ def plan_or_raise(
 ) -> Plan:
     """Return the result of a search for layouts in order of preference.
 
-    Args:
-        world_size: Number of ranks.
-        keep: Maximum number of layouts.
-        report: Progress callback.
-        group_schedules: Of layouts that differ in their schedule only, return none after the first safe one.
-        is_wanted: Predicate that chooses among the layouts.
-
-    Raises:
-        UserError: If no layout is wanted, or none fits; then the fix says which change makes one fit.
+    With `group_schedules`, layouts that differ in their schedule only are shown up to the first safe one. Raises
+    UserError if no layout is wanted, or none fits; then the fix says which change makes one fit.
     """
-    plan = search_layouts(
-        run,
-        world_size,
-        keep=keep,
-        report=report,
-        is_wanted=is_wanted,
-        prefer_simple=True,
-        group_schedules=group_schedules,
-    )
+    plan = search_layouts(run, world_size, keep, report, is_wanted, prefer_simple=True, group_schedules=group_schedules)
     if plan.layouts:
         return plan
     num_wanted = sum(map(is_wanted, plan.candidates))
@@ -71,15 +56,8 @@ def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_sha
 
     Only parts of at least `min_share` of the best step are listed, then the sum of the others if it is at least 1 % of
     the difference.
-
-    Args:
-        option: Evaluated layout.
-        best: Evaluated best layout.
-        min_share: Minimum difference as a fraction of the best step.
     """
-    option_parts = option.parts
-    best_parts = best.parts
-    differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
+    differences = [(option.parts[part] - best.parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
     large_differences = sorted(
         (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True
     )
@@ -96,17 +74,10 @@ def equally_fast(option: EvaluatedLayout, best: EvaluatedLayout) -> bool:
 
 
 def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayout) -> str:
-    """Return the reason why a layout is slower than the best one, on one line.
-
-    Args:
-        option: Evaluated layout.
-        best: Evaluated best layout.
-    """
-    more = option.step_seconds - best.step_seconds
-    reasons = describe_differences(option, best)
-    across = slow_link_warnings(run, option.candidate)
-    explanation = "; ".join([*reasons, *across]) or "equally fast, but the best is simpler or smaller"
-    return f"{format_seconds_change(more)}: {explanation}"
+    """Return the reason why a layout is slower than the best one, on one line."""
+    reasons = [*describe_differences(option, best), *slow_link_warnings(run, option.candidate)]
+    explanation = "; ".join(reasons) or "equally fast, but the best is simpler or smaller"
+    return f"{format_seconds_change(option.step_seconds - best.step_seconds)}: {explanation}"
 
 
 def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
@@ -132,12 +103,7 @@ class WhatIf:
 
 
 def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
-    """Yield changes that could make a job faster: more memory, faster links, a larger batch.
-
-    Args:
-        world_size: Number of ranks.
-        fastest: Fastest layout of the run.
-    """
+    """Yield changes that could make a job faster: more memory, faster links, a larger batch."""
     cluster = run.cluster
     training = run.training
 
@@ -162,18 +128,12 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
-    """Return what to change if no layout fits: the missing memory, and a sufficient number of devices.
-
-    Args:
-        world_size: Number of ranks.
-        plan: Result of the search, without fitting layouts.
-    """
-    if plan.closest_to_fitting is None:
+    """Return what to change if no layout fits: the missing memory, and a sufficient number of devices."""
+    smallest = plan.closest_to_fitting
+    if smallest is None:
         raise ValueError("something fits")
-    suggestion = (
-        f"the smallest layout, {plan.closest_to_fitting.candidate}, "
-        f"uses {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
-    )
+    used = describe_memory_use(run.cluster, smallest)
+    suggestion = f"the smallest layout, {smallest.candidate}, uses {used}"
     if run.cluster.network_bytes_per_second is None:
         return f"{suggestion}; set cluster.network_bytes_per_second to find a sufficient number of nodes"
     sequences = run.training.tokens_per_step // run.training.seq_len
@@ -189,27 +149,14 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     return f"{suggestion}; with {sequences} sequences per step, more devices do not help: shorten training.seq_len"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MemoryUse:
-    """Memory of one kind: used and available bytes of a rank."""
-
-    kind: str
-    used_bytes: float
-    available_bytes: float
-
-    @property
-    def utilization(self) -> float:
-        return self.used_bytes / self.available_bytes
-
-
 def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
     """Return the use of the fuller memory: the device's, with driver and libraries, or the CPU's."""
-    device = _MemoryUse(
-        kind="device",
-        used_bytes=option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes),
-        available_bytes=cluster.rank_memory_bytes or 1,
-    )
-    host = _MemoryUse(kind="CPU", used_bytes=option.host_bytes, available_bytes=host_memory(cluster))
-    fuller = max(device, host, key=lambda memory: memory.utilization)
-    used = f"{fuller.used_bytes / GIB:.1f} GiB of {fuller.available_bytes / GIB:.1f}"
-    return f"{used} of {fuller.kind} memory (P(OOM) {option.p_oom:.0%})"
+    used_bytes = option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes)
+    available_bytes = float(cluster.rank_memory_bytes or 1)
+    kind = "device"
+    if option.host_bytes / host_memory(cluster) > used_bytes / available_bytes:
+        kind = "CPU"
+        used_bytes = option.host_bytes
+        available_bytes = host_memory(cluster)
+    used = f"{used_bytes / GIB:.1f} GiB of {available_bytes / GIB:.1f}"
+    return f"{used} of {kind} memory (P(OOM) {option.p_oom:.0%})"

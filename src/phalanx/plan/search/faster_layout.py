@@ -7,14 +7,12 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, memory_utilization, reserved_bytes
-from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.cost.estimate.memory import reserved_bytes
 from phalanx.plan.search.candidates import CandidateLayout
-from phalanx.plan.search.evaluate import can_run, evaluate, evaluate_layout, with_exact_memory
+from phalanx.plan.search.evaluate import can_run, evaluate, evaluate_layout, predict_layouts, with_exact_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, enough_bytes, process_bytes
 from phalanx.plan.search.result import EvaluatedLayout, Plan
-from phalanx.plan.tables.job_columns import memory_constants_for, time_constants_for
+from phalanx.plan.tables.job_columns import memory_constants_for
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -46,30 +44,25 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
     """Return the layout that lacks least memory of those `MIN_SPEEDUP` times as fast as all that fit.
 
     The fastest of all layouts is less useful: it often needs several times the memory.
-
-    Args:
-        world_size: Number of ranks.
-        plan: Result of the search.
     """
     if plan.fastest is None:
         return None
-    jobs = candidate_jobs(run, world_size, plan.candidates)
-    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs).total, len(plan.candidates))
-    faster = np.flatnonzero(seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
+    predictions = predict_layouts(run, world_size, plan.candidates)
+    faster = np.flatnonzero(predictions.seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
     if not len(faster):
         return None
-    c = memory_constants_for(run.cluster)
-    faster_jobs = jobs.select(faster)
-    utilization = memory_utilization(c, faster_jobs, estimate_memory(c, faster_jobs))
-    smallest_first = faster[np.argsort(np.broadcast_to(utilization, len(faster)), kind="stable")]
+    smallest_first = faster[np.argsort(predictions.select(faster).memory_utilization, kind="stable")]
     runnable = (plan.candidates[index] for index in smallest_first if can_run(run, world_size, plan.candidates[index]))
-    found = [
-        _count_shortage(run, world_size, candidate, fastest=plan.fastest) for candidate in islice(runnable, MAX_COUNTED)
-    ]
+    found = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
     too_large = [layout for layout in found if layout.option.p_oom >= MAX_OOM_PROBABILITY]
     if not too_large:
         return None
-    closest = min(too_large, key=lambda layout: (_missing_share(run, layout), layout.option.step_seconds))
+
+    def missing_share(layout: FasterLayout) -> float:
+        device_share = layout.missing_device_bytes / (run.cluster.rank_memory_bytes or 1)
+        return max(device_share, layout.missing_host_bytes / host_memory(run.cluster))
+
+    closest = min(too_large, key=lambda layout: (missing_share(layout), layout.option.step_seconds))
     return _with_fitting_sequences(run, world_size, closest)
 
 
@@ -78,30 +71,22 @@ def _count_shortage(
 ) -> FasterLayout:
     """Return a layout with the memory that it lacks: the maximum of the estimate and the exact count."""
     cluster = run.cluster
-    c = memory_constants_for(run.cluster)
     by_formula = evaluate(run, world_size, [candidate])[0]
     counted = with_exact_memory(run, world_size, by_formula)
-    jobs = candidate_jobs(run, world_size, [candidate])
-    reserved = float(np.max(reserved_bytes(c, estimate_memory(c, jobs))))
+    memory = predict_layouts(run, world_size, [candidate]).memory
+    reserved = float(np.max(reserved_bytes(memory_constants_for(cluster), memory)))
     used = counted.memory_bytes if cluster.calibration else process_bytes(cluster, counted.memory_bytes)
     host_bytes = max(by_formula.host_bytes, counted.host_bytes)
+    enough_device_bytes = enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)
+    enough_host_bytes = enough_bytes(cluster, host_memory(cluster), MAX_OOM_PROBABILITY)
     return FasterLayout(
         option=counted,
         speedup=fastest.step_seconds / counted.step_seconds,
-        missing_device_bytes=max(
-            0.0, max(reserved, used) - enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)
-        ),
-        missing_host_bytes=max(0.0, host_bytes - enough_bytes(cluster, host_memory(cluster), MAX_OOM_PROBABILITY)),
+        missing_device_bytes=max(0.0, max(reserved, used) - enough_device_bytes),
+        missing_host_bytes=max(0.0, host_bytes - enough_host_bytes),
         fitting_seq_len=None,
         fitting_step_seconds=None,
     )
-
-
-def _missing_share(run: RunSpec, layout: FasterLayout) -> float:
-    """Return the missing memory / available memory, the larger one of device and CPU."""
-    cluster = run.cluster
-    device_share = layout.missing_device_bytes / (cluster.rank_memory_bytes or 1)
-    return max(device_share, layout.missing_host_bytes / host_memory(cluster))
 
 
 def _with_fitting_sequences(run: RunSpec, world_size: int, layout: FasterLayout) -> FasterLayout:
@@ -111,10 +96,9 @@ def _with_fitting_sequences(run: RunSpec, world_size: int, layout: FasterLayout)
         if training.seq_len % divisor:
             break
         shorter = training.model_copy(update={"seq_len": training.seq_len // divisor})
+        shorter_run = run.model_copy(update={"training": shorter})
         try:
-            option = evaluate_layout(
-                run.model_copy(update={"training": shorter}), world_size, layout.option.candidate.layout()
-            )
+            option = evaluate_layout(shorter_run, world_size, layout.option.layout)
         except UserError:
             continue
         if option.p_oom < MAX_OOM_PROBABILITY:

@@ -40,15 +40,10 @@ def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]
 
 
 def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: float) -> float:
-    """Return the probability that memory is insufficient for a rank.
-
-    Args:
-        held_bytes: Bytes of the rank's tensors.
-        host_bytes: Bytes of the rank in CPU memory.
-    """
+    """Return the probability that memory is insufficient for a rank."""
     used = np.array([process_bytes(cluster, held_bytes), max(host_bytes, 1)])
-    there = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
-    return float(exceedance_probability(memory_constants_for(cluster), used, there).max())
+    available = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
+    return float(exceedance_probability(memory_constants_for(cluster), used, available).max())
 
 
 def ranks_oom_probability(cluster: ClusterSpec, memories: Collection[RankMemory]) -> float:
@@ -70,12 +65,7 @@ def safe_capacity_bytes(cluster: ClusterSpec) -> float:
 
 
 def enough_bytes(cluster: ClusterSpec, memory_bytes: float, max_probability: float) -> float:
-    """Return the maximum predicted bytes in a memory at which P(OOM) is at most `max_probability`.
-
-    Args:
-        memory_bytes: Size of the memory.
-        max_probability: Maximum P(OOM).
-    """
+    """Return the maximum predicted bytes in a memory at which P(OOM) is at most `max_probability`."""
     return memory_bytes * exp(memory_constants_for(cluster).spread * NormalDist().inv_cdf(max_probability))
 
 
@@ -90,12 +80,11 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
     if (factor := bytes_per_counted_byte(cluster)) != 1:
         reserve.append(f"and {factor:.2f} measured bytes per byte of tensors")
     limit = safe_capacity_bytes(cluster)
-    beside_tensors = ", including the memory that PyTorch's allocator and NCCL reserve" if cluster.uses_cuda else ""
-    return (
-        f"limit: a rank can use {format_gib(limit)} ({format_bytes(limit)}) of {format_gib(memory_bytes)}"
-        f"{beside_tensors}; "
-        f"the reserve is {', '.join(reserve)}"
-    )
+    total = format_gib(memory_bytes)
+    if cluster.uses_cuda:
+        total += ", including the memory that PyTorch's allocator and NCCL reserve"
+    used = f"limit: a rank can use {format_gib(limit)} ({format_bytes(limit)})"
+    return f"{used} of {total}; the reserve is {', '.join(reserve)}"
 
 
 def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
@@ -112,12 +101,7 @@ def describe_host_use(offloads: bool) -> str:
 
 
 def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float, *, offloads: bool) -> str:
-    """Return one sentence that compares the ranks' CPU memory with a node's; "" if they need none.
-
-    Args:
-        rank_host_bytes: CPU memory of a rank.
-        offloads: True if ranks offload state or activations.
-    """
+    """Return one sentence that compares the ranks' CPU memory with a node's; "" if they need none."""
     needed = node_host_bytes(cluster, rank_host_bytes)
     if not needed:
         return ""
@@ -132,8 +116,9 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float, *, offloads
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
     """Return the memory of a rank's process, including memory that does not depend on its tensors."""
     if cluster.calibration is None:
+        # The exact count of a rank on CUDA includes NCCL.
         context = CONTEXT_BYTES if cluster.uses_cuda else memory_constants_for(cluster).context_gib * GIB
-        return held_bytes + context  # the exact count of a rank on CUDA includes NCCL
+        return held_bytes + context
     return bytes_per_counted_byte(cluster) * held_bytes + cluster.calibration.baseline_process_bytes
 
 

@@ -20,35 +20,23 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
     """Return the simulated timeline of every pipeline rank, in seconds.
 
     It covers the compute and the bubble of a step, without sends and data-parallel communication.
-
-    Args:
-        world_size: Number of ranks.
-        candidate: Candidate layout.
     """
     stages = _stage_times(run, world_size, candidate)
-    forward, backward, weight = (
-        [_part_seconds(stage, part) for stage in stages] for part in ("forward", "backward", "weight_grad")
+    times = ActionTimes(
+        forward=[float(stage.forward[0]) for stage in stages],
+        input_grad=[float(stage.backward[0]) - float(stage.weight_grad[0]) for stage in stages],
+        weight_grad=[float(stage.weight_grad[0]) for stage in stages],
     )
-    return simulate(
-        _build_candidate_schedule(candidate),
-        ActionTimes(
-            forward=forward, input_grad=[b - w for b, w in zip(backward, weight, strict=True)], weight_grad=weight
-        ),
-    )
+    return simulate(_build_candidate_schedule(candidate), times)
 
 
 def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> str:
-    """Return the `phalanx pipeline show` command of the schedule; all ranks are as slow as the slowest.
-
-    Args:
-        world_size: Number of ranks.
-        candidate: Candidate layout.
-    """
+    """Return the `phalanx pipeline show` command of the schedule; all ranks are as slow as the slowest."""
     schedule = _build_candidate_schedule(candidate)
     stages = _stage_times(run, world_size, candidate)
     ranks = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
-    slowest = max(ranks, key=lambda rank: _part_seconds(rank, "forward_backward"))
-    forward, backward, weight = (_part_seconds(slowest, part) for part in ("forward", "backward", "weight_grad"))
+    slowest = max(ranks, key=lambda rank: float(rank.forward_backward[0]))
+    forward, backward, weight = (float(part[0]) for part in (slowest.forward, slowest.backward, slowest.weight_grad))
     times = ",".join(f"{seconds:.4g}" for seconds in (forward, backward - weight, weight))
     virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.schedule == "interleaved" else ""
     sizes = f"--stages {candidate.pp} --microbatches {candidate.micro_batches}{virtual}"
@@ -56,7 +44,7 @@ def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> s
 
 
 def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
-    return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, v=candidate.virtual_stages)
+    return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
 
 
 def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
@@ -81,7 +69,3 @@ def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> l
 def _sum_stage_times(stages: Iterable[StageTime]) -> StageTime:
     first, *remaining = stages
     return sum(remaining, first)
-
-
-def _part_seconds(stage: StageTime, part: str) -> float:
-    return float(getattr(stage, part)[0])

@@ -33,14 +33,8 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
 
     A choice fits if its P(OOM), by the exact memory, is below `SAFE_OOM_PROBABILITY`. Candidates are no recomputation,
     and each method with the fewest blocks per pipeline rank that fit. If none fits, all blocks are recomputed in full.
-    If step times are unknown, the choice recomputes the fewest FLOPs.
-
-    Args:
-        run: Run on a cluster of known memory.
-        world_size: Number of ranks.
-
-    Raises:
-        UserError: The layout cannot run.
+    If step times are unknown, the choice recomputes the fewest FLOPs. The memory of the cluster must be known. Raises
+    UserError if the layout cannot run.
     """
     blocks = [len(layers) for layers in layers_per_rank(run)]
     plain = with_recomputation(run, "none", blocks)
@@ -48,9 +42,10 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
     if all(fits_plain):
         return _evaluate(plain, world_size)
     methods: tuple[CheckpointingName, ...] = ("norms", "selective", "full")
-    if run.layout.fsdp_unit == "sublayer":  # which does not recompute norms
+    # FSDP units inside blocks do not recompute norms.
+    if run.layout.fsdp_unit == "sublayer":
         methods = methods[1:]
-    sufficient = [_fewest_blocks(run, world_size, method, blocks=blocks, fits_plain=fits_plain) for method in methods]
+    sufficient = [_fewest_blocks(run, world_size, method, blocks, fits_plain) for method in methods]
     candidates = [_evaluate(candidate, world_size) for candidate in sufficient if candidate is not None]
     if not candidates:
         return _evaluate(with_recomputation(run, "full", blocks), world_size)
@@ -63,12 +58,7 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
 
 
 def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence[int]) -> RunSpec:
-    """Return the run with a method of recomputation in the first blocks of each pipeline rank.
-
-    Args:
-        method: Method of the recomputed blocks.
-        counts: Number of recomputed blocks per pipeline rank.
-    """
+    """Return the run with a method of recomputation in the first blocks of each pipeline rank."""
     blocks = [len(layers) for layers in layers_per_rank(run)]
     method = method if any(counts) else "none"
     recomputed: int | tuple[int, ...] | None = tuple(counts)
@@ -90,7 +80,8 @@ def _fewest_blocks(
     whole = with_recomputation(run, method, blocks)
     if not all(_ranks_that_fit(whole, world_size)):
         return None
-    if method == "full" and run.layout.fsdp_unit == "sublayer":  # its units would differ from block to block
+    # With some blocks, the units of FSDP would differ from block to block.
+    if method == "full" and run.layout.fsdp_unit == "sublayer":
         return whole
     low = [0 if fits else 1 for fits in fits_plain]
     high = [0 if fits else count for fits, count in zip(fits_plain, blocks, strict=True)]

@@ -199,10 +199,7 @@ The simpler layout is then preferred, and after that the smaller one.
 def preference_order(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
     """Return the indices in order of preference: by time, then simplicity, then memory.
 
-    Args:
-        seconds: Step times, compared in bins of `TIE_TOLERANCE`.
-        axes: Numbers of kinds of parallelism.
-        memory: Bytes.
+    Times are compared in bins of `TIE_TOLERANCE`; `axes` are the numbers of kinds of parallelism.
     """
     time_bins = np.floor(np.log(seconds) / TIE_TOLERANCE)
     return np.lexsort((memory, axes, time_bins))

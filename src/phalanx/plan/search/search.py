@@ -9,15 +9,11 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, memory_utilization, oom_probability
-from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.enumerate_layouts import enumerate_layouts, smaller_variants
-from phalanx.plan.search.evaluate import can_run, evaluate, oom_probabilities, with_exact_memory
+from phalanx.plan.search.evaluate import can_run, evaluate, predict_layouts, with_exact_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, preference_order
-from phalanx.plan.tables.job_columns import memory_constants_for, time_constants_for
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -47,18 +43,10 @@ def search_layouts(
     """Return the `keep` fastest layouts that are wanted and likely to fit.
 
     The memory of all layouts is computed before the time of any, so the search needs no bound on time and prunes
-    nothing. Layouts that fit get no variants with recomputed norms or offload, which never make a step shorter.
-
-    Args:
-        world_size: Number of ranks.
-        keep: Maximum number of layouts.
-        report: Progress callback.
-        is_wanted: Filter of layouts.
-        prefer_simple: Sort in order of preference (`TimeBands`).
-        group_schedules: Of layouts that differ in their schedule only, return none after the first safe one.
-
-    Raises:
-        UserError: If a speed of the cluster is unknown, or no layout divides the ranks.
+    nothing. Layouts that fit get no variants with recomputed norms or offload, which never make a step shorter. With
+    `prefer_simple`, they are in order of preference (`TimeBands`). With `group_schedules`, none follows the first safe
+    one of layouts that differ in their schedule only. Raises UserError if a speed of the cluster is unknown, or no
+    layout divides the ranks.
     """
     layouts = enumerate_layouts(run, world_size)
     if not layouts:
@@ -73,36 +61,36 @@ def search_layouts(
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting memory of the fastest", 0, keep)
     count_memory = MemoryCounts(run, world_size)
-    fastest = next(_offer_wanted(run, world_size, ordered, count_memory, is_wanted=is_wanted), None)
+
+    def offer(
+        candidates: Iterable[CandidateLayout], is_wanted: Callable[[CandidateLayout], bool]
+    ) -> Iterator[EvaluatedLayout]:
+        """Yield the wanted layouts that run and fit, in order, including smaller variants."""
+        order = candidates.order if isinstance(candidates, TimeBands) else _step_seconds
+        offering = runnable_layouts(run, world_size, filter(is_wanted, candidates), order, count_memory)
+        return (option for option in offering if is_wanted(option.candidate))
+
+    fastest = next(offer(ordered, is_wanted), None)
     preferred: Iterable[CandidateLayout] = ordered if fastest is not None else []
     if prefer_simple and fastest is not None:
-        preferred = TimeBands(run, world_size, ordered, fastest=fastest)
+        preferred = TimeBands(run, world_size, ordered, fastest)
     shown: set[CandidateLayout] = set()
     offered: list[EvaluatedLayout] = []
 
     def is_new(candidate: CandidateLayout) -> bool:
         return _without_schedule(candidate) not in shown and is_wanted(candidate)
 
-    for option in islice(_offer_wanted(run, world_size, preferred, count_memory, is_wanted=is_new), keep):
+    for option in islice(offer(preferred, is_new), keep):
         offered.append(option)
         if group_schedules and option.p_oom < SAFE_OOM_PROBABILITY:
             shown.add(_without_schedule(option.candidate))
         report("counting memory of the fastest", len(offered), keep)
-    smallest = None if offered else evaluate_smallest(run, world_size, layouts)
+    smallest = None
+    if not offered:
+        smallest = evaluate(run, world_size, [smallest_layout(run, world_size, layouts)])[0]
+        if can_run(run, world_size, smallest.candidate):
+            smallest = with_exact_memory(run, world_size, smallest)
     return Plan(layouts=offered, candidates=layouts, fitting=len(ordered), fastest=fastest, closest_to_fitting=smallest)
-
-
-def _offer_wanted(
-    run: RunSpec,
-    world_size: int,
-    ordered: Iterable[CandidateLayout],
-    count_memory: Callable[[EvaluatedLayout], EvaluatedLayout],
-    is_wanted: Callable[[CandidateLayout], bool],
-) -> Iterator[EvaluatedLayout]:
-    """Yield the wanted layouts that run and fit, in order, including smaller variants."""
-    order = ordered.order if isinstance(ordered, TimeBands) else _step_seconds
-    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order=order, count_memory=count_memory)
-    return (option for option in offering if is_wanted(option.candidate))
 
 
 class MemoryCounts:
@@ -167,19 +155,10 @@ def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
 def with_smaller_variants(
     run: RunSpec, world_size: int, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
-    """Return all layouts plus smaller variants of those unlikely to fit, and the fitting ones in order.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Result of `enumerate_layouts`; at least one.
-    """
-    risk = oom_probabilities(run, world_size, layouts)
-    more = [
-        other
-        for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY)
-        for other in smaller_variants(run, layouts[index])
-    ]
+    """Return all layouts plus smaller variants of those unlikely to fit, and the fitting ones in order."""
+    risk = predict_layouts(run, world_size, layouts).p_oom
+    unlikely = (layouts[index] for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY))
+    more = [variant for candidate in unlikely for variant in smaller_variants(run, candidate)]
     fitting = [layouts[index] for index in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
     return [*layouts, *more], rank_fitting(run, world_size, [*fitting, *more])
 
@@ -194,82 +173,43 @@ def runnable_layouts(
     """Yield the layouts that run and fit in memory, in order.
 
     The exact memory count is used for the first `MAX_EXACT_EVALUATIONS`. If a layout fits by the estimate only, its
-    smaller variants follow, at the later position that `order` gives them.
-
-    Args:
-        world_size: Number of ranks.
-        ordered: Layouts in order.
-        order: Key of the order.
-        count_memory: Returns a layout with exact memory, if some have been counted before.
+    smaller variants follow, at the later position that `order` gives them. `count_memory` returns a layout with exact
+    memory, if some have been counted before.
     """
     count_memory = count_memory or partial(with_exact_memory, run, world_size)
-    later: list[EvaluatedLayout] = []
-    for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
-        if not can_run(run, world_size, candidate):
-            continue
-        option = evaluate(run, world_size, [candidate])[0]
-        later.sort(key=order)
-        while later and order(later[0]) < order(option):
-            yield from _if_likely_to_fit(count_memory(later.pop(0)))
-        option = count_memory(option)
-        yield from _if_likely_to_fit(option)
-        if option.p_oom >= MAX_OOM_PROBABILITY:
-            later += evaluate(run, world_size, list(smaller_variants(run, candidate)))
-    for option in sorted(later, key=order):
-        yield from _if_likely_to_fit(count_memory(option))
 
+    def generate() -> Iterator[EvaluatedLayout]:
+        later: list[EvaluatedLayout] = []
+        for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
+            if not can_run(run, world_size, candidate):
+                continue
+            option = evaluate(run, world_size, [candidate])[0]
+            later.sort(key=order)
+            while later and order(later[0]) < order(option):
+                yield count_memory(later.pop(0))
+            option = count_memory(option)
+            yield option
+            if option.p_oom >= MAX_OOM_PROBABILITY:
+                later += evaluate(run, world_size, list(smaller_variants(run, candidate)))
+        yield from map(count_memory, sorted(later, key=order))
 
-def _if_likely_to_fit(option: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
-    if option.p_oom < MAX_OOM_PROBABILITY:
-        yield option
+    return (option for option in generate() if option.p_oom < MAX_OOM_PROBABILITY)
 
 
 def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the layouts that are likely to fit, in order of preference; some may not run.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Layouts to rank; the result is empty if none fits.
-    """
+    """Return the layouts that are likely to fit, in order of preference; some may not run."""
     if not layouts:
         return []
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    stage_memory = estimate_memory(constants, jobs)
-    memory = np.broadcast_to(stage_memory.allocated, len(layouts))
-    risk = np.broadcast_to(oom_probability(constants, jobs, stage_memory), len(layouts))
-    fitting = np.flatnonzero(risk < MAX_OOM_PROBABILITY)
+    predictions = predict_layouts(run, world_size, layouts)
+    fitting = np.flatnonzero(predictions.p_oom < MAX_OOM_PROBABILITY)
     if not len(fitting):
         return []
-    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs.select(fitting)).total, len(fitting))
-    fastest = fitting[
-        preference_order(seconds, np.array([layouts[index].num_parallel_axes for index in fitting]), memory[fitting])
-    ]
-    return [layouts[index] for index in fastest]
+    seconds = predictions.select(fitting).seconds
+    axes = np.array([layouts[index].num_parallel_axes for index in fitting])
+    order = preference_order(seconds, axes, predictions.memory_bytes[fitting])
+    return [layouts[index] for index in fitting[order]]
 
 
 def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
-    """Return the layout that fills the memory of device and CPU least, and so most likely fits.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Layouts to compare; at least one.
-    """
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    utilization = memory_utilization(constants, jobs, estimate_memory(constants, jobs))
-    return layouts[int(np.argmin(np.broadcast_to(utilization, len(layouts))))]
-
-
-def evaluate_smallest(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> EvaluatedLayout:
-    """Return the evaluation of the smallest layout, with exact memory if it can run.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Layouts to compare; at least one.
-    """
-    option = evaluate(run, world_size, [smallest_layout(run, world_size, layouts)])[0]
-    return with_exact_memory(run, world_size, option) if can_run(run, world_size, option.candidate) else option
+    """Return the layout that fills the memory of device and CPU least, and so most likely fits."""
+    return layouts[int(np.argmin(predict_layouts(run, world_size, layouts).memory_utilization))]

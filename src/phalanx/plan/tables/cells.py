@@ -16,13 +16,7 @@ MAX_LAYERS = 10_000
 def read_count(row: Row, column: str, default: int | None = None) -> int:
     """Return the integer in a cell, or the default if the cell is empty.
 
-    Args:
-        row: Cells of the row.
-        column: Name of the column.
-        default: Value of an empty cell; None if the column is required.
-
-    Raises:
-        UserError: If the cell does not contain an integer.
+    Without a default, the column is required. Raises UserError if the cell does not contain an integer.
     """
     value = read_number(row, column, default)
     require(value == int(value), column, row.get(column), problem="is not a whole number", fix="correct the cell")
@@ -32,13 +26,8 @@ def read_count(row: Row, column: str, default: int | None = None) -> int:
 def read_number(row: Row, column: str, default: float | None = None) -> float:
     """Return the number in a cell, or the default if the cell is empty.
 
-    Args:
-        row: Cells of the row.
-        column: Name of the column.
-        default: Value of an empty cell; None if the column is required.
-
-    Raises:
-        UserError: If a required cell is empty, or a cell does not contain a number.
+    Without a default, the column is required. Raises UserError if a required cell is empty, or a cell does not contain
+    a number.
     """
     text = (row.get(column) or "").strip()
     if not text and default is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.spec.errors import UserError
@@ -39,26 +39,20 @@ OPTIONAL_COLUMNS = (
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file by column.
 
-    Raises:
-        UserError: If the file cannot be read, or lacks required columns.
+    Raises UserError if the file cannot be read, or lacks required columns.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
-            _check_header(path, table.fieldnames or ())
+            names = table.fieldnames or ()
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(
-            "table of runs", str(path), f"cannot be read: {error}", fix="use a CSV file with a header"
-        ) from None
-    return [{column: text or "" for column, text in row.items() if column} for row in rows]
-
-
-def _check_header(path: Path, names: Sequence[str]) -> None:
-    known = f"required are {', '.join(REQUIRED_COLUMNS)}; optional are {', '.join(OPTIONAL_COLUMNS)}"
-    fix = f"use a CSV file whose first line contains its comma-separated column names: {known}"
-    if not names:
-        raise UserError("table of runs", str(path), "is empty", fix=fix)
+        fix = "use a CSV file with a header"
+        raise UserError("table of runs", str(path), f"cannot be read: {error}", fix=fix) from None
     missing = [column for column in REQUIRED_COLUMNS if column not in names]
     if missing:
-        raise UserError("table of runs", str(path), f"does not have the columns {', '.join(missing)}", fix=fix)
+        problem = f"does not have the columns {', '.join(missing)}" if names else "is empty"
+        known = f"required are {', '.join(REQUIRED_COLUMNS)}; optional are {', '.join(OPTIONAL_COLUMNS)}"
+        fix = f"use a CSV file whose first line contains its comma-separated column names: {known}"
+        raise UserError("table of runs", str(path), problem, fix=fix)
+    return [{column: text or "" for column, text in row.items() if column} for row in rows]

@@ -14,18 +14,16 @@ from phalanx.cost.estimate.constants import (
     names,
     time_constants,
 )
-from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.estimate.job_table import JobRow, JobTable
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.exact.attended_keys import attended_fraction
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.kinds import Column, ScheduleKind
+from phalanx.cost.kinds import Column
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 from phalanx.spec.model import ModelSpec
-
-JobRow = dict[str, float]
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
@@ -70,28 +68,25 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     layers = job["layers"]
     dense = job["dense_layers"]
     pp = job["pp"]
-    together = job["schedule"] == ScheduleKind.ZB_V
+    together = job["schedule"] == "zb-v"
     fewer = float(pp > 1 and (trimmed or layers % pp > 0))
     layers_per_stage = (layers + 2 * fewer) / pp
     layers_at_ends = layers_per_stage - (1 + together) * fewer
     leading = max(layers_at_ends - dense, 0.0)
     routed = 0.0 if dense == layers else 1.0
+    last_moe_blocks = leading if together or pp == 1 else layers_at_ends
     return {
-        "first_blocks": layers_at_ends,
-        "middle_blocks": layers_per_stage,
-        "last_blocks": layers_at_ends,
-        "first_moe_blocks": routed * leading,
-        "middle_moe_blocks": routed * layers_per_stage,
-        "last_moe_blocks": routed * (leading if together or pp == 1 else layers_at_ends),
-        **dict.fromkeys(("first_recomputed", "middle_recomputed", "last_recomputed", "mean_recomputed"), 1.0),
+        "blocks": (layers_at_ends, layers_per_stage, layers_at_ends),
+        "moe_blocks": (routed * leading, routed * layers_per_stage, routed * last_moe_blocks),
+        "recomputed": (1.0, 1.0, 1.0),
+        "mean_recomputed": 1.0,
     }
 
 
 def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
     """Return the constants of step times: calibrated ones, else those of published runs.
 
-    Raises:
-        UserError: If a calibrated constant does not exist.
+    Raises UserError if a calibrated constant does not exist.
     """
     if cluster.calibration is None:
         return time_constants()

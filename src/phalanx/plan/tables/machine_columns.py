@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx.cost.estimate.job_table import JobRow
 from phalanx.cost.formulas.reliability import LLAMA3
-from phalanx.plan.tables.job_columns import JobRow
 from phalanx.spec.base import require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
@@ -13,22 +13,32 @@ from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import format_si
 from phalanx.spec.layout import OffloadName
 
-MATMUL_EFFICIENCY = (0.87, 0.80, 0.775)
-"""Fraction of the peak that matrix products reach at most, by generation: A100, H100 and B200.
 
-The maxima were measured by stas00/ml-engineering (compute/accelerator: MAMF).
-"""
-HOST_LINK_BYTES_PER_SECOND = (31.5e9, 63e9, 63e9)
-"""Bandwidth between a device and CPU memory per direction, by generation.
+class GenerationDefaults(NamedTuple):
+    """Values of a generation of devices (`GENERATIONS`) that neither the machine nor a table of runs states."""
 
-PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in 128b/130b, as in DGX A100, H100 and B200.
-"""
-HOST_BYTES_PER_SECOND = (51.2e9, 76.8e9, 89.6e9)
-"""A device's share of CPU memory bandwidth, by generation.
+    matmul_efficiency: float
+    """Fraction of the peak that matrix products reach at most, measured by stas00/ml-engineering (MAMF)."""
+    host_link_bytes_per_second: float
+    """Between a device and CPU memory per direction: PCIe with 16 lanes of 16 or 32 GT/s in 128b/130b."""
+    host_bytes_per_second: float
+    """A device's share of CPU memory bandwidth: two memory channels.
 
-Two channels of DDR4-3200, DDR5-4800 and DDR5-5600. The eight devices of a DGX A100, H100 and B200 share sixteen such
-channels; a workstation has two.
-"""
+    The eight devices of a DGX share sixteen channels; a workstation has two.
+    """
+    network_bytes_per_second: float
+    """Network bandwidth per device: 200 or 400 Gb/s."""
+
+
+GENERATION_DEFAULTS = (
+    # A100: PCIe Gen4, DDR4-3200.
+    GenerationDefaults(0.87, 31.5e9, 51.2e9, 25e9),
+    # H100: PCIe Gen5, DDR5-4800.
+    GenerationDefaults(0.80, 63e9, 76.8e9, 50e9),
+    # B200: PCIe Gen5, DDR5-5600.
+    GenerationDefaults(0.775, 63e9, 89.6e9, 50e9),
+)
+"""Values of DGX A100, H100 and B200, by generation."""
 DISK_BYTES_PER_SECOND = 5e9
 """Bandwidth of an NVMe drive that is read and written.
 
@@ -50,14 +60,13 @@ class AssumedValue(NamedTuple):
 
 def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
     """Return the default values of the fields that a cluster does not give and that a plan requires."""
-    generation = cluster.generation
-    peak = float(cluster.peak_flops or 0)
-    matmul = cluster.matmul_flops or MATMUL_EFFICIENCY[generation] * peak
+    usual = GENERATION_DEFAULTS[cluster.generation]
+    matmul = cluster.matmul_flops or usual.matmul_efficiency * float(cluster.peak_flops or 0)
     defaults = {
-        "matmul_flops": (matmul, f"FLOP/s, {MATMUL_EFFICIENCY[generation]:.1%} of the peak"),
+        "matmul_flops": (matmul, f"FLOP/s, {usual.matmul_efficiency:.1%} of the peak"),
         "matmul_flops_8bit": (2 * matmul, "FLOP/s, twice the speed in 16 bits"),
-        "host_link_bytes_per_second": (HOST_LINK_BYTES_PER_SECOND[generation], "B/s, PCIe with 16 lanes"),
-        "host_bytes_per_second": (HOST_BYTES_PER_SECOND[generation], "B/s, two channels of CPU memory per device"),
+        "host_link_bytes_per_second": (usual.host_link_bytes_per_second, "B/s, PCIe with 16 lanes"),
+        "host_bytes_per_second": (usual.host_bytes_per_second, "B/s, two channels of CPU memory per device"),
         "host_memory_bytes": (float(HOST_MEMORY_BYTES), "B of CPU memory per device"),
         "disk_bytes_per_second": (DISK_BYTES_PER_SECOND, "B/s per device"),
     }
@@ -71,8 +80,7 @@ def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
 def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     """Return the speeds and sizes of one device and of the links between `ranks` devices.
 
-    Raises:
-        UserError: If a speed of the machine is unknown.
+    Raises UserError if a speed of the machine is unknown.
     """
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
@@ -162,13 +170,7 @@ def describe_assumptions(
     precision: str = "bf16",
     offloads_activations: bool = False,
 ) -> list[str]:
-    """Return a text per value of a machine that affects a plan and is neither given nor measured.
-
-    Args:
-        ranks: Number of ranks.
-        offload_targets: Offload targets of the plan's layouts.
-        offloads_activations: True if a layout of the plan offloads activations.
-    """
+    """Return a text per value of a machine that affects a plan and is neither given nor measured."""
     domain = cluster.fast_link_domain_size
     given = cluster.model_fields_set
     assumed = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cost.estimate.job_table import JobRow
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.plan.tables.cells import MAX_LAYERS, read_count, read_number
 from phalanx.plan.tables.csv_rows import Row
-from phalanx.plan.tables.job_columns import JobRow, model_columns
+from phalanx.plan.tables.job_columns import model_columns
 from phalanx.spec.base import parse_table, require
 from phalanx.spec.model import ModelSpec
 

@@ -79,12 +79,7 @@ def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
 
 
 def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) -> Iterator[Prediction]:
-    """Yield a prediction per job, from the fastest choice that is likely to fit (or the smallest).
-
-    Args:
-        jobs: Jobs with their choices.
-        time: Constants of time; the fitted ones by default.
-    """
+    """Yield a prediction per job, from the fastest choice that is likely to fit (or the smallest)."""
     if not jobs:
         return
     time = time or time_constants()
@@ -92,7 +87,7 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
     seconds, memory, risk = _estimate_costs(every, time, memory_constants())
     width = log_half_width(interval_constants(), every)
     recomputed_flops = [flops for job in jobs for flops in job.recomputed_flops]
-    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk=risk), strict=True):
+    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
         interval_factor = float(np.exp(width[at] * job.width))
         speed = job.flops_per_step / float(seconds[at])
         yield Prediction(
@@ -113,14 +108,7 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
 def best_choice_per_job(
     jobs: Sequence[TableJob], every: JobTable, time: TimeConstants, memory: MemoryConstants
 ) -> list[int]:
-    """Return the index of each job's best choice in the columns of all jobs' choices.
-
-    Args:
-        jobs: Jobs with their choices.
-        every: Columns of all choices.
-        time: Constants of time.
-        memory: Constants of memory.
-    """
+    """Return the index of each job's best choice in the columns of all jobs' choices."""
     return list(_best_choices(jobs, *_estimate_costs(every, time, memory)))
 
 
@@ -139,12 +127,6 @@ def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, ris
 
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
-    """Return the index of the fastest choice that is likely to fit, or of the smallest.
-
-    Args:
-        seconds: Step time of each choice.
-        memory: Bytes of each choice.
-        risk: P(OOM) of each choice.
-    """
+    """Return the index of the fastest choice that is likely to fit, or of the smallest."""
     fits: NDArray[np.bool_] = risk < MAX_ASSUMED_OOM_PROBABILITY
     return int(np.argmin(np.where(fits, seconds, np.inf)) if fits.any() else np.argmin(memory))

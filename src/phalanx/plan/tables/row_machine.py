@@ -6,16 +6,11 @@ import re
 
 from phalanx.plan.tables.cells import read_count, read_number
 from phalanx.plan.tables.csv_rows import Row
+from phalanx.plan.tables.machine_columns import GENERATION_DEFAULTS
 from phalanx.spec.base import did_you_mean
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, preset_names
-
-NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
-"""Network bandwidth per device by generation, if neither the row nor the preset states it.
-
-200 or 400 Gb/s, as in DGX A100, H100 and B200.
-"""
 
 
 def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
@@ -25,7 +20,8 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     changes: dict[str, float] = {}
     node = read_count(row, "gpus_per_node", 8)
     joined = cluster.fast_link_domain or node
-    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay separate, unless a row states its links
+    # Single devices and pairs stay separate, unless a row states its links.
+    if joined < 8 and not row.get("intra_bw"):
         node = min(joined, node)
     changes["fast_link_domain"] = joined if joined > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
@@ -33,10 +29,9 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
             changes[field] = read_number(row, column) * 1e9
     if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
         assumed.append("network")
-        changes.setdefault(
-            "network_bytes_per_second", cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[cluster.generation]
-        )
-    return cluster.model_copy(update=changes), assumed
+        usual = GENERATION_DEFAULTS[cluster.generation].network_bytes_per_second
+        changes.setdefault("network_bytes_per_second", cluster.network_bytes_per_second or usual)
+    return cluster.replace(**changes), assumed
 
 
 def _find_preset(chip: str) -> tuple[str, list[str]]:
