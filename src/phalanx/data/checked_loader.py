@@ -19,14 +19,9 @@ class CheckedLoader:
     def __init__(
         self, loader: StepLoader, field: str, source: object, *, vocab_size: int, checks_targets: bool = True
     ) -> None:
-        """Check the batches of a loader.
+        """Check the batches of a loader whose tokens come from `source`, the value of `field`.
 
-        Args:
-            field: Field of the run file that names the source of its tokens.
-            source: Value of that field.
-            vocab_size: Number of ids of the model.
-            checks_targets: False if the user's own loss defines what a target is.
-        """
+        Unless `checks_targets`, the user's own loss defines what a target is."""
         self.loader = loader
         self.field = field
         self.source = source
@@ -36,18 +31,10 @@ class CheckedLoader:
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`.
 
-        Raises:
-            UserError: An id or a target is not in the vocabulary.
-        """
+        Raises UserError if an id or a target is not in the vocabulary."""
         batch = self.loader.step(number)
-        check_ids(
-            batch,
-            self.field,
-            self.source,
-            vocab_size=self.vocab_size,
-            locate=partial(self.locate, number),
-            checks_targets=self.checks_targets,
-        )
+        locate = partial(self.locate, number)
+        check_ids(batch, self.field, self.source, self.vocab_size, locate, self.checks_targets)
         return batch
 
     def state(self, step: int) -> dict[str, Any]:
@@ -68,48 +55,30 @@ class CheckedLoader:
 
 
 def check_ids(
-    batch: Batch,
-    field: str,
-    source: object,
-    *,
-    vocab_size: int,
-    locate: Callable[[int], str],
-    checks_targets: bool = True,
+    batch: Batch, field: str, source: object, vocab_size: int, locate: Callable[[int], str], checks_targets: bool = True
 ) -> None:
     """Raise UserError for the first token id or target of a batch that is not in the vocabulary.
 
-    Args:
-        field: Field of the run file that names the source of the tokens.
-        source: Value of that field.
-        vocab_size: Number of ids of the model.
-        locate: Returns the name of a row of the batch.
-        checks_targets: False if the user's own loss defines what a target is.
-    """
+    Arguments are those of `CheckedLoader`; `locate` returns the name of a row of the batch."""
     last = vocab_size - 1
     allowed = f"0 to {last} (model.vocab_size = {vocab_size})"
     if wrong := _first_outside(batch.tokens, vocab_size):
         token = int(batch.tokens[wrong])
         fix = "correct the data" + (f", or set model.vocab_size = {token + 1}" if token > last else "")
-        place = f"position {wrong[1]} of {locate(wrong[0])}"
-        raise UserError(field, source, f"has the token id {token} at {place}, but ids are {allowed}", fix=fix)
+        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        raise UserError(field, source, f"has the token id {token} at {position}, but ids are {allowed}", fix)
     if checks_targets and (wrong := _first_outside(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
         target = int(batch.targets[wrong])
         fix = f"correct the data, or set model.vocab_size = {target + 1}"
         if target < 0:
             fix = f"write {IGNORE_INDEX} where there is no target"
-        place = f"position {wrong[1]} of {locate(wrong[0])}"
-        problem = f"has the target {target} at {place}, but targets are {allowed}, or {IGNORE_INDEX} to be ignored"
-        raise UserError(field, source, problem, fix=fix)
+        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        problem = f"has the target {target} at {position}, but targets are {allowed}, or {IGNORE_INDEX} to be ignored"
+        raise UserError(field, source, problem, fix)
 
 
 def _first_outside(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
-    """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one.
-
-    Args:
-        ids: Token ids or targets, int64 [B, T].
-        vocab_size: Number of ids of the model.
-        ignored: Value that is allowed in addition.
-    """
+    """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one."""
     unsigned = ids.view(np.uint64)  # negative numbers become the largest, so that one pass finds both kinds
     if not ids.size or unsigned.max() < vocab_size:
         return None

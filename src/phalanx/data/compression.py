@@ -23,9 +23,7 @@ OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.
 def open_decompressed(path: str, field: str) -> BinaryIO:
     """Open a file for reading, and decompress it if it is compressed.
 
-    Raises:
-        UserError: A package that the compression needs is not installed; reported under `field`.
-    """
+    Raises UserError if a package that the compression needs is not installed; reported under `field`."""
     with open(path, "rb") as file:
         magic = file.read(6)
     if magic.startswith(ZSTD_MAGIC):
@@ -36,16 +34,9 @@ def open_decompressed(path: str, field: str) -> BinaryIO:
 
 
 def import_extra(module: str, field: str, source: str) -> Any:
-    """Import a module of the optional packages for data.
+    """Import a module of the optional packages for data, which `source` in `field` needs.
 
-    Args:
-        module: Name of the module, whose first part is the package.
-        field: Field or option that names the source, for the error.
-        source: Source that needs the module, for the error.
-
-    Raises:
-        UserError: The module is not installed.
-    """
+    Raises UserError if the module is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,8 +1,7 @@
 """Loaders of the user's own datasets: map-style ones in shuffled order, iterable ones in theirs.
 
 A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets, -100 where there is none. Global batches
-are equal at any number of ranks, because every rank reads the same order and keeps its own rows.
-"""
+are equal at any number of ranks, because every rank reads the same order and keeps its own rows."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class MapDatasetLoader(EpochLoader):
         self.seq_len = seq_len
         self.sequences_per_epoch = len(dataset)
         if not self.sequences_per_epoch:
-            raise _no_samples(spec)
+            raise _dataset_error(spec, "has no samples", "return a dataset with samples")
         self._order = lru_cache(maxsize=2)(
             lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(self.sequences_per_epoch)
         )
@@ -87,14 +86,12 @@ class IterableDatasetLoader(SequenceCounter):
                 has_samples = True
                 yield sample
             if not has_samples:
-                raise _no_samples(self.spec)
+                raise _dataset_error(self.spec, "has no samples", "return a dataset with samples")
 
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T].
 
-        Raises:
-            ValueError: It is not the next step.
-        """
+        Raises ValueError if it is not the next step."""
         if number != self._next_step:
             raise ValueError(f"step {number} was requested, but only the next step, {self._next_step}, can be read")
         self._next_step += 1
@@ -104,16 +101,18 @@ class IterableDatasetLoader(SequenceCounter):
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
         samples = self.first_sequence(step)
-        identity = _identity(self.spec, self.seq_len, self.sequences_per_step)
-        return {"step": step, "samples_read": samples, "tokens": samples * self.seq_len, **identity}
+        return {"step": step, "samples_read": samples, "tokens": samples * self.seq_len, **self.identity}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Values that determine the order of samples, by name."""
+        return _identity(self.spec, self.seq_len, self.sequences_per_step)
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, after its last sample.
 
-        Raises:
-            UserError: The checkpoint has another dataset or other lengths; steps may be `resized`.
-        """
-        check_resumable(_identity(self.spec, self.seq_len, self.sequences_per_step), state, resized)
+        Raises UserError if the checkpoint has another dataset or other lengths; steps may be `resized`."""
+        check_resumable(self.identity, state, resized)
         self.resume_at(state["step"], state["samples_read"])
         self._next_step = state["step"]
         self._samples = self._read()
@@ -138,27 +137,16 @@ def open_dataset(
 ) -> MapDatasetLoader | IterableDatasetLoader:
     """Return the loader of a dataset: map-style if it has a length, else iterable.
 
-    Args:
-        spec: Its description.
-        seq_len: Tokens of a sequence, T.
-        sequences_per_step: Sequences of a global step.
-        seed: Seed of the order of a map-style dataset.
-        rank: Data-parallel rank.
-        ranks: Number of data-parallel ranks.
-
-    Raises:
-        UserError: It is neither, or it is empty.
-    """
+    Raises UserError if it is neither, or it is empty."""
     share = {"sequences_per_step": sequences_per_step, "rank": rank, "ranks": ranks}
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
         return MapDatasetLoader(dataset, spec, seq_len, **share, seed=seed)
     if isinstance(dataset, Iterator):
-        problem = "returns an iterator, which can be read only once"
-        raise UserError("data.dataset", spec.class_path, problem, fix="return an object with __iter__")
+        raise _dataset_error(spec, "returns an iterator, which can be read only once", "return an object with __iter__")
     if isinstance(dataset, Iterable):
         return IterableDatasetLoader(dataset, spec, seq_len, **share)
     problem = "returns neither a map-style nor an iterable dataset"
-    raise UserError("data.dataset", spec.class_path, problem, fix="define __len__ and __getitem__, or __iter__")
+    raise _dataset_error(spec, problem, "define __len__ and __getitem__, or __iter__")
 
 
 def _identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dict[str, Any]:
@@ -166,37 +154,27 @@ def _identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dic
 
 
 def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
-    """Return samples as the rows of a batch.
-
-    Raises:
-        UserError: A sample is of another type or length.
-    """
+    """Return samples as the rows of a batch. Raises UserError if a sample is of another type or length."""
     for sample in samples:
         if isinstance(sample, Mapping):
             problem = f"has a sample with the keys {', '.join(map(str, sample))}"
-            raise UserError("data.dataset", spec.class_path, problem, fix="return token ids, or inputs and targets")
+            raise _dataset_error(spec, problem, "return token ids, or inputs and targets")
     rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
     tokens, targets = ([np.asarray(row[part]) for row in rows] for part in (0, 1))
     for row in (*tokens, *targets):
         if row.shape != (seq_len,):
-            raise UserError(
-                "data.dataset",
-                spec.class_path,
-                f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]",
-                fix=f"return {seq_len + 1} token ids, or a tuple of {seq_len} inputs and {seq_len} targets",
-            )
+            problem = f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]"
+            fix = f"return {seq_len + 1} token ids, or a tuple of {seq_len} inputs and {seq_len} targets"
+            raise _dataset_error(spec, problem, fix)
         if row.dtype.kind not in "iu":
             problem = f"has a sample of type {row.dtype}, but ids and targets are integers"
-            raise UserError("data.dataset", spec.class_path, problem, fix="return integers")
-    empty = np.zeros((0, seq_len), np.int64)
+            raise _dataset_error(spec, problem, "return integers")
     if not rows:
+        empty = np.zeros((0, seq_len), np.int64)
         return Batch(empty, empty, None)
-    return Batch(_stack(tokens), _stack(targets), None)
+    stacked_tokens, stacked_targets = (np.stack(part, dtype=np.int64, casting="unsafe") for part in (tokens, targets))
+    return Batch(stacked_tokens, stacked_targets, None)
 
 
-def _stack(rows: list[np.ndarray]) -> np.ndarray:
-    return np.stack(rows, dtype=np.int64, casting="unsafe")
-
-
-def _no_samples(spec: ComponentSpec) -> UserError:
-    return UserError("data.dataset", spec.class_path, "has no samples", fix="return a dataset with samples")
+def _dataset_error(spec: ComponentSpec, problem: str, fix: str) -> UserError:
+    return UserError("data.dataset", spec.class_path, problem, fix)

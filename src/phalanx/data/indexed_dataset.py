@@ -2,8 +2,7 @@ r"""Megatron's .bin/.idx pair: all tokens in one flat file, and the start of eac
 
 The index, little-endian: magic "MMIDIDX\0\0" | u64 version 1 | u8 dtype code | u64 sequences n
 | u64 document entries d | int32 lengths [n], in tokens | int64 pointers [n], in bytes
-| int64 documents [d]: the first sequence of each document, then n.
-"""
+| int64 documents [d]: the first sequence of each document, then n."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -60,11 +58,7 @@ class IndexedWriter:
         self._bin_file = open(f"{self._partial_prefix}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
 
     def add(self, ids: np.ndarray) -> None:
-        """Append a document's ids [tokens].
-
-        Raises:
-            ValueError: An id does not fit the type of the file.
-        """
+        """Append a document's ids [tokens]. Raises ValueError if an id does not fit the type of the file."""
         if ids.size and (int(ids.max()) > self._max_token_id or int(ids.min()) < 0):
             raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {self.dtype}")
         self._bin_file.write(np.ascontiguousarray(ids, self.dtype).data)
@@ -90,14 +84,7 @@ class IndexedWriter:
 
 
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
-    """Write the .idx of contiguous documents.
-
-    Args:
-        path: The .idx file.
-        lengths: The length of each document in tokens [n].
-        dtype: The type of the tokens.
-        first: The position of the first document.
-    """
+    """Write the .idx of contiguous documents of `lengths` tokens [n], of which the first starts at `first`."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths + first
     code = next(code for code, token_type in DTYPES.items() if np.dtype(token_type) == dtype)
     with open(path, "wb") as file:
@@ -110,37 +97,38 @@ def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: i
 class IndexedDataset:
     """A memory-mapped pair: `tokens` [all], of which document i is tokens[offsets[i] : offsets[i + 1]].
 
-    If several pairs were joined, `tokens` spans their .bin files.
-
-    Raises:
-        UserError: A file is missing, truncated, or in another format; reported under `field`.
-    """
+    If several pairs were joined, `tokens` spans their .bin files. Raises UserError, reported under `field`, if a file
+    is missing, truncated, or in another format."""
 
     def __init__(self, prefix: str | Path, field: str = FIELD) -> None:
         self.prefix = str(prefix)
         is_joined = os.path.isfile(self.prefix + PARTS_SUFFIX)
         for suffix in (".idx",) if is_joined else (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
-                raise UserError(field, self.prefix, f"has no {suffix} file", fix="use the prefix of a .bin/.idx pair")
+                raise UserError(field, self.prefix, f"has no {suffix} file", "use the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
-            index = _read_index(self.prefix, field)
-            self.offsets = _offsets(self.prefix, field, index)
+            dtype, self.offsets = _read_index(f"{self.prefix}.idx", field)
+            num_tokens = int(self.offsets[-1])
             if is_joined:
-                self.tokens = _map_joined_tokens(self.prefix, field, index.dtype, num_tokens=int(self.offsets[-1]))
+                self.tokens = _map_joined_tokens(self.prefix, field, dtype, num_tokens)
             else:
-                self.tokens = _map_tokens(f"{self.prefix}.bin", field, index.dtype, num_tokens=int(self.offsets[-1]))
+                self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, num_tokens)
         except FileNotFoundError as error:
             problem = f"requires {error.filename}, which does not exist"
             fix = f"restore {error.filename}, or join the pairs again"
-            raise UserError(field, self.prefix, problem, fix=fix) from None
+            raise UserError(field, self.prefix, problem, fix) from None
         except OSError as error:
-            raise UserError(
-                field, self.prefix, f"cannot be read: {error.strerror}", fix="check the permissions of the pair's files"
-            ) from None
+            fix = "check the permissions of the pair's files"
+            raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", fix) from None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First token of the documents and the end of the last, as positions in the flat file."""
+        return int(self.offsets[0]), int(self.offsets[-1])
 
     @property
     def size(self) -> int:
@@ -154,11 +142,9 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """Return an identifier of the content that does not depend on the path.
 
-        It is computed from counts, and from samples throughout both files.
-        """
+        It is computed from counts, and from samples throughout both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
-        first = int(self.offsets[0])
-        last = int(self.offsets[-1])
+        first, last = self.bounds
         for values, begin, end in ((self.tokens, first, last), (self.offsets - first, 0, len(self.offsets))):
             for start in begin + np.linspace(0, max(0, end - begin - 1024), num=64, dtype=np.int64):
                 digest.update(np.ascontiguousarray(values[start : min(start + 1024, end)]).data)
@@ -166,109 +152,66 @@ class IndexedDataset:
 
     def token_files(self) -> list[TokenFile]:
         """Return the files and ranges that contain the tokens of all documents, in order."""
-        first = int(self.offsets[0])
-        last = int(self.offsets[-1])
+        first, last = self.bounds
         if isinstance(self.tokens, JoinedTokens):
             return self.tokens.files_between(first, last)
         return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, size=last - first)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Index:
-    """Content of an .idx file."""
-
-    dtype: np.dtype
-    """Type of the tokens."""
-    lengths: np.ndarray
-    """Tokens of each sequence, int32 [sequences]."""
-    pointers: np.ndarray
-    """Byte in the .bin file at which each sequence starts, int64 [sequences]."""
-    documents: np.ndarray
-    """First sequence of each document, and the number of sequences, int64 [documents + 1]."""
-
-
-@dataclass(frozen=True)
-class _IndexHeader:
-    """Numbers at the start of an .idx file."""
-
-    dtype_code: int
-    sequences: int
-    entries: int
-    """Entries of `_Index.documents`."""
-
-    @property
-    def required_bytes(self) -> int:
-        """Size of a complete .idx file."""
-        return HEADER.size + 12 * self.sequences + 8 * self.entries
-
-
-def _read_index(prefix: str, field: str) -> _Index:
-    path = f"{prefix}.idx"
-    header = _read_index_header(path, field)
-    raw = np.memmap(path, np.uint8, "r")
-    bounds = np.cumsum([HEADER.size, 4 * header.sequences, 8 * header.sequences, 8 * header.entries])
-    lengths, pointers, documents = (
-        np.frombuffer(raw[start:stop], field_dtype)
-        for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
-    )
-    return _Index(dtype=np.dtype(DTYPES[header.dtype_code]), lengths=lengths, pointers=pointers, documents=documents)
-
-
-def _read_index_header(path: str, field: str) -> _IndexHeader:
+def _read_index(path: str, field: str) -> tuple[np.dtype, np.ndarray]:
+    """Return the type of the tokens, and the start of each document in the flat file, int64 [documents + 1]."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        raw = file.read(HEADER.size)
-    if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
+        header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
         raise _damaged_pair_error(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
-    if len(raw) < HEADER.size:
+    if len(header) < HEADER.size:
         raise _damaged_pair_error(field, path, f"is truncated: it has {size} bytes, but its header needs {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(raw)
+    _, version, code, sequences, entries = HEADER.unpack(header)
     if version != VERSION:
         raise _damaged_pair_error(field, path, f"has format version {version}, but only version {VERSION} is supported")
     if code not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         raise _damaged_pair_error(field, path, f"has the unknown token type {code}; known types: {known}")
-    header = _IndexHeader(code, sequences, entries)
-    if size < header.required_bytes:
-        needed = f"{sequences:,} sequences need {header.required_bytes:,}"
+    required_bytes = HEADER.size + 12 * sequences + 8 * entries
+    if size < required_bytes:
+        needed = f"{sequences:,} sequences need {required_bytes:,}"
         raise _damaged_pair_error(field, path, f"is truncated: it has {size:,} bytes, but {needed}")
-    return header
-
-
-def _offsets(prefix: str, field: str, index: _Index) -> np.ndarray:
-    """Return the start of each document in the flat file, in tokens: int64 [documents + 1]."""
-    path = f"{prefix}.idx"
-    sequences = len(index.lengths)
-    documents = index.documents
+    raw = np.memmap(path, np.uint8, "r")
+    bounds = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
+    lengths, pointers, documents = (
+        np.frombuffer(raw[start:stop], field_dtype)
+        for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
+    )
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise _damaged_pair_error(
-            field, path, f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
-        )
+        problem = f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
+        raise _damaged_pair_error(field, path, problem)
+    dtype = np.dtype(DTYPES[code])
     starts = np.empty(sequences + 1, np.int64)
-    starts[0] = index.pointers[0] // index.dtype.itemsize if sequences else 0
-    np.cumsum(index.lengths, out=starts[1:])
+    starts[0] = pointers[0] // dtype.itemsize if sequences else 0
+    np.cumsum(lengths, out=starts[1:])
     starts[1:] += starts[0]
-    if (index.lengths < 0).any() or not np.array_equal(starts[:-1] * index.dtype.itemsize, index.pointers):
+    if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
         raise _damaged_pair_error(field, path, "has sequences that are not contiguous in the .bin file")
-    offsets: np.ndarray = starts[documents]
-    return offsets
+    return dtype, starts[documents]
 
 
 def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
     size = os.path.getsize(path)
-    if size < num_tokens * dtype.itemsize:
-        raise _damaged_pair_error(
-            field, path, f"is truncated: it has {size:,} bytes, but its index needs {num_tokens * dtype.itemsize:,}"
-        )
+    needed_bytes = num_tokens * dtype.itemsize
+    if size < needed_bytes:
+        problem = f"is truncated: it has {size:,} bytes, but its index needs {needed_bytes:,}"
+        raise _damaged_pair_error(field, path, problem)
     if not num_tokens:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # direct indexing of a memmap is slow
+    # A view, because direct indexing of a memmap is slow.
+    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)
 
 
 def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> JoinedTokens:
     try:
         files = read_token_files(prefix)
-        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), num_tokens=f.first + f.size)[f.first :] for f in files]
+        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), f.first + f.size)[f.first :] for f in files]
         is_complete = sum(file.size for file in files) >= num_tokens and all(file.first >= 0 for file in files)
     except UserError:
         raise
@@ -281,38 +224,29 @@ def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int
 
 
 def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
-    return UserError(
-        field, path, problem, fix="recreate the pair with `phalanx data prepare` or Megatron's preprocess_data.py"
-    )
+    fix = "recreate the pair with `phalanx data prepare` or Megatron's preprocess_data.py"
+    return UserError(field, path, problem, fix)
 
 
 def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
-    """Split a pair into two, its tail and its other tokens.
+    """Split a pair into two: prefix `tail` has the last `fraction` of its tokens, `head` the others, each at least one.
 
-    No token is copied: the new pairs have links to the dataset's tokens.
-
-    Args:
-        dataset: Pair to split; unchanged.
-        fraction: Fraction of the tokens in the tail; each new pair gets at least one token.
-        head: Prefix of the new pair with the first tokens.
-        tail: Prefix of the new pair with the last tokens.
-
-    Raises:
-        UserError: The dataset has fewer than two tokens.
-    """
+    No token is copied: the new pairs have links to the dataset's tokens. Raises UserError if the dataset has fewer than
+    two tokens."""
     if dataset.size < 2:
-        raise UserError(
-            FIELD, dataset.prefix, "has too few tokens for a held-out part", fix="add text, or set data.held_out"
-        )
-    start = int(dataset.offsets[0])
-    end = int(dataset.offsets[-1])
+        fix = "add text, or set data.held_out"
+        raise UserError(FIELD, dataset.prefix, "has too few tokens for a held-out part", fix)
+    start, end = dataset.bounds
     split = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
     inner_offsets = dataset.offsets[1:-1]
     for prefix, lower, upper in ((head, start, split), (tail, split, end)):
         bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])
         write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, first=lower)
         suffix = PARTS_SUFFIX if isinstance(dataset.tokens, JoinedTokens) else ".bin"
-        os.symlink(_link_target(f"{dataset.prefix}{suffix}", Path(prefix).parent), f"{prefix}{suffix}")
+        path = f"{dataset.prefix}{suffix}"
+        # A link within a folder has only the name, so that the folder can be renamed.
+        is_same_folder = os.path.dirname(path) == str(Path(prefix).parent)
+        os.symlink(os.path.basename(path) if is_same_folder else os.path.abspath(path), f"{prefix}{suffix}")
 
 
 def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
@@ -320,11 +254,3 @@ def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
     dtype = np.result_type(*(dataset.tokens.dtype for dataset in datasets))
     write_index(f"{prefix}.idx", np.concatenate([np.diff(dataset.offsets) for dataset in datasets]), dtype)
     write_token_files(prefix, [file for dataset in datasets for file in dataset.token_files()])
-
-
-def _link_target(path: str, folder: Path) -> str:
-    """Return the target of a link in `folder`.
-
-    For a file in the same folder it is a name only, so that the folder can be renamed.
-    """
-    return os.path.basename(path) if os.path.dirname(path) == str(folder) else os.path.abspath(path)

@@ -39,11 +39,7 @@ def write_token_files(prefix: str | Path, files: Sequence[TokenFile]) -> None:
 class JoinedTokens:
     """An array [tokens] over several files, for reading by slices and by arrays of positions.
 
-    Args:
-        files: where the tokens are.
-        maps: the tokens of each file, memory-mapped.
-        dtype: type of what is read; those of the files fit into it.
-    """
+    `maps` are the memory-mapped tokens of each file, whose dtypes fit into `dtype`."""
 
     def __init__(self, files: Sequence[TokenFile], maps: Sequence[np.ndarray], dtype: np.dtype) -> None:
         self.files = files

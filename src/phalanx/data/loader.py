@@ -3,8 +3,7 @@
 Symbols: B rows of a batch, T tokens of a sequence. An epoch is the sequence of all documents in shuffled order. Its
 sequence s has inputs [sT, sT + T) and targets shifted by one. Tokens that do not fill a sequence are dropped.
 
-Why: `docs/design/decisions/global-batches.md`.
-"""
+Why: `docs/design/decisions/global-batches.md`."""
 
 from __future__ import annotations
 
@@ -32,10 +31,7 @@ class StepLoader(Protocol):
         """Return the position of the run before step `step`, for a checkpoint."""
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
-        """Resume from the state in a checkpoint.
-
-        The size of steps must be unchanged unless they are `resized`.
-        """
+        """Resume from the state in a checkpoint. The size of steps must be unchanged unless they are `resized`."""
 
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
@@ -109,9 +105,7 @@ class EpochLoader(SequenceCounter, ABC):
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, after its last sequence.
 
-        Raises:
-            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
-        """
+        Raises UserError if the checkpoint has other data, or other lengths or order; steps may be `resized`."""
         check_resumable(self.identity, state, resized)
         self.resume_at(state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
 
@@ -119,9 +113,7 @@ class EpochLoader(SequenceCounter, ABC):
 class TokenLoader(EpochLoader):
     """Rows of a token file: documents in shuffled order, packed and split.
 
-    Raises:
-        UserError: The data does not fill one sequence.
-    """
+    Raises UserError if the data does not fill one sequence."""
 
     def __init__(
         self,
@@ -139,25 +131,14 @@ class TokenLoader(EpochLoader):
         self.mask = mask_documents
         self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
-            raise UserError(
-                "data.train",
-                dataset.prefix,
-                f"has {dataset.size:,} tokens, but a sequence with its target needs {seq_len + 1:,}",
-                fix="add text, or lower training.seq_len",
-            )
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
+            raise too_few_tokens(dataset.prefix, dataset.size, seq_len)
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch))
 
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
         """Return sequences of an epoch, by their indices in its order."""
         order = self._epoch(epoch)
-        return pack_rows(
-            self.dataset.tokens,
-            order.document_starts,
-            order.shifts,
-            first=order.order[indices] * self.sequence,
-            seq_len=self.sequence,
-            mask=self.mask,
-        )
+        first = order.order[indices] * self.sequence
+        return pack_rows(self.dataset.tokens, order.document_starts, order.shifts, first, self.sequence, self.mask)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -173,13 +154,7 @@ class TokenLoader(EpochLoader):
 def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
     """Return a rank's rows of a global batch: a contiguous block, int64 [sequences / ranks].
 
-    If the ranks do not divide the rows, the first ranks have one more each.
-
-    Args:
-        sequences: Rows of the global batch.
-        rank: Index of the data-parallel rank.
-        ranks: Number of data-parallel ranks.
-    """
+    If the ranks do not divide the rows, the first ranks have one more each."""
     rows_per_rank, remainder = divmod(sequences, ranks)
     start = rank * rows_per_rank + min(rank, remainder)
     return np.arange(start, start + rows_per_rank + (rank < remainder))
@@ -188,6 +163,12 @@ def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
 def row_name(step: int, row: int) -> str:
     """Return the name of a row of a global batch. Users count steps from 1, as in progress and metrics."""
     return f"row {row} of step {step + 1}"
+
+
+def too_few_tokens(source: object, tokens: int, seq_len: int) -> UserError:
+    """Return the error for a source of `data.train` that does not fill one sequence."""
+    problem = f"has {tokens:,} tokens, but a sequence with its target needs {seq_len + 1:,}"
+    return UserError("data.train", source, problem, "add text, or lower training.seq_len")
 
 
 def concat_batches(batches: list[Batch]) -> Batch:
@@ -205,11 +186,8 @@ def concat_batches(batches: list[Batch]) -> Batch:
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
     """Raise UserError for the first value that differs from the checkpoint's.
 
-    Args:
-        identity: Values that determine the order of tokens, by name.
-        state: Position that the checkpoint contains, with the same names.
-        resized: True if `sequences_per_step` may differ.
-    """
+    `identity` has the values that determine the order of tokens, by name, and `state` the checkpoint's.
+    `sequences_per_step` may differ if steps are `resized`."""
     fields = {
         "seed": "training.seed",
         "sequence": "training.seq_len",
@@ -223,14 +201,14 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
             continue
         if name == "recipe":
             problem = "is split into sequences differently than by the version of Phalanx that wrote the checkpoint"
-            raise UserError("data", None, problem, fix="resume with that version, or start a new run")
+            raise UserError("data", None, problem, "resume with that version, or start a new run")
         if name not in fields:  # a value without meaning to users
             problem = "differs from the checkpoint's data: the text, the tokenizer or the held-out part has changed"
-            raise UserError("data", None, problem, fix=fix)
+            raise UserError("data", None, problem, fix)
         saved_value = state.get(name)
         unit = " sequences" if name == "sequences_per_step" else ""
         problem = f"differs from the checkpoint's value ({saved_value!r}{unit})"
-        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix=fix)
+        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix)
 
 
 def evaluation_batches(
@@ -245,34 +223,19 @@ def evaluation_batches(
     """Yield batches of this rank with each held-out token once, in order: [sequences_per_batch, T].
 
     Every token but the first is a target exactly once over all ranks. All ranks get the same number of batches; the
-    remainder of the last ones has targets of -100.
-
-    Args:
-        dataset: Held-out tokens.
-        seq_len: Tokens of a row, T.
-        sequences_per_batch: Rows of one rank's batch.
-        rank: Index of the data-parallel rank.
-        ranks: Number of data-parallel ranks.
-        limit_tokens: Maximum number of targets over all ranks; 0 for all.
-        mask_documents: True for batches with `document_starts`.
-
-    Raises:
-        UserError: There are no held-out tokens.
-    """
+    remainder of the last ones has targets of -100. `limit_tokens` is the maximum number of targets over all ranks, or
+    0. Raises UserError if there are no held-out tokens."""
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
-        raise UserError(
-            "data.held_out", dataset.prefix, "has too few tokens for an evaluation", fix="add held-out text"
-        )
-    origin = int(dataset.offsets[0])
-    last = int(dataset.offsets[-1]) - 1
+        raise UserError("data.held_out", dataset.prefix, "has too few tokens for an evaluation", "add held-out text")
+    origin, end = dataset.bounds
     document_offsets = dataset.offsets - origin
     rows_per_round = sequences_per_batch * ranks
     for first_row in range(0, -(-targets // seq_len), rows_per_round):
         rows = first_row + rank * sequences_per_batch + np.arange(sequences_per_batch)
         positions = rows[:, None] * seq_len + np.arange(seq_len + 1)
-        clipped_positions = np.minimum(positions, last - origin)
+        clipped_positions = np.minimum(positions, end - 1 - origin)
         row_tokens = dataset.tokens[clipped_positions + origin].astype(np.int64)
         starts = None
         if mask_documents:
@@ -288,13 +251,8 @@ def evaluation_batches(
 def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
     """Yield the batches of consecutive steps from a background thread.
 
-    The thread's errors are raised in place of the batch. Closing the generator ends the thread.
-
-    Args:
-        loader: Loader that only the thread calls until the generator is closed.
-        last_step: End of the steps; not included.
-        depth: Maximum number of batches that are ready ahead.
-    """
+    The thread's errors are raised in place of the batch. Closing the generator ends the thread. Only the thread calls
+    the loader until then. `last_step` is not included; at most `depth` batches are ready ahead."""
     queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
     free_slots = threading.Semaphore(depth)
     closed = threading.Event()

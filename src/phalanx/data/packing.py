@@ -22,57 +22,32 @@ def pack_rows(
 ) -> Batch:
     """Build rows from a stream of documents that are located elsewhere in `tokens`.
 
-    Document d is the stream from begins[d] to begins[d + 1]; stream position p of it is tokens[p + shifts[d]].
-
-    Args:
-        tokens: Tokens of a file or of several joined files, [tokens].
-        begins: Start of each document in the stream and the end of the last, int64 [documents + 1].
-        shifts: Offset from the stream to `tokens`, int64 [documents].
-        first: Position in the stream of each row's first token, int64 [B].
-        seq_len: Tokens of a row, T; a row reads T + 1 tokens of the stream.
-        mask: True for `document_starts` in the batch, if a row has several documents.
-    """
+    Document d is the stream from begins[d] to begins[d + 1]; stream position p of it is tokens[p + shifts[d]]. `begins`
+    are int64 [documents + 1], with the end of the last; `shifts` [documents]; `first` is the position in the stream of
+    each row's first token, [B]. With `mask`, the batch has `document_starts` if a row has several documents."""
     rows = len(first)
     width = seq_len + 1
-    pieces = _document_pieces(begins, first, width)
-    positions = np.repeat(shifts[pieces.document] + first[pieces.row] - pieces.row * width, pieces.length)
-    positions += np.arange(rows * width)
-    row_tokens = tokens[positions].reshape(rows, width)
-    starts = None
-    if mask and ((pieces.start > 0) & (pieces.start < seq_len)).any():
-        starts = np.repeat(pieces.start.astype(np.int32), pieces.length).reshape(rows, width)[:, :-1]
-    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DocumentPieces:
-    """Parts of one document in one row, those of all rows one after another: int64 [pieces]."""
-
-    row: np.ndarray
-    document: np.ndarray
-    start: np.ndarray
-    """Position in the row at which the piece starts."""
-    length: np.ndarray
-
-
-def _document_pieces(begins: np.ndarray, first: np.ndarray, width: int) -> _DocumentPieces:
-    """Return the pieces of rows of `width` tokens that start at the stream positions `first`."""
+    # A piece is the part of one document in one row; the pieces of all rows follow each other, int64 [pieces].
     first_document = np.searchsorted(begins, first, side="right") - 1
     last_document = np.searchsorted(begins, first + width - 1, side="right") - 1
     counts = last_document - first_document + 1
-    row = np.repeat(np.arange(len(first)), counts)
+    row = np.repeat(np.arange(rows), counts)
     document = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first_document, counts)
     start = np.maximum(begins[document] - first[row], 0)
-    stop = np.minimum(begins[document + 1] - first[row], width)
-    return _DocumentPieces(row=row, document=document, start=start, length=stop - start)
+    length = np.minimum(begins[document + 1] - first[row], width) - start
+    positions = np.repeat(shifts[document] + first[row] - row * width, length)
+    positions += np.arange(rows * width)
+    row_tokens = tokens[positions].reshape(rows, width)
+    starts = None
+    if mask and ((start > 0) & (start < seq_len)).any():
+        starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
+    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
 
 
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:
     """Return the document boundaries in the B x T tokens of a batch, int32 [N + 1]; the last is B x T.
 
-    Args:
-        document_starts: For each position, the start of its document in its row, [B, T].
-    """
+    `document_starts` is that of `Batch`."""
     (begins,) = (document_starts == np.arange(document_starts.shape[1])).ravel().nonzero()
     return np.append(begins, document_starts.size).astype(np.int32)
 
@@ -90,13 +65,7 @@ class EpochOrder:
 
 
 def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> EpochOrder:
-    """Shuffle the documents and sequences of an epoch.
-
-    Args:
-        offsets: Starts of the documents in the file and the end of the last, int64 [documents + 1].
-        seq_len: Tokens of a sequence, T.
-        epoch: Index of the epoch.
-    """
+    """Shuffle the documents and sequences of an epoch; `offsets` are those of `IndexedDataset`."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
     begins = np.zeros(len(offsets), np.int64)

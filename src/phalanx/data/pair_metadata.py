@@ -40,10 +40,7 @@ def read_pair_metadata(dataset: IndexedDataset) -> dict[str, str] | None:
 def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
     """Raise UserError if the tokens of a pair are known to be of another tokenizer.
 
-    Args:
-        dataset: Pair, of which nothing is known if it has no metadata file.
-        field: Field or option that names the pair, for the error.
-    """
+    Nothing is known of a pair without a metadata file. `field` or option names the pair."""
     metadata = read_pair_metadata(dataset)
     if metadata is None or metadata[TOKENIZER_KEY] == tokenizer.fingerprint():
         return
@@ -54,6 +51,6 @@ def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: s
         dataset.prefix,
         f"was tokenized with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the configured one "
         f"({actual}, {tokenizer.vocab} ids)",
-        fix="use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
+        "use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
         f"ids, remove {dataset.prefix}{METADATA_SUFFIX}",
     )

@@ -42,8 +42,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
 
     The cache's key is the paths, names, sizes and times of all files (the name only of a dataset on the hub), the
     tokenizer and the split. An entry is written to a temporary folder and renamed; of concurrent runs the first wins.
-    Raises UserError for errors of the sources, the tokenizer or the cache.
-    """
+    Raises UserError for errors of the sources, the tokenizer or the cache."""
     check_sources(data)
     cache = Path(data.cache).expanduser()
     final_folder = cache / _fingerprint(data)
@@ -53,7 +52,11 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
             temp_folder = Path(tempfile.mkdtemp(prefix=f"{final_folder.name}.", suffix=".partial", dir=cache))
             try:
                 _write(data, temp_folder, progress)
-                _publish(temp_folder, final_folder)
+                try:
+                    temp_folder.rename(final_folder)
+                except OSError:
+                    if not (final_folder / COMPLETE_FILE).is_file():
+                        raise
             finally:
                 shutil.rmtree(temp_folder, ignore_errors=True)
     except OSError as error:
@@ -69,17 +72,12 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
 def _training_texts(data: DataSpec) -> Iterator[str]:
     """Yield training text, its files in the order of their hashes, so that its start is a sample.
 
-    If every document would be held out by name, the end of the text is held out instead: then it is all documents.
-    """
-    source_files = sorted(
-        list_source_files(data.train),
-        key=lambda source_file: hashlib.blake2b(source_file.name.encode("utf-8", "replace")).digest(),
-    )
+    If every document would be held out by name, the end of the text is held out instead: then it is all documents."""
+    source_files = list_source_files(data.train)
+    source_files.sort(key=lambda file: hashlib.blake2b(file.name.encode("utf-8", "replace")).digest())
 
     def iter_texts(include_held_out: bool) -> Iterator[str]:
-        all_documents = (
-            document for source_file in source_files for document in read_documents(source_file, data.text_key)
-        )
+        all_documents = (document for file in source_files for document in read_documents(file, data.text_key))
         return (document.text for document in all_documents if include_held_out or not _is_held_out(data, document))
 
     train_texts = iter_texts(include_held_out=False)
@@ -99,16 +97,22 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     held_out = folder / "held_out"
     train_pairs = indexed_prefixes(data.train, "data.train")
     if data.held_out:
-        _write_sources(data, "data.held_out", tokenizer, prefix=held_out, progress=progress)
+        _write_sources(data, "data.held_out", tokenizer, held_out, progress)
         if data.writes_train_tokens:
-            _write_sources(data, "data.train", tokenizer, prefix=train, progress=progress)
+            _write_sources(data, "data.train", tokenizer, train, progress)
     elif train_pairs:
-        _split_pairs(train_pairs, data.held_out_fraction, train, held_out=held_out)
+        _split_pairs(train_pairs, data.held_out_fraction, train, held_out)
         _carry_metadata(train_pairs, tokenizer, train, held_out)
-    elif not data.writes_train_tokens:
-        _write_first_held_out(data, tokenizer, held_out, progress=progress)
+    elif data.writes_train_tokens:
+        _write_split(data, tokenizer, [train, held_out], progress)
     else:
-        _write_split(data, tokenizer, folder, progress=progress)
+        # Only the first held-out documents, because a stream may be endless.
+        selected = (document for document in documents(data.train, data.text_key) if _is_held_out(data, document))
+        first_selected = islice(selected, STREAMING_HELD_OUT_DOCUMENTS)
+        (counts,) = write_indexed_pairs(first_selected, tokenizer, [held_out], progress=progress)
+        if not counts.documents:
+            problem = "data.train has too few documents to hold one out"
+            raise UserError("data.held_out", None, problem, "set data.held_out")
     (folder / COMPLETE_FILE).write_text(data.model_dump_json(indent=1))
 
 
@@ -126,11 +130,11 @@ def _write_sources(data: DataSpec, field: str, tokenizer: Tokenizer, prefix: Pat
 def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out: Path) -> None:
     """Hold out the end of each pair."""
     if len(prefixes) == 1:
-        split_tail(IndexedDataset(prefixes[0]), fraction, train, tail=held_out)
+        split_tail(IndexedDataset(prefixes[0]), fraction, train, held_out)
         return
     parts = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
     for prefix, (head, tail) in zip(prefixes, parts, strict=True):
-        split_tail(IndexedDataset(prefix), fraction, head, tail=tail)
+        split_tail(IndexedDataset(prefix), fraction, head, tail)
     join_pairs([IndexedDataset(head) for head, _ in parts], train)
     join_pairs([IndexedDataset(tail) for _, tail in parts], held_out)
 
@@ -142,53 +146,29 @@ def _carry_metadata(sources: Sequence[str], tokenizer: Tokenizer, *prefixes: Pat
             write_pair_metadata(prefix, tokenizer)
 
 
-def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
+def _write_split(data: DataSpec, tokenizer: Tokenizer, prefixes: list[Path], progress: Progress | None) -> None:
     """Hold documents out by name; if that selects none or all, hold out the end of the text."""
-    prefixes = [folder / "train", folder / "held_out"]
-    train_documents = documents(data.train, data.text_key)
-    counts = write_indexed_pairs(
-        train_documents,
-        tokenizer,
-        prefixes,
-        choose=lambda document: int(_is_held_out(data, document)),
-        progress=progress,
-    )
+
+    def pair_of(document: Document) -> int:
+        return int(_is_held_out(data, document))
+
+    text = documents(data.train, data.text_key)
+    counts = write_indexed_pairs(text, tokenizer, prefixes, pair_of, progress=progress)
     if not all(count.documents for count in counts):
         for prefix in prefixes:
             Path(f"{prefix}.bin").unlink()
-        write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [folder / "all"], progress=progress)
-        split_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
-        _carry_metadata([str(folder / "all")], tokenizer, *prefixes)
-
-
-def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:
-    """Write only the first held-out documents, because a stream may be endless."""
-    held_out = (document for document in documents(data.train, data.text_key) if _is_held_out(data, document))
-    (counts,) = write_indexed_pairs(
-        islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress
-    )
-    if not counts.documents:
-        raise UserError(
-            "data.held_out", None, "data.train has too few documents to hold one out", fix="set data.held_out"
-        )
-
-
-def _publish(temp_folder: Path, final_folder: Path) -> None:
-    try:
-        temp_folder.rename(final_folder)
-    except OSError:
-        if not (final_folder / COMPLETE_FILE).is_file():
-            raise
+        everything = prefixes[0].parent / "all"
+        write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [everything], progress=progress)
+        split_tail(IndexedDataset(everything), data.held_out_fraction, *prefixes)
+        _carry_metadata([str(everything)], tokenizer, *prefixes)
 
 
 def _fingerprint(data: DataSpec) -> str:
     key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
     key["streaming"] = not data.writes_train_tokens
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
-        source_files = list_files(sources, field) if sources else []
-        key[field] = [
-            (file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in source_files
-        ]
+        files = list_files(sources, field) if sources else []
+        key[field] = [(file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in files]
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
     return hashlib.sha256(json.dumps([RECIPE_VERSION, key]).encode("utf-8", "replace")).hexdigest()[:20]

@@ -29,43 +29,33 @@ def check_sources(data: DataSpec) -> None:
         if not prefixes:
             next(documents(sources, data.text_key, field))
         elif tokenizer is None:
-            raise UserError(
-                "data.tokenizer",
-                data.tokenizer,
-                f"cannot be trained, because {field} contains tokens instead of text ({prefixes[0]})",
-                fix='set data.tokenizer to the tokenizer.json of these tokens, or to "bytes"',
-            )
+            problem = f"cannot be trained, because {field} contains tokens instead of text ({prefixes[0]})"
+            fix = 'set data.tokenizer to the tokenizer.json of these tokens, or to "bytes"'
+            raise UserError("data.tokenizer", data.tokenizer, problem, fix)
         elif data.streaming and field == "data.train":
-            raise UserError(
-                "data.streaming",
-                True,
-                f"cannot be combined with {prefixes[0]}, which is already tokenized",
-                fix="set data.streaming = false",
-            )
+            problem = f"cannot be combined with {prefixes[0]}, which is already tokenized"
+            raise UserError("data.streaming", True, problem, "set data.streaming = false")
         else:
             for prefix in prefixes:
                 check_tokens(IndexedDataset(prefix, field), tokenizer, field)
-    _check_overlap(data)
+    # Pairs are compared by their indices: two may have separate documents of one .bin file.
+    train_paths = {os.path.realpath(file.path) for file in list_files(data.train, "data.train", (".idx",))}
+    for file in list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
+        if os.path.realpath(file.path) in train_paths:
+            fix = "remove it from one of the two lists"
+            raise UserError("data.held_out", file.path, "is also in data.train", fix)
 
 
 def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
     """Raise UserError if the tokens of a pair have another tokenizer or ids outside its vocabulary.
 
-    Args:
-        dataset: The pair.
-        field: The field of the run file that names the pair.
-    """
+    `field` of the run file names the pair."""
     check_pair_tokenizer(dataset, tokenizer, field)
     check_vocabulary(dataset, tokenizer, field)
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled.
-
-    Args:
-        dataset: The pair.
-        field: The field of the run file that names the pair.
-    """
+    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled."""
     size = len(dataset.tokens)
     if size > MAX_FULL_CHECK_TOKENS:
         sample_starts = np.linspace(0, size - 65_536, num=128, dtype=np.int64)
@@ -74,12 +64,9 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
         tokens = dataset.tokens[:size]
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if low < 0 or high >= tokenizer.vocab:
-        raise UserError(
-            field,
-            dataset.prefix,
-            f"has token id {high if low >= 0 else low}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}",
-            fix="use the tokenizer of these tokens",
-        )
+        wrong = high if low >= 0 else low
+        problem = f"has token id {wrong}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}"
+        raise UserError(field, dataset.prefix, problem, "use the tokenizer of these tokens")
 
 
 def describe_unchecked_pairs(data: DataSpec) -> str | None:
@@ -95,32 +82,16 @@ def describe_unchecked_pairs(data: DataSpec) -> str | None:
     )
 
 
-def _check_overlap(data: DataSpec) -> None:
-    # Pairs are compared by their indices: two may have separate documents of one .bin file.
-    train_files = list_files(data.train, "data.train", (".idx",))
-    train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
-    for source_file in list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
-        if os.path.realpath(source_file.path) in train_paths:
-            raise UserError(
-                "data.held_out", source_file.path, "is also in data.train", fix="remove it from one of the two lists"
-            )
-
-
 def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
     """Return the prefixes of the .bin/.idx pairs in `sources`, in order; none for text.
 
     A pair whose .bin and .idx are both named counts once; a source that is named twice counts twice. Raises UserError
-    if `sources` name pairs and text.
-    """
+    if `sources` name pairs and text."""
     paths = [(source, path) for source in sources for path in _expand_pattern(source)]
     pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
     if pairs and len(pairs) < len(paths):
-        raise UserError(
-            field,
-            list(sources),
-            "contains both .bin/.idx pairs and text",
-            fix="convert the text into a pair with `phalanx data prepare` and the same tokenizer, and use its prefix",
-        )
+        fix = "convert the text into a pair with `phalanx data prepare` and the same tokenizer, and use its prefix"
+        raise UserError(field, list(sources), "contains both .bin/.idx pairs and text", fix)
     first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
     return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]
 
@@ -128,13 +99,7 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
 def list_files(
     sources: Sequence[str], field: str, pair_suffixes: Sequence[str] = (".idx", ".bin", PARTS_SUFFIX)
 ) -> list[SourceFile]:
-    """List the files of text or pairs.
-
-    Args:
-        sources: Sources of the field.
-        field: The field of the run file that names them.
-        pair_suffixes: Suffixes of the files of a pair that count.
-    """
+    """List the files of text or pairs, of which those with `pair_suffixes` count."""
     names = (f"{prefix}{suffix}" for prefix in indexed_prefixes(sources, field) for suffix in pair_suffixes)
     return list_source_files([name for name in names if os.path.isfile(name)] or sources, field)
 

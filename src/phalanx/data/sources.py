@@ -64,14 +64,9 @@ class SourceFile:
 def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Yield every non-empty document, source after source, the files of a directory sorted by path.
 
-    Args:
-        sources: Files, directories, globs, "stdlib" or "hf:NAME".
-        text_key: Field or column with the text of a record.
-        field: Field or option that names the sources, for errors.
-
-    Raises:
-        UserError: A source is missing or unreadable, a line is not valid, or all documents are empty.
-    """
+    Sources are files, directories, globs, "stdlib" or "hf:NAME"; `text_key` is the field or column with the text of a
+    record, and `field` (or option) names the sources in errors. Raises UserError if a source is missing or unreadable,
+    a line is not valid, or all documents are empty."""
     empty = True
     for source_file in list_source_files(sources, field):
         for document in read_documents(source_file, text_key, field):
@@ -80,7 +75,7 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
                 yield document
     if empty:
         fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
-        raise UserError(field, list(sources), "has no text", fix=fix)
+        raise UserError(field, list(sources), "has no text", fix)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -92,7 +87,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
     """List the files and datasets of `sources`. Raises UserError for one that does not exist."""
     if not sources:
-        raise UserError(field, list(sources), "is empty", fix='use a file, a directory, a glob or "stdlib"')
+        raise UserError(field, list(sources), "is empty", 'use a file, a directory, a glob or "stdlib"')
     return [source_file for source in sources for source_file in _expand_source(source, field)]
 
 
@@ -100,8 +95,13 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
         return [_source_file(path, library, field) for path in _walk(library) if path.endswith(".py")]
-    if source.startswith("hf:"):
-        return [_hf_source(source)]
+    if source.startswith("hf:"):  # with size and time on disk; for a dataset on the hub only the name is known
+        path = os.path.expanduser(source[3:])
+        files = [os.stat(file) for file in _walk(path)]
+        size = sum(file.st_size for file in files)
+        changed = max((file.st_mtime_ns for file in files), default=0)
+        name = "hf" if os.path.isdir(path) else source
+        return [SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)]
     path = os.path.expanduser(source)
     if os.path.isfile(path):
         return [_source_file(path, os.path.dirname(path), field, is_explicit=True)]
@@ -109,32 +109,17 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         root = path
         paths = _walk(path)
     elif glob.has_magic(source):
-        root = _glob_root(path)
+        parts = path.split(os.sep)
+        first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+        root = os.sep.join(parts[:first_wildcard]) or (os.sep if path.startswith(os.sep) else os.curdir)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
         fix = "correct the path; a glob needs * or ?"
-        raise UserError(field, source, f"no such file or directory{where}", fix=fix)
+        raise UserError(field, source, f"no such file or directory{where}", fix)
     if not paths:
-        raise UserError(field, source, "matches no file", fix="correct the path")
+        raise UserError(field, source, "matches no file", "correct the path")
     return [_source_file(match, root, field) for match in paths]
-
-
-def _glob_root(pattern: str) -> str:
-    """Return the folder of a pattern: its path up to the first part with a wildcard."""
-    parts = pattern.split(os.sep)
-    first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    return os.sep.join(parts[:first_wildcard]) or (os.sep if pattern.startswith(os.sep) else os.curdir)
-
-
-def _hf_source(source: str) -> SourceFile:
-    """Return a dataset with its size and time on disk; for one on the hub only the name is known."""
-    path = os.path.expanduser(source[3:])
-    files = [os.stat(file) for file in _walk(path)]
-    size = sum(file.st_size for file in files)
-    changed = max((file.st_mtime_ns for file in files), default=0)
-    name = "hf" if os.path.isdir(path) else source
-    return SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)
 
 
 def _walk(root: str) -> list[str]:
@@ -164,14 +149,7 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Yield the documents of one file in order, with the empty ones, so that numbers stay stable.
 
-    Args:
-        source_file: File or dataset.
-        text_key: Field or column with the text of a record.
-        field: Field or option that names the source, for errors.
-
-    Raises:
-        UserError: The file cannot be read, or a line or row has no text under `text_key`.
-    """
+    Raises UserError if the file cannot be read, or a line or row has no text under `text_key`."""
     readers = {
         "unknown": _read_by_content,
         "text": _read_text,
@@ -209,7 +187,7 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         yield Document(source_file.name, _decode(raw))
     elif source_file.is_explicit:
         fix = "use text, .jsonl, .json or .parquet files"
-        raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix=fix)
+        raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix)
 
 
 def _decode(raw: bytes) -> str:
@@ -239,9 +217,9 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         return
     if content is None:
         fix = "write JSON objects, one per line or in an array; for plain text, use another suffix"
-        raise UserError(field, source_file.path, "is not valid JSON", fix=fix)
+        raise UserError(field, source_file.path, "is not valid JSON", fix)
     for number, row in enumerate(rows, 1):
-        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
+        yield _record_document(source_file, number, row, text_key)
 
 
 def _is_record(row: Any, text_key: str) -> bool:
@@ -265,24 +243,27 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                location = f"{source_file.path}:{number}"
                 problem = f"is not valid JSON: {error}"
-                raise UserError(field, location, problem, fix="write one JSON object per line") from None
-            yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
+                fix = "write one JSON object per line"
+                raise UserError(field, f"{source_file.path}:{number}", problem, fix) from None
+            yield _record_document(source_file, number, row, text_key)
 
 
-def _text_field(row: Any, text_key: str, location: str) -> str:
+def _record_document(source_file: SourceFile, number: int, row: Any, text_key: str) -> Document:
+    """Return the document of a record, which counts from 1."""
+    prefix = "hf:" if source_file.kind == "hf" else ""
+    location = f"{prefix}{source_file.path}:{number}"
     if not isinstance(row, dict):
         fix = "write JSON objects, one per line or in an array"
-        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix=fix)
+        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix)
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
         fix = f"use one of its fields: {known}"
-        raise UserError("data.text_key", text_key, f"is not a field of {location}", fix=fix)
+        raise UserError("data.text_key", text_key, f"is not a field of {location}", fix)
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
-        raise UserError("data.text_key", text_key, problem, fix="set data.text_key to a text field")
-    return text
+        raise UserError("data.text_key", text_key, problem, "set data.text_key to a text field")
+    return Document(f"{source_file.name}:{number}", text)
 
 
 def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
@@ -291,21 +272,18 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # includes ArrowInvalid
         problem = f"is not a valid Parquet file: {error}"
-        raise UserError(field, source_file.path, problem, fix="recreate the file") from None
+        raise UserError(field, source_file.path, problem, "recreate the file") from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
             known = ", ".join(map(repr, names))
             problem = f"is not a column of {source_file.path}"
-            raise UserError("data.text_key", text_key, problem, fix=f"use one of: {known}")
+            raise UserError("data.text_key", text_key, problem, f"use one of: {known}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
                 number += 1
-                yield Document(
-                    f"{source_file.name}:{number}",
-                    _text_field({text_key: text}, text_key, f"{source_file.path}:{number}"),
-                )
+                yield _record_document(source_file, number, {text_key: text}, text_key)
 
 
 def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
@@ -320,11 +298,11 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # a hub, a script or a cache may raise anything
         fix = "check the name, and that the dataset has a train split"
-        raise UserError(field, source, f"cannot be loaded: {error}", fix=fix) from None
+        raise UserError(field, source, f"cannot be loaded: {error}", fix) from None
     for number, row in enumerate(rows, 1):
-        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))
+        yield _record_document(source_file, number, row, text_key)
 
 
 def _unreadable_error(field: str, path: str, error: Exception) -> UserError:
     reason = getattr(error, "strerror", None) or error
-    return UserError(field, path, f"cannot be read: {reason}", fix="check the file and its permissions")
+    return UserError(field, path, f"cannot be read: {reason}", "check the file and its permissions")

@@ -1,8 +1,7 @@
 """Loader that tokenizes during training: TokenLoader's interface, forward only, with exact resume.
 
 Every rank reads and tokenizes all text and keeps its own rows, so that global batches are equal at any number of ranks.
-Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled.
-"""
+Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled."""
 
 from __future__ import annotations
 
@@ -16,26 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.loader import check_resumable, rank_rows, row_name
+from phalanx.data.loader import SequenceCounter, check_resumable, too_few_tokens
 from phalanx.data.packing import Batch, pack_rows
-from phalanx.data.sources import (
-    RECIPE_VERSION,
-    Document,
-    SourceFile,
-    is_held_out,
-    list_source_files,
-    read_documents,
-)
+from phalanx.data.sources import RECIPE_VERSION, Document, SourceFile, is_held_out, list_source_files, read_documents
 from phalanx.data.tokenize import tokenize_documents
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
 CHUNK_CHARACTERS = 250_000
 MAX_SAVED_STATES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StreamPosition:
     """A position in the stream."""
 
@@ -50,15 +41,12 @@ class StreamPosition:
     """Number of sequences already taken from this epoch."""
 
 
-class StreamingLoader:
+class StreamingLoader(SequenceCounter):
     """Sequential access to the share of one rank in every global step, without held-out documents.
 
     `data.held_out_fraction` selects the held-out documents. Tokens at an epoch's end that do not fill a sequence are
-    dropped.
-
-    Raises:
-        UserError: A text that the stream reaches is invalid, or all text together does not fill a sequence.
-    """
+    dropped. Raises UserError if a text that the stream reaches is invalid, or all text together does not fill a
+    sequence."""
 
     def __init__(
         self,
@@ -70,41 +58,33 @@ class StreamingLoader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
+        super().__init__(sequences_per_step, rank, ranks)
         self.data = data
         self.tokenizer = tokenizer
         self.sequence = seq_len
         self.seed = seed
-        self.sequences_per_step = sequences_per_step
-        self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._source_files = list_source_files(data.train)
         self._states: dict[int, dict[str, Any]] = {}
-        self._origin = (0, 0)
         self._seek(0, StreamPosition())
 
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T].
 
-        Raises:
-            ValueError: It is not the next step.
-        """
+        Raises ValueError if it is not the next step."""
         if number != self._next_step:
             raise ValueError(
                 f"step {number} was requested, but a stream can only return its next step, {self._next_step}"
             )
         local_rows = set(self.rows.tolist())
-        rows = [
-            row for i in range(self.sequences_per_step) if (row := self._next_sequence(i in local_rows)) is not None
-        ]
+        sequences = [self._next_sequence(index in local_rows) for index in range(self.sequences_per_step)]
         self._next_step += 1
         self._save_state()
-        return _batch(rows, self.sequence, self.data.mask_documents)
+        return _batch([row for row in sequences if row is not None], self.sequence, self.data.mask_documents)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able).
 
-        Raises:
-            ValueError: The stream has not reached the step, or has passed it long ago.
-        """
+        Raises ValueError if the stream has not reached the step, or has passed it long ago."""
         if step not in self._states:
             raise ValueError(f"step {step} is not one of the stream's saved steps: {sorted(self._states)}")
         return self._states[step]
@@ -112,28 +92,20 @@ class StreamingLoader:
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, without reading earlier files again.
 
-        Raises:
-            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
-        """
+        Raises UserError if the checkpoint has other data, or other lengths or order; steps may be `resized`."""
         check_resumable(self._identity, state, resized)
         cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
         self._seek(int(state["step"]), cursor, int(state["tokens"]))
 
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
-        sequences = steps * self.sequences_per_step
-        for _ in range(sequences):
+        for _ in range(steps * self.sequences_per_step):
             self._next_sequence(False)
-        origin_step, tokens = self._origin
-        self._origin = (origin_step, tokens + sequences * self.sequence)
+        super().skip_steps(steps)
         self._save_state()
 
-    def locate(self, step: int, row: int) -> str:
-        """Return the name of this rank's row `row` of a step, for errors: the row of the global batch."""
-        return row_name(step, int(self.rows[row]))
-
     def _seek(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
-        self._origin = (step, tokens)
+        self.resume_at(step, tokens // self.sequence)
         self._next_step = step
         self._skip = cursor.offset
         self._position = cursor.position
@@ -149,14 +121,9 @@ class StreamingLoader:
         if self._buffer:
             first_piece = self._buffer[0]
             position = StreamPosition(
-                epoch=self._start.epoch,
-                part=first_piece.part,
-                document=first_piece.document,
-                offset=self._skip,
-                position=self._position,
+                self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
             )
-        origin_step, tokens = self._origin
-        tokens += (self._next_step - origin_step) * self.sequences_per_step * self.sequence
+        tokens = self.first_sequence(self._next_step) * self.sequence
         self._states[self._next_step] = {"step": self._next_step, **vars(position), "tokens": tokens, **self._identity}
         self._states.pop(self._next_step - MAX_SAVED_STATES, None)
 
@@ -165,12 +132,26 @@ class StreamingLoader:
         num_tokens = self.sequence + 1
         while self._num_buffered_tokens < num_tokens:
             piece = next(self._pieces, None)
-            if piece is None:
-                self._next_epoch()
-            else:
+            if piece is not None:
                 self._buffer.append(piece)
                 self._num_buffered_tokens += len(piece.ids)
-        row = self._slice_row(num_tokens) if wanted else None
+                continue
+            if not self._position:
+                raise too_few_tokens(self.data.train, self._num_buffered_tokens, self.sequence)
+            self._start = StreamPosition(epoch=self._start.epoch + 1)
+            self._buffer.clear()
+            self._num_buffered_tokens = self._skip = self._position = 0
+            self._pieces = self._read(self._start)
+        row: list[np.ndarray] | None = None
+        if wanted:
+            row = []
+            start = self._skip
+            for piece in self._buffer:
+                row.append(piece.ids[start : start + num_tokens])
+                num_tokens -= len(row[-1])
+                start = 0
+                if not num_tokens:
+                    break
         self._position += 1
         self._num_buffered_tokens -= self.sequence
         self._skip += self.sequence
@@ -178,30 +159,6 @@ class StreamingLoader:
         while self._skip >= len(self._buffer[0].ids):
             self._skip -= len(self._buffer.popleft().ids)
         return row
-
-    def _slice_row(self, num_tokens: int) -> list[np.ndarray]:
-        row = []
-        start = self._skip
-        for piece in self._buffer:
-            row.append(piece.ids[start : start + num_tokens])
-            num_tokens -= len(row[-1])
-            start = 0
-            if not num_tokens:
-                break
-        return row
-
-    def _next_epoch(self) -> None:
-        if not self._position:
-            raise UserError(
-                "data.train",
-                self.data.train,
-                f"has {self._num_buffered_tokens:,} tokens, but a sequence with its target needs {self.sequence + 1:,}",
-                fix="add text, or lower training.seq_len",
-            )
-        self._start = StreamPosition(epoch=self._start.epoch + 1)
-        self._buffer.clear()
-        self._num_buffered_tokens = self._skip = self._position = 0
-        self._pieces = self._read(self._start)
 
     def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """Yield the tokenized documents with end tokens from the cursor to the end of its epoch."""
@@ -248,14 +205,7 @@ def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
     piece_starts = np.cumsum([0, *map(len, pieces)])
     row_starts = np.arange(len(rows)) * (seq_len + 1)
-    return pack_rows(
-        np.concatenate(pieces),
-        piece_starts,
-        np.zeros(len(pieces), np.int64),
-        first=row_starts,
-        seq_len=seq_len,
-        mask=mask,
-    )
+    return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
 
 
 def _fingerprint(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:

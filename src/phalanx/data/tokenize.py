@@ -3,8 +3,7 @@
 `tokenizers` encodes a batch in threads of its own without the interpreter's lock, so one process is sufficient for
 about ten cores. Reading, encoding and writing overlap, and take under 0.1 us per token in addition to encoding.
 
-Why: `docs/design/decisions/encoding-thread.md`.
-"""
+Why: `docs/design/decisions/encoding-thread.md`."""
 
 from __future__ import annotations
 
@@ -42,6 +41,11 @@ class TokenizationCounts:
     text_bytes: int = 0
     """Bytes of the text in UTF-8."""
 
+    def __add__(self, other: TokenizationCounts) -> TokenizationCounts:
+        return TokenizationCounts(
+            self.documents + other.documents, self.tokens + other.tokens, self.text_bytes + other.text_bytes
+        )
+
 
 Progress = Callable[[TokenizationCounts], None]
 
@@ -49,8 +53,7 @@ Progress = Callable[[TokenizationCounts], None]
 def limit_threads(workers: int) -> None:
     """Limit the threads of `tokenizers` (0: one per core).
 
-    The library has no other setting, and reads this one once.
-    """
+    The library has no other setting, and reads this one once."""
     if workers > 0:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
 
@@ -60,10 +63,7 @@ def tokenize_documents(
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Yield each document with its ids, int32 [tokens], without end token.
 
-    Args:
-        documents: Documents, which are yielded in this order.
-        chunk: Characters that are encoded in one batch.
-    """
+    A batch of `chunk` characters is encoded at once."""
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for group in _group_documents(documents, chunk):
         pending.append((group, ENCODE_POOL.submit(_encode_group, group, tokenizer)))
@@ -84,18 +84,9 @@ def write_indexed_pairs(
 ) -> list[TokenizationCounts]:
     """Write every document to one of several pairs; return the counts of each pair.
 
-    A file next to each pair records the tokenizer. After a failure, files at the prefixes are unchanged.
-
-    Args:
-        documents: Documents in the order of the pairs.
-        prefixes: Paths of the pairs without suffix; existing pairs are replaced.
-        choose: Function from a document to the index of its pair.
-        end: True to append the end token to each document.
-        progress: Callback with the counts of all pairs so far, after each document.
-
-    Raises:
-        OSError: The file system failed; the error is raised unchanged.
-    """
+    A file next to each pair records the tokenizer. After a failure, files at the prefixes are unchanged. `choose`
+    returns the index of a document's pair. `progress` gets the counts of all pairs after each document. Errors of the
+    file system are raised unchanged (OSError)."""
     dtype = token_dtype(tokenizer.vocab)
     end_tokens = np.array([tokenizer.end] if end else [], np.int32)
     counts = [TokenizationCounts() for _ in prefixes]
@@ -106,9 +97,11 @@ def write_indexed_pairs(
             for document, ids in tokenize_documents(documents, tokenizer):
                 index = choose(document)
                 writers[index].add(np.concatenate([ids, end_tokens]))
-                counts[index] = _add_document(counts[index], document, ids.size + end_tokens.size)
+                text = document.text
+                text_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+                counts[index] += TokenizationCounts(1, ids.size + end_tokens.size, text_bytes)
                 if progress is not None:
-                    progress(_sum_counts(counts))
+                    progress(sum(counts, start=TokenizationCounts()))
         for prefix in partial_prefixes:
             write_pair_metadata(prefix, tokenizer)
         for suffix in PAIR_SUFFIXES:
@@ -121,30 +114,12 @@ def write_indexed_pairs(
 
 
 def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
-    """Return the error for a failed write.
-
-    Args:
-        field: Field or option that names the path.
-        path: Path under which the write failed.
-        error: Error of the file system.
-    """
+    """Return the error for a failed write under `path`, which `field` or option names."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(field, str(path), "is on a full disk", fix="free space, or use another disk")
+        return UserError(field, str(path), "is on a full disk", "free space, or use another disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(field, str(path), "is not writable", fix="use a writable directory")
-    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", fix="use another directory")
-
-
-def _add_document(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:
-    text = document.text
-    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    return TokenizationCounts(counts.documents + 1, counts.tokens + tokens, counts.text_bytes + size)
-
-
-def _sum_counts(counts: Sequence[TokenizationCounts]) -> TokenizationCounts:
-    return TokenizationCounts(
-        *(sum(getattr(c, name) for c in counts) for name in ("documents", "tokens", "text_bytes"))
-    )
+        return UserError(field, str(path), "is not writable", "use a writable directory")
+    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "use another directory")
 
 
 def _group_documents(documents: Iterable[Document], chunk: int) -> Iterator[list[Document]]:
@@ -173,8 +148,7 @@ def _encode_group(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
 def split_text(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
     """Split a long text into pieces of about `size` characters, at the end of a line or else a word.
 
-    One text is encoded by one thread, in a hundred times its size of memory, which is too much for a large corpus.
-    """
+    One text is encoded by one thread, in a hundred times its size of memory, which is too much for a large corpus."""
     pieces = []
     start = 0
     while len(text) - start > size:

@@ -40,19 +40,16 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, int32 [tokens], without end token.
 
-        Special tokens in the text are encoded as plain text.
-        """
+        Special tokens in the text are encoded as plain text."""
         if self.model is None:
-            return [np.frombuffer(_utf8(text), np.uint8).astype(np.int32) for text in texts]
+            encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
+            return [np.frombuffer(raw, np.uint8).astype(np.int32) for raw in encoded]
         clean = [text if text.isascii() else _without_surrogates(text) for text in texts]
         encodings = self.model.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of some ids, without the end token.
-
-        Bytes that are not valid UTF-8 become U+FFFD.
-        """
+        """Return the text of some ids, without the end token. Bytes that are not valid UTF-8 become U+FFFD."""
         text_ids = [int(i) for i in ids if int(i) != self.end]
         if self.model is not None:
             return str(self.model.decode(text_ids, skip_special_tokens=False))
@@ -100,20 +97,25 @@ class Tokenizer:
 def byte_tokenizer() -> Tokenizer:
     """Return the byte tokenizer: ids 0..255 are the bytes of UTF-8, 256 is the end of text.
 
-    Every text survives the round trip.
-    """
+    Every text survives the round trip."""
     return Tokenizer(vocab=BYTES_VOCAB, end=BYTES_VOCAB - 1)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json (or the directory that contains one), ours or Hugging Face's.
 
-    Raises:
-        UserError: The file is missing, is not a tokenizer, or has no known end-of-text token.
-    """
+    Raises UserError if the file is missing, is not a tokenizer, or has no known end-of-text token."""
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    text = _read_file(file, str(path))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(FIELD, str(path), "no such file", 'use a tokenizer.json, "bpe" or "bytes"') from None
+    except UnicodeDecodeError:
+        raise _invalid_tokenizer_error(path, "is not UTF-8 text") from None
+    except OSError as error:
+        fix = "check the permissions of this file"
+        raise UserError(FIELD, str(path), f"cannot be read: {error.strerror}", fix) from None
     try:
         table = parse_json(text)
     except ValueError:
@@ -142,24 +144,21 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab` ids, the first of them <|endoftext|>.
 
     The same texts give the same ids. The text is limited to 64 million characters; training uses a million of them, in
-    pieces at even intervals.
-
-    Raises:
-        UserError: The text is empty.
-    """
+    pieces at even intervals. Raises UserError if the text is empty."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Model
 
     sample = _sample_texts(texts)
     if not any(sample):
-        raise UserError("data.train", None, "has no text to train a tokenizer on", fix="use files that contain text")
+        raise UserError("data.train", None, "has no text to train a tokenizer on", "use files that contain text")
     model = Model(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     model.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator(sample, trainer)
     return _wrap_model(model, "bpe")
@@ -185,9 +184,8 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
     vocabulary = model.get_vocab()
     end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None)
     if end is None:
-        raise UserError(
-            FIELD, name, "has no end-of-text token", fix=f"add one of {', '.join(END_TOKENS)} as a special token"
-        )
+        fix = f"add one of {', '.join(END_TOKENS)} as a special token"
+        raise UserError(FIELD, name, "has no end-of-text token", fix)
     # A document that contains the text <|endoftext|> must not end there.
     model.encode_special_tokens = True
     model.no_padding()
@@ -195,25 +193,8 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
     return Tokenizer(vocab=max(vocabulary.values()) + 1, end=end, model=model)
 
 
-def _read_file(file: Path, name: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(FIELD, name, "no such file", fix='use a tokenizer.json, "bpe" or "bytes"') from None
-    except UnicodeDecodeError:
-        raise _invalid_tokenizer_error(name, "is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(
-            FIELD, name, f"cannot be read: {error.strerror}", fix="check the permissions of this file"
-        ) from None
-
-
 def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
-    return UserError(FIELD, str(path), problem, fix="use a tokenizer.json that Hugging Face `tokenizers` has saved")
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    return UserError(FIELD, str(path), problem, "use a tokenizer.json that Hugging Face `tokenizers` has saved")
 
 
 def _without_surrogates(text: str) -> str:

@@ -33,9 +33,7 @@ flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if
 
 
 class Documents(NamedTuple):
-    """The documents of a batch.
-
-    The data loader counts them: counting on the device would block the host."""
+    """The documents of a batch. The data loader counts them: counting on the device would block the host."""
 
     starts: Tensor
     """For each token, [B, T], the index in its row at which its document starts."""
@@ -46,26 +44,14 @@ class Documents(NamedTuple):
 
     @classmethod
     def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
-        """Return one document per row.
-
-        Args:
-            rows: Rows of the batch, B.
-            row_tokens: Tokens of a row, T.
-            device: Device of the tensors.
-        """
+        """Return one document per row of a batch of [rows, row_tokens]."""
         starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens
         return cls(starts, bounds, range(0, rows * row_tokens + 1, row_tokens))
 
     @classmethod
     def single_tokens_first(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
-        """Return two documents per row, of one token and of the others.
-
-        Args:
-            rows: Rows of the batch, B.
-            row_tokens: Tokens of a row, T.
-            device: Device of the tensors.
-        """
+        """Return two documents per row of [rows, row_tokens], of one token and of the others."""
         starts = torch.ones(rows, row_tokens, dtype=torch.int32, device=device)
         starts[:, 0] = 0
         host_bounds = [row * row_tokens + first for row in range(rows) for first in (0, 1)] + [rows * row_tokens]
@@ -86,23 +72,19 @@ class Attention(nn.Module):
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         query = spec.num_heads * spec.head_dim
         value = spec.num_kv_heads * spec.head_dim
-        self.wq = ProductLinear(spec.hidden_size, query, bias=spec.bias)
-        self.wk = ProductLinear(spec.hidden_size, value, bias=spec.bias)
-        self.wv = ProductLinear(spec.hidden_size, value, bias=spec.bias)
-        self.wo = ProductLinear(query, spec.hidden_size, bias=spec.bias)
+        self.wq = ProductLinear(spec.hidden_size, query, spec.bias)
+        self.wk = ProductLinear(spec.hidden_size, value, spec.bias)
+        self.wv = ProductLinear(spec.hidden_size, value, spec.bias)
+        self.wo = ProductLinear(query, spec.hidden_size, spec.bias)
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
             self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
-        """Return the output of the layer, [B, T, D].
+        """Return the output of the layer, [B, T, D], for a normalized input.
 
-        Args:
-            x_BTD: Input, already normalized.
-            rotary: Table of `rotary_table` for the positions of the tokens; None for learned positions.
-            mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
-        """
+        Learned positions have no `rotary` table. Without a `mask`, all earlier tokens of the row are visible."""
         q, k, v = self.project_in(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -135,22 +117,17 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
 
-        Args:
-            q_BTHK: Queries.
-            k_BTHK: Keys, of as many heads as queries or a divisor of their number.
-            v_BTHK: Values, of as many heads as keys; their dtype is that of the products.
-            mask: Result of `attention_mask`; None if every row is one document.
-            window: Keys that a query sees at most, itself included; None if it sees all.
-            sinks_H: Logit of each head in the softmax's denominator.
-        """
+        The number of query heads is a multiple of that of keys and values, whose dtype is that of the products. Without
+        a `mask`, every row is one document. A query sees at most `window` keys, itself included. `sinks_H` are logits
+        in the softmax's denominator."""
         q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
         window = None if window is None or window >= q_BTHK.shape[1] else window
         if mask is None and (window is not None or sinks_H is not None):
             mask = _row_bounds(q_BTHK)
         if mask is not None and mask.ndim == 1:
-            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
+            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)
         if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
-            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
+            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask is not None:
             # On CUDA flash supports no mask, and the efficient kernel no groups.
@@ -177,16 +154,8 @@ def attention_mask(
     """Return the mask argument of attention.
 
     It is the bounds of the documents if there is a kernel for them. Otherwise it is their dense mask, or for
-    FlexAttention their starts.
-
-    Args:
-        documents: Documents of the batch.
-        dtype: Dtype in which attention computes.
-        head_dim: Head width, K.
-        window: Rows are longer than the window of some layers.
-        sinks: Attention has sinks.
-    """
-    backend = _backend(documents.bounds.device, dtype, head_dim=head_dim, window=window, sinks=sinks)
+    FlexAttention their starts. `window`: rows are longer than the window of some layers."""
+    backend = _backend(documents.bounds.device, dtype, head_dim, window, sinks)
     if backend == AttentionBackend.FLEX:
         return documents.starts
     return document_mask(documents.starts) if backend == AttentionBackend.SDPA_MASKED else documents.bounds
@@ -194,13 +163,9 @@ def attention_mask(
 
 def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool) -> AttentionBackend:
     """Return the kernel for documents, of which every row may be one."""
+    half = dtype in (torch.bfloat16, torch.float16)
     return choose_backend(
-        device.type,
-        half_precision=dtype in (torch.bfloat16, torch.float16),
-        head_dim=head_dim,
-        documents=True,
-        window=window,
-        sinks=sinks,
+        device.type, half_precision=half, head_dim=head_dim, documents=True, window=window, sinks=sinks
     )
 
 
@@ -220,14 +185,8 @@ def document_mask(starts_BT: Tensor) -> Tensor:
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether flash attention runs on CUDA.
-
-    Args:
-        device: Device that computes.
-        dtype: Dtype in which attention computes.
-        head_dim: Head width, K.
-    """
-    return _backend(device, dtype, head_dim=head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
+    """Return whether flash attention runs on CUDA."""
+    return _backend(device, dtype, head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
 
 
 def attend_within_documents(
@@ -241,22 +200,14 @@ def attend_within_documents(
     """Return causal attention, [B, T, H, K], within consecutive documents.
 
     On an H100 it takes 3.5 ms where a dense mask takes 62 (16,384 tokens in rows of 8,192,
-    docs/results/benchmarks/gpu-attention.md).
-
-    Args:
-        q_BTHK: Queries.
-        k_BTHK: Keys, of as many heads as queries or a divisor of their number.
-        v_BTHK: Values, of as many heads as keys.
-        bounds: Bounds of the documents in the B x T tokens, as in `Documents`.
-        window: Keys that a query sees at most, itself included; None if it sees all of its document.
-        sinks_H: Logit of each head in the softmax's denominator.
-    """
+    docs/results/benchmarks/gpu-attention.md). Arguments are those of `Attention.attend`, and the `bounds` of
+    `Documents`."""
     packed = (q_BTHK.flatten(0, 1), k_BTHK.flatten(0, 1), v_BTHK.flatten(0, 1))
     if q_BTHK.device.type == "cpu":
         return attend_on_cpu(*packed, sinks_H, bounds, window).view_as(q_BTHK)
     row = q_BTHK.shape[1]  # no document is longer
     earlier_keys = -1 if window is None else window - 1
     if sinks_H is not None:
-        return attend_varlen_with_sinks(*packed, sinks_H, bounds, row, earlier_keys=earlier_keys).view_as(q_BTHK)
+        return attend_varlen_with_sinks(*packed, sinks_H, bounds, row, earlier_keys).view_as(q_BTHK)
     out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(earlier_keys, 0))
     return out.view_as(q_BTHK)

@@ -18,15 +18,9 @@ FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """Correct the output and the log-sum-exp of attention in place.
+    """Correct the output [..., K] and the log-sum-exp [...] (at least fp32) of attention in place; no-op without sinks.
 
-    No-op without sinks.
-
-    Args:
-        out: Output without sinks, [..., K].
-        lse: Log-sum-exp of the scores, at least fp32, [...].
-        sinks: Logit of each head, broadcast to `lse`.
-    """
+    `sinks` are the logits of the heads, broadcast to `lse`."""
     if sinks is None:
         return
     corrected_lse = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -35,14 +29,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
 
 
 def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of the sinks; None without sinks.
-
-    Args:
-        gradient: Gradient of `out`.
-        out: Corrected output of attention, [..., K].
-        lse: Corrected log-sum-exp, [...].
-        sinks: Logit of each head, broadcast to `lse`.
-    """
+    """Return the gradient of the sinks; None without sinks. `out` and `lse` are corrected by `add_sinks`."""
     if sinks is None:
         return None
     weight = (sinks.to(lse.dtype) - lse).exp_()
@@ -54,15 +41,9 @@ def attend_varlen_with_sinks(
 ) -> Tensor:
     """Return flash attention within documents on CUDA, [N, H, K]; `varlen_attn` has no gradients of the log-sum-exp.
 
-    Args:
-        q: Queries, [N, H, K].
-        k: Keys, of as many heads as queries or a divisor of their number.
-        v: Values, like the keys.
-        sinks: Logit of each head, [H].
-        bounds: Bounds of the documents, as in `attention.Documents`.
-        row: Maximum length of a document.
-        earlier_keys: Number of earlier keys that a query sees; -1 if it sees all.
-    """
+    Queries are [N, H, K], and the number of their heads is a multiple of that of keys and values; `sinks` are [H].
+    `bounds` are those of `attention.Documents`, `row` the maximum length of a document. A query sees `earlier_keys`
+    earlier keys, or all (-1)."""
     return cast(Tensor, _VarlenWithSinks.apply(q, k, v, sinks, bounds, row, earlier_keys))
 
 
@@ -85,4 +66,4 @@ class _VarlenWithSinks(torch.autograd.Function):
         gradient = gradient.contiguous()
         operands = (gradient, *attention, lse_HN, bounds, bounds)
         grads = FLASH_BACKWARD(*operands, *ctx.documents, state, unused, **ctx.limits)
-        return *grads, sinks_gradient(gradient, attention[-1], lse_HN.T, sinks=sinks), None, None, None
+        return *grads, sinks_gradient(gradient, attention[-1], lse_HN.T, sinks), None, None, None

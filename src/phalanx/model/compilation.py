@@ -19,26 +19,20 @@ from phalanx.model.rotary import RotaryTable, apply_rotary
 def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
     """Compile blocks of a transformer in place.
 
-    Args:
-        whole: Compile each block to one graph, which its collectives or split backward passes would break. Otherwise
-            only rotary embeddings and activations are compiled: the elementwise functions that are not yet one kernel.
-    """
+    A `whole` block is compiled to one graph, which its collectives or split backward passes would break. Otherwise only
+    rotary embeddings and activations are compiled: the elementwise functions that are not yet one kernel."""
     # By default the compiler saves what a matrix product of the backward pass reads, such as the output of a SwiGLU.
     # Its inputs are saved anyway, and eager blocks recompute it: `docs/design/decisions/recomputed-activations.md`.
     torch._functorch.config.ban_recompute_materialized_backward = False
     for block in blocks:
         if whole:
             block.compile()
-        else:
-            _compile_elementwise(block)
-
-
-def _compile_elementwise(block: nn.Module) -> None:
-    for part in block.modules():
-        if isinstance(part, Attention):
-            part.rotate = _compiled_rotary()
-        elif isinstance(part, MLP | Experts):
-            part.activation = compiled_activation(part.activation)
+            continue
+        for part in block.modules():
+            if isinstance(part, Attention):
+                part.rotate = _compiled_rotary()
+            elif isinstance(part, MLP | Experts):
+                part.activation = compiled_activation(part.activation)
 
 
 @cache

@@ -24,16 +24,7 @@ MIN_WINDOW_BLOCK = 128
 def attend_on_cpu(
     q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, sinks_H: Tensor | None, bounds: Tensor, window: int | None
 ) -> Tensor:
-    """Return causal attention within documents, [N, H, K].
-
-    Args:
-        q_NHK: Queries.
-        k_NHK: Keys, of as many heads as queries or a divisor of their number.
-        v_NHK: Values, of as many heads as keys.
-        sinks_H: Logit of each head in the softmax's denominator.
-        bounds: Bounds of the documents, as in `attention.Documents`.
-        window: Keys that a query sees at most, itself included; None if it sees all of its document.
-    """
+    """Return causal attention within documents, [N, H, K]; arguments as in `attention.attend_within_documents`."""
     blocks = list(_window_blocks(bounds.tolist(), window))
     return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, sinks_H, blocks, window))
 
@@ -41,12 +32,7 @@ def attend_on_cpu(
 def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
     """Yield consecutive queries of one document, and the keys that some of them see.
 
-    The first queries of a document see all earlier keys. Later blocks of n queries have n + window - 1 keys.
-
-    Args:
-        bounds: Bounds of the documents.
-        window: Keys that a query sees at most; None if it sees all of its document.
-    """
+    The first queries of a document see all earlier keys. Later blocks of n queries have n + window - 1 keys."""
     for start, end in pairwise(bounds):
         if window is None or end - start <= window:
             yield slice(start, end), slice(start, end)
@@ -59,14 +45,7 @@ def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slic
 
 
 def _window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
-    """Return the additive mask of a block of `_window_blocks`; None if queries see all earlier keys.
-
-    Args:
-        queries: Queries of the block.
-        keys: Keys of the block.
-        window: Keys that a query sees at most; None if it sees all.
-        like: Tensor of the mask's dtype.
-    """
+    """Return the additive mask of a block of `_window_blocks`; None if queries see all earlier keys."""
     if window is None or queries.stop - keys.start <= window:
         return None
     ends = (torch.arange(x.start, x.stop) for x in (queries, keys))
@@ -123,7 +102,7 @@ class _AttentionByDocument(torch.autograd.Function):
                     grad[block] = part[0].transpose(0, 1)
                 else:
                     grad[block] += part[0].transpose(0, 1)
-        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks=sinks_H), None, None
+        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks_H), None, None
 
 
 def _as_batch(x_tHK: Tensor) -> Tensor:

@@ -16,23 +16,11 @@ def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weight
     """Return initial weights by name for a larger vocabulary.
 
     Rows of new tokens are the mean of the source rows, which leaves the probabilities of the source tokens nearly
-    unchanged (nlp.stanford.edu/~johnhew/vocab-expansion.html).
-
-    Args:
-        weights: Weights for the source vocabulary.
-        source_vocab: Number of tokens that `weights` have.
-        vocab: Number of tokens of the result.
-
-    Raises:
-        UserError: `vocab` is less than `source_vocab`.
+    unchanged (nlp.stanford.edu/~johnhew/vocab-expansion.html). Raises UserError if `vocab` is less than `source_vocab`.
     """
-    require(
-        vocab >= source_vocab,
-        "model.vocab_size",
-        vocab,
-        problem=f"is less than the {source_vocab} tokens of model.from_hf",
-        fix=f"set model.vocab_size to at least {source_vocab}, or remove it",
-    )
+    problem = f"is less than the {source_vocab} tokens of model.from_hf"
+    fix = f"set model.vocab_size to at least {source_vocab}, or remove it"
+    require(vocab >= source_vocab, "model.vocab_size", vocab, problem, fix)
     if vocab == source_vocab:
         return weights
 

@@ -21,16 +21,9 @@ def attend_with_flex(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention, [B, T, H, K].
+    """Return causal attention, [B, T, H, K]; arguments as in `Attention.attend`.
 
-    Args:
-        q_BTHK: Queries.
-        k_BTHK: Keys, of as many heads as queries or a divisor of their number.
-        v_BTHK: Values, of as many heads as keys.
-        starts_BT: Start of each token's document in its row; None if every row is one document.
-        window: Keys that a query sees at most, itself included; None if it sees all.
-        sinks_H: Logit of each head in the softmax's denominator.
-    """
+    `starts_BT` is the start of each token's document in its row; None if every row is one document."""
 
     def is_visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = key <= query
@@ -40,16 +33,9 @@ def attend_with_flex(
 
     # Triton has no products in fp64.
     compiled = q_BTHK.device.type == "cuda" and q_BTHK.dtype != torch.float64
-    rows, tokens = q_BTHK.shape[:2]
-    mask = create_block_mask(
-        is_visible,
-        B=None if starts_BT is None else rows,
-        H=None,
-        Q_LEN=tokens,
-        KV_LEN=tokens,
-        device=q_BTHK.device,
-        _compile=compiled,
-    )
+    rows = None if starts_BT is None else len(q_BTHK)
+    tokens = q_BTHK.shape[1]
+    mask = create_block_mask(is_visible, rows, None, tokens, tokens, device=q_BTHK.device, _compile=compiled)
     out, auxiliary = _flex_attention(compiled)(
         *(x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK)),
         block_mask=mask,

@@ -9,8 +9,7 @@ which both operands would need a second cast.
 Operands are cast when they are multiplied, and saved for the backward pass as they were. GPUs multiply in float8. CPUs
 have no such product and multiply the numbers that the casts represent, which are exact in bf16.
 
-Why: `docs/design/decisions/fp8-products.md`.
-"""
+Why: `docs/design/decisions/fp8-products.md`."""
 
 from __future__ import annotations
 
@@ -36,13 +35,9 @@ MIN_EXPONENT = 9
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, with both operands of the product in float8.
+    """Return x W^T + b for rows [..., I], with both operands of the product in float8.
 
-    Args:
-        x: Rows, [..., I].
-        weight: W, [O, I], in the dtype of the rows. I and O are multiples of 16.
-        bias: Added to the product, [O].
-    """
+    W, [O, I], has the dtype of the rows. I and O are multiples of 16."""
     rows = cast_rows(x.flatten(0, -2))
     columns = cast_rows(weight)
     if not x.is_cuda:
@@ -59,13 +54,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fp8_grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return `grouped_linear`, with both operands of the product in float8.
-
-    Args:
-        x_NI: Rows, sorted by expert.
-        weight_EOI: Weight of each expert, in the dtype of the rows. I and O are multiples of 16.
-        offsets_E: End of each expert's rows.
-    """
+    """Return `grouped_linear`, with both operands of the product in float8. I and O are multiples of 16."""
     rows = cast_rows(x_NI)
     columns = cast_rows(weight_EOI)
     if not x_NI.is_cuda:

@@ -20,12 +20,8 @@ def to_host_lists(counts: Tensor, total: int) -> Counts:
     """Return the rows of an integer matrix [K, n] as lists.
 
     The host waits for the device, once for all rows. A recomputation under `checkpoint_with_saved_counts` does not
-    wait: it uses the counts of the forward pass.
-
-    Args:
-        counts: Matrix of counts; without values in a traced step.
-        total: Sum of each row if experts are balanced.
-    """
+    wait: it uses the counts of the forward pass. A traced step has no values; then each row sums to `total`, as if
+    experts were balanced."""
     saved = _saved_counts.get()
     if isinstance(saved, Iterator):
         return next(saved)

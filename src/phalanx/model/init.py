@@ -2,8 +2,7 @@
 
 They do not depend on the layout, and a rank draws only its own rows.
 
-Why: `docs/design/decisions/initial-weights.md`.
-"""
+Why: `docs/design/decisions/initial-weights.md`."""
 
 from __future__ import annotations
 
@@ -32,31 +31,19 @@ class DrawnWeights:
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """Return a full parameter."""
-        return initial_weight(self.spec, name, shape, seed=self.seed)
+        return initial_weight(self.spec, name, shape, self.seed)
 
     def draw(self, name: str, shape: torch.Size, rows: range) -> Tensor:
-        """Return a parameter with only the given rows initialized (`initial_weight`).
-
-        Args:
-            name: Name of the parameter.
-            shape: Full shape of the parameter.
-            rows: Rows to draw; other rows are uninitialized.
-        """
-        return initial_weight(self.spec, name, shape, seed=self.seed, rows=rows)
+        """Return a parameter of the full shape with only the given rows initialized (`initial_weight`)."""
+        return initial_weight(self.spec, name, shape, self.seed, rows)
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, rows: range | None = None) -> Tensor:
     """Return the initial value of one parameter, fp32 on the CPU.
 
     Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895). Those that write into the
-    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases and sinks 0.
-
-    Args:
-        spec: Model of the parameter.
-        name: Name of the parameter.
-        shape: Full shape of the parameter.
-        rows: Rows to draw; None: all. Other rows are uninitialized and use no memory.
-    """
+    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases and sinks 0. With `rows`, other rows are
+    uninitialized and use no memory."""
     if name.endswith(("bias", "sinks")):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -76,9 +63,6 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
 def named_generator(seed: int, name: str, block: int = 0) -> torch.Generator:
     """Return a CPU generator that depends on its arguments only.
 
-    Args:
-        name: Purpose of the random numbers, such as the name of a parameter.
-        block: Index of a block of the name's values, which ranks draw independently.
-    """
+    Ranks draw the blocks of a name's values independently."""
     # torch's CPU generator uses 32 bits of a seed, so seed, name and block must share them.
     return torch.Generator().manual_seed((zlib.crc32(f"{seed} {name}".encode()) + block) % 2**32)

@@ -44,8 +44,8 @@ class GELUMLP(MLP):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = ProductLinear(spec.hidden_size, spec.ffn_hidden_size, bias=spec.bias)
-        self.down = ProductLinear(spec.ffn_hidden_size, spec.hidden_size, bias=spec.bias)
+        self.up = ProductLinear(spec.hidden_size, spec.ffn_hidden_size, spec.bias)
+        self.down = ProductLinear(spec.ffn_hidden_size, spec.hidden_size, spec.bias)
         self.activation = gelu("tanh" if spec.activation == "gelu_tanh" else "none")
 
     def project_in(self, x: Tensor) -> tuple[Tensor, ...]:

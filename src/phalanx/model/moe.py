@@ -3,8 +3,7 @@
 It is dropless unless a capacity is set. Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token,
 F inner width of an expert.
 
-Why: `docs/design/decisions/balance-loss-per-sequence.md`.
-"""
+Why: `docs/design/decisions/balance-loss-per-sequence.md`."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class Router(nn.Module):
         if dropped is not None:
             weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.num_experts)
         probs = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
-        balance = balance_loss(self.moe, probs, load_BE, relief_E=self.relief)
+        balance = balance_loss(self.moe, probs, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
 
     def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,11 +103,8 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
     by_expert, order = chosen.sort(dim=1, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(moe.num_experts, device=chosen.device).repeat(len(chosen), 1))
     position = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
-    return (
-        torch.empty_like(chosen, dtype=torch.bool)
-        .scatter_(1, order, position < expert_capacity(moe, chosen.shape[1]))
-        .view_as(chosen_BTk)
-    )
+    is_within = position < expert_capacity(moe, chosen.shape[1])
+    return torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, is_within).view_as(chosen_BTk)
 
 
 def expert_capacity(moe: MoESpec, choices: int) -> int:
@@ -121,14 +117,8 @@ def balance_loss(moe: MoESpec, probs_BTE: Tensor, load_BE: Tensor, relief_E: Ten
     """Return a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the number of tokens.
 
     f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if balanced.
-    With `relief_E`, r_i f_i replaces f_i.
-
-    Args:
-        moe: Coefficient a, and the scope of the balance.
-        probs_BTE: Router probabilities. If they are of some tokens only, the result is the part of these tokens.
-        load_BE: Counts of choices over full sequences.
-        relief_E: Factors r_i.
-    """
+    With `relief_E`, r_i f_i replaces f_i. If the probabilities are of some tokens only, the result is the part of these
+    tokens; `load_BE` counts the choices over full sequences."""
     if moe.balance_loss_scope == "micro_batch":
         probs_BTE, load_BE = probs_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
     fraction_BE = load_BE / load_BE.sum(1, keepdim=True)
@@ -181,13 +171,7 @@ class GroupedProduct(Product):
     """End of each expert's rows; in host memory without a grouped product."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product, [N, O].
-
-        Args:
-            x: Rows, sorted by expert.
-            weight: Weight of each expert.
-            bias: None: experts have no biases.
-        """
+        """Return the product with rows sorted by expert, [N, O]."""
         return self.linear(x, weight, self.offsets)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
@@ -206,12 +190,11 @@ class GroupedProduct(Product):
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     """Return each expert's rows times its transposed weight: [N, O].
 
-    Args:
-        x_NI: Rows, sorted by expert.
-        weight_EOI: Weight of each expert, in the dtype of the rows.
-        offsets_E: End of each expert's rows.
-    """
-    return (_grouped_mm if supports_grouped_mm(x_NI, weight_EOI) else _looped_mm)(x_NI, weight_EOI, offsets_E)
+    Rows are sorted by expert; `offsets_E` are the ends of each expert's rows. All dtypes are equal."""
+    if supports_grouped_mm(x_NI, weight_EOI):
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
+    sizes = rows_per_expert(offsets_E, len(x_NI))
+    return torch.cat([F.linear(rows, w) for rows, w in zip(x_NI.split(sizes), weight_EOI, strict=True)])
 
 
 def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
@@ -223,15 +206,6 @@ def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     dtypes = (torch.bfloat16, torch.float32) if has_fp32 else (torch.bfloat16,)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
-
-
-def _grouped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
-
-
-def _looped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    sizes = rows_per_expert(offsets_E, len(x))
-    return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
 
 
 def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
@@ -247,11 +221,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(spec, moe)
         self.experts = Experts(spec, moe)
-        self.shared = (
-            SwiGLUMLP(spec.hidden_size, moe.expert_ffn_size * moe.num_shared_experts)
-            if moe.num_shared_experts
-            else None
-        )
+        shared_width = moe.expert_ffn_size * moe.num_shared_experts
+        self.shared = SwiGLUMLP(spec.hidden_size, shared_width) if shared_width else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""
@@ -264,11 +235,7 @@ class MoE(nn.Module):
     def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token, [B, T, D].
 
-        Args:
-            x_BTD: Input of the layer.
-            weights_BTk: Weight of each choice; 0 for a dropped one.
-            chosen_BTk: Expert of each choice; E for a dropped one.
-        """
+        A dropped choice has weight 0 and expert E."""
         moe = self.router.moe
         order, counts_E = sort_by_expert(chosen_BTk, moe.num_experts)
         num_rows = max_expert_rows(moe, chosen_BTk)
@@ -298,22 +265,15 @@ def max_expert_rows(moe: MoESpec, chosen_BTk: Tensor) -> int:
 def rows_of_choices(x_BTD: Tensor, order: Tensor, top_k: int) -> Tensor:
     """Return the row of each choice's token, [choices, D].
 
-    Args:
-        x_BTD: Tokens.
-        order: Indices of choices among all B x T x k, such as a part of `sort_by_expert`'s order.
-        top_k: Choices per token, k.
-    """
+    `order` has indices of choices among all B x T x k, such as a part of `sort_by_expert`'s order."""
     return x_BTD.flatten(0, 1)[order // top_k]
 
 
 def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
     """Return the weighted sum of each token's expert outputs, [N, D].
 
-    Args:
-        y: Outputs of the experts for the first choices of `order`, [rows, D]; dropped choices have none.
-        order: Indices of the N x k choices in the order of `sort_by_expert`.
-        weights_BTk: Weight of each choice.
-    """
+    `y` has the outputs for the first choices of `order`, [rows, D]; dropped choices have none. `order` has the N x k
+    choices in the order of `sort_by_expert`."""
     if len(y) < len(order):
         y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))

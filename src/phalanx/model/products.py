@@ -4,8 +4,7 @@ The input of an MLP's last product is an elementwise function of the outputs of 
 is cheap to compute, so only the outputs of the first products are saved: two numbers per inner unit of a SwiGLU instead
 of the four that PyTorch's operations save.
 
-Why: `docs/design/decisions/recomputed-activations.md`.
-"""
+Why: `docs/design/decisions/recomputed-activations.md`."""
 
 from __future__ import annotations
 
@@ -88,11 +87,7 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
-IDENTITY = Activation(
-    forward=lambda x: x,
-    forward_and_vjp=lambda x: (x, lambda gradient: (gradient,)),
-    vjp=lambda gradient, x: (gradient,),
-)
+IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
 SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_forward_and_vjp, _swiglu_vjp)
 """silu(gate) x up (GLU variants, arXiv 2002.05202)."""
 
@@ -153,8 +148,7 @@ def activated_product(
 ) -> Tensor:
     """Return activation(inputs) W^T + b, in the dtype of autocast if it is enabled.
 
-    The inputs of the activation, which have one shape, are saved for the backward pass.
-    """
+    The inputs of the activation, which have one shape, are saved for the backward pass."""
     weight, *operands = autocast_operands(weight, *inputs)
     if bias is not None:
         (bias,) = autocast_operands(bias)

@@ -17,14 +17,8 @@ RotaryTable = tuple[Tensor, Tensor]
 def frequencies(rope: RopeSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
     """Return the angle per token of each pair of channels, [J] fp64.
 
-    The angle is theta**(-2j/K), scaled by `rope.scaling`.
-
-    Args:
-        rope: Base theta and the variant.
-        head_dim: Head width, K.
-        device: Device that computes; None for the CPU. A copy from the CPU would make the host wait for a GPU in every
-            forward pass.
-    """
+    The angle is theta**(-2j/K), scaled by `rope.scaling`. Without `device` the CPU computes; a copy from there would
+    make the host wait for a GPU in every forward pass."""
     base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
         return base_J / rope.factor
@@ -59,14 +53,8 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
     """Return the cosine of each channel's angle, and the sine that multiplies its partner, [..., T, 1, K] each.
 
-    Angles are computed in fp64: in fp32 a position of 100,000 has an error of a hundredth of a radian.
-
-    Args:
-        rope: Base theta and the variant.
-        head_dim: Head width, K.
-        positions: Positions of the tokens in their documents, [..., T].
-        dtype: Dtype of the result.
-    """
+    Angles are computed in fp64: in fp32 a position of 100,000 has an error of a hundredth of a radian. Positions, [...,
+    T], are those of tokens in their documents."""
     angle = positions[..., None].double() * frequencies(rope, head_dim, positions.device)
     angle = torch.cat((-angle, angle), dim=-1)[..., None, :]
     # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.

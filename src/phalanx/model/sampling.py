@@ -22,35 +22,22 @@ def stream_tokens(
 ) -> Iterator[int]:
     """Yield an endless stream of next tokens, with one forward pass per requested token.
 
-    Args:
-        model: Returns logits [1, T, V], or also an auxiliary loss, like Transformer.forward.
-        tokens_T: Prompt of at least one token.
-        temperature: 0 selects the most likely token.
-        top_k: Number of most likely tokens to sample from; 0 samples from all.
-        generator: Random generator; tokens are sampled on its device, or on the CPU without one.
-        context: Maximum number of last tokens that the model sees; None: all.
-        vocab: Number of tokens of the tokenizer; the model may have more, which are not sampled.
-    """
+    Arguments are those of `generate`; the model may also return logits alone."""
     device = torch.device("cpu") if generator is None else generator.device
     while True:
         seen_T = tokens_T if context is None else tokens_T[-context:]
         with torch.no_grad():
             output = model(seen_T[None])
             logits_1TV = output[0] if isinstance(output, tuple) else output
-        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator=generator)
+        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token
 
 
 def sample_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
-    """Return a token sampled from softmax(logits / temperature) over the most likely tokens.
+    """Return a token sampled from softmax(logits / temperature) over the `top_k` most likely tokens.
 
-    Args:
-        logits_V: Logits of the next token.
-        temperature: Temperature; 0 for the most likely token.
-        top_k: Number of most likely tokens to sample from; 0 for all.
-        generator: Generator on the device of the logits; None for torch's default generator.
-    """
+    Temperature 0 takes the most likely token, `top_k` 0 samples from all. None is torch's default generator."""
     if temperature == 0:
         return int(logits_V.argmax())
     vocab = len(logits_V)
@@ -93,14 +80,8 @@ def generate(
         >>> prompt = torch.tensor(tokenizer.encode_batch(["def "])[0])
         >>> ids = phalanx.generate(model, prompt, 5, temperature=0.8, top_k=50, vocab=tokenizer.vocab)
         >>> len(ids) - len(prompt), tokenizer.decode(ids[: len(prompt)].tolist())
-        (5, 'def ')
-    """
-    new_tokens = list(
-        islice(
-            stream_tokens(model, tokens_T, temperature, top_k=top_k, generator=generator, context=context, vocab=vocab),
-            count,
-        )
-    )
+        (5, 'def ')"""
+    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context, vocab), count))
     if eos_id in new_tokens:
         stop = new_tokens.index(eos_id)
         new_tokens[stop:] = [eos_id] * (count - stop)

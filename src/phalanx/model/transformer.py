@@ -35,11 +35,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
-        Args:
-            x_BTD: Output of the previous block, or the embedding.
-            rotary: Table of `rotary_table` for the positions of the tokens; None for learned positions.
-            mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
-        """
+        Arguments are those of `Attention.forward`."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
@@ -66,12 +62,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the logits [B, T, V] of each next token, and the auxiliary loss summed over layers and tokens.
 
-        Args:
-            tokens_BT: Token ids.
-            documents: Documents, which do not attend to each other, and each of which counts its positions from 0.
-                None: every row is one document.
-            head: Function whose result is returned in place of the logits.
-        """
+        Documents do not attend to each other, and each counts its positions from 0. Without them, every row is one
+        document. The result of `head` replaces the logits."""
         x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, documents), documents)
         return self.apply_head(x_BTD, head), auxiliary
 
@@ -87,20 +79,14 @@ class Transformer(nn.Module):
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens.
-
-        Args:
-            blocks: Blocks to apply, in order.
-            x_BTD: Input of the first of them.
-            documents: Documents of the batch; None if every row is one document.
-        """
+        """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
         mask = None if documents is None else self.attention_mask(documents, compute_dtype(x_BTD))
         table = None
         if self.spec.position_embedding != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
             row_positions_T = self.local_positions(x_BTD)
             table = rotary_table(
-                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype=dtype
+                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype
             )
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
@@ -131,7 +117,7 @@ class Transformer(nn.Module):
     def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
         """Return the mask argument of attention in `dtype`."""
         window = has_window(self.spec, documents.starts.shape[1])
-        return attention_mask(documents, dtype, self.spec.head_dim, window=window, sinks=self.spec.attention_sinks)
+        return attention_mask(documents, dtype, self.spec.head_dim, window, self.spec.attention_sinks)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
         """Return the positions in their row of the tokens whose attention is computed on this rank, [T]."""

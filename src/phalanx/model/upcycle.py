@@ -21,57 +21,32 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
 
     If `source` is a mixture too, its weights are unchanged. Routers are drawn at random; an untied head starts as the
     embedding that it was tied to. An expert depends on seed, layer and expert index only. Raises UserError if the
-    experts do not have the shape of the MLP.
-
-    Args:
-        spec: Model with experts.
-        source: Model of `weights`.
-        weights: Weights of `source` by name and shape.
-        seed: Seed of the reinitialized parts.
-    """
+    experts do not have the shape of the MLP."""
     moe = spec.moe
     assert moe is not None
     if source.moe is not None:
+        fraction = spec.upcycle_reinit_fraction
+        problem = "has no effect, because model.from_hf has experts"
         fix = "remove model.upcycle_reinit_fraction, or start from a dense model"
-        require(
-            not spec.upcycle_reinit_fraction,
-            "model.upcycle_reinit_fraction",
-            spec.upcycle_reinit_fraction,
-            problem="has no effect, because model.from_hf has experts",
-            fix=fix,
-        )
+        require(not fraction, "model.upcycle_reinit_fraction", fraction, problem, fix)
         return weights
-    require(
-        moe.expert_ffn_size == source.ffn_hidden_size,
-        "model.moe.expert_ffn_size",
-        moe.expert_ffn_size,
-        problem=(
-            "differs from the width of the MLP that experts are copied from "
-            f"(model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)"
-        ),
-        fix=f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
-    )
-    require(
-        not moe.num_shared_experts,
-        "model.moe.num_shared_experts",
-        moe.num_shared_experts,
-        problem="would add a second copy of the MLP that the other experts are copied from",
-        fix="set model.moe.num_shared_experts = 0, or start from a model with experts",
-    )
+    width = source.ffn_hidden_size
+    source_width = f"(model.ffn_hidden_size = {width} in model.from_hf)"
+    problem = f"differs from the width of the MLP that experts are copied from {source_width}"
+    fix = f"set model.moe.expert_ffn_size = {width}"
+    require(moe.expert_ffn_size == width, "model.moe.expert_ffn_size", moe.expert_ffn_size, problem, fix)
+    num_shared = moe.num_shared_experts
+    problem = "would add a second copy of the MLP that the other experts are copied from"
+    fix = "set model.moe.num_shared_experts = 0, or start from a model with experts"
+    require(not num_shared, "model.moe.num_shared_experts", num_shared, problem, fix)
 
     def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
-            return replicate_mlp(
-                weights(f"{layer}.{kind}.weight", shape[1:]),
-                shape[0],
-                spec.upcycle_reinit_fraction,
-                seed=seed,
-                layer=layer,
-                kind=kind,
-            )
+            dense = weights(f"{layer}.{kind}.weight", shape[1:])
+            return replicate_mlp(dense, shape[0], spec.upcycle_reinit_fraction, seed, layer, kind)
         if name.endswith(".router.gate.weight"):
-            return initial_weight(spec, name, shape, seed=seed)
+            return initial_weight(spec, name, shape, seed)
         return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)
 
     return upcycled_weight
@@ -81,15 +56,7 @@ def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int
     """Return a stack of copies of one matrix of an MLP, each partly reinitialized.
 
     In each copy, the same part of the inner units in all matrices of the layer is drawn again. The new values have the
-    mean and deviation of the replaced ones (arXiv 2502.19261).
-
-    Args:
-        dense: Matrix of the MLP.
-        experts: Number of copies.
-        reinit_fraction: Fraction of the inner units that is reinitialized.
-        layer: Name of the layer.
-        kind: Name of the matrix: gate, up or down.
-    """
+    mean and deviation of the replaced ones (arXiv 2502.19261). `kind` of matrix is gate, up or down."""
     stack = dense.expand(experts, *dense.shape).clone()
     for expert, copy in enumerate(stack):
         units_FD = copy.T if kind == "down" else copy

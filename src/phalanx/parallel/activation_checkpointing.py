@@ -30,16 +30,10 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap blocks so that their activations are recomputed in the backward pass.
 
-    The wrapped modules draw no random numbers.
-
-    Args:
-        module: Model whose blocks are wrapped in place.
-        mode: "full" for whole blocks (arXiv 1604.06174), "offload" for whole blocks whose inputs are in CPU memory,
-            "selective" for attention (arXiv 2205.05198), "norms" for the outputs of norms, or "none".
-        num_blocks: Number of blocks that are wrapped, the first ones; None for all.
-        saves_counts: True if blocks read their counts of tokens on the host once (`checkpoint_with_saved_counts`).
-        device: Device that computes.
-    """
+    The wrapped modules draw no random numbers. `mode` is "full" for whole blocks (arXiv 1604.06174), "offload" for
+    whole blocks whose inputs are in CPU memory, "selective" for attention (arXiv 2205.05198), "norms" for the outputs
+    of norms, or "none". Only the first `num_blocks` are wrapped, if given. `saves_counts`: blocks read their counts of
+    tokens on the host once (`checkpoint_with_saved_counts`)."""
     blocks = dict(list(module.blocks.named_children())[:num_blocks])
     if mode == "selective":
         for block in blocks.values():
@@ -52,7 +46,7 @@ def apply_activation_checkpointing(
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)
         if mode == "offload":
-            functions |= _offloads(module, list(blocks), recompute, device=device)
+            functions |= _offloads(module, list(blocks), recompute, device)
         for name, block in blocks.items():
             for router in block.modules():
                 if isinstance(router, Router):
@@ -68,8 +62,7 @@ def _offloads(
 ) -> dict[str, BlockOffload]:
     """Return the offload of each block by name, except blocks whose input another stage of a pipeline has sent.
 
-    The pipeline keeps such an input on the device, because the backward pass sends its gradient back.
-    """
+    The pipeline keeps such an input on the device, because the backward pass sends its gradient back."""
     stages = module.layers if isinstance(module, StageModule) else {0: range(len(module.blocks))}
     received = {str(layers[0]) for stage, layers in stages.items() if stage > 0}
     copier = HostCopier(device)

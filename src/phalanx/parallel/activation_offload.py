@@ -5,8 +5,7 @@ it back one block ahead: while a block is recomputed, the input of the block bef
 each other by events, and each tensor stays referenced until the compute stream has waited for its copy, so freed memory
 is reused in the order of the compute stream. On a CPU, copies are in the same memory and done at once.
 
-The method is that of `cpu_checkpointing` in DeepSpeed and of `OffloadActivations` in torchtune.
-"""
+The method is that of `cpu_checkpointing` in DeepSpeed and of `OffloadActivations` in torchtune."""
 
 from __future__ import annotations
 
@@ -95,13 +94,10 @@ class BlockOffload:
     def __init__(
         self, copier: HostCopier, checkpoint: Callable[..., Any], previous: BlockOffload | None = None
     ) -> None:
-        """Create the offload of one block.
+        """Create the offload of one block, with the copier of all blocks.
 
-        Args:
-            copier: Copier that all blocks share.
-            checkpoint: Calls a function, and recomputes it in the backward pass.
-            previous: Offload of the block whose output is the input of this one; None if it has none.
-        """
+        `checkpoint` calls a function and recomputes it in the backward pass. The output of the `previous` block is this
+        one's input."""
         self.copier = copier
         self.checkpoint = checkpoint
         self.previous = previous

@@ -25,20 +25,16 @@ CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return attention [B, H, t, K] to some keys, and the log-sum-exp of its scores, [B, H, t].
+    """Return attention [B, H, t, K] to some keys [B, heads, keys, K], and the log-sum-exp of its scores, [B, H, t].
 
-    Args:
-        q: Queries, [B, H, t, K].
-        k: Keys, [B, heads, keys, K], of as many heads as queries or a divisor of their number.
-        v: Values, like the keys.
-        causal: True if query i sees the keys up to i; False if it sees all.
+    The number of query heads is a multiple of that of keys. If `causal`, query i sees the keys up to i, otherwise all.
     """
     if q.device.type == "cpu":
         return cast(tuple[Tensor, Tensor], CPU_FLASH(q, k, v, is_causal=causal))
     if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
         out, lse, *_ = CUDA_FLASH(q, k, v, is_causal=causal)
         return out, lse
-    return _plain_attention(q, k, v, causal=causal)
+    return _plain_attention(q, k, v, causal)
 
 
 def attention_backward(
@@ -46,27 +42,15 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
-    Args:
-        gradient: Gradient of `out`.
-        q: Queries, [B, H, t, K].
-        k: Keys, all or a part of them, [B, heads, keys, K].
-        v: Values of these keys.
-        out: Attention of the queries to all keys.
-        lse: Log-sum-exp of the scores of all keys, [B, H, t].
-        causal: True if query i sees the keys up to i; False if it sees all.
-    """
+    `k` and `v` may be a part of the keys; `out` and `lse` are those of all keys."""
     operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
     if q.device.type == "cpu":
         return cast(tuple[Tensor, Tensor, Tensor], CPU_FLASH_BACKWARD(*operands, 0.0, causal))
     if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
         dropout_state = q.new_empty(2, dtype=torch.int64)  # unused
-        return cast(
-            tuple[Tensor, Tensor, Tensor],
-            CUDA_FLASH_BACKWARD(
-                *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
-            ),
-        )
-    return _plain_attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=causal)
+        shared = (None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state)
+        return cast(tuple[Tensor, Tensor, Tensor], CUDA_FLASH_BACKWARD(*operands, *shared))
+    return _plain_attention_backward(gradient, q, k, v, out, lse, causal)
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -85,12 +69,9 @@ def _plain_attention_backward(
     grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grad_k = grad_scores.mT.to(q.dtype) @ q
     grad_v = probs.mT.to(q.dtype) @ gradient
+    grad_q = grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q)
     shape = (k.shape[1], -1)
-    return (
-        grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q),
-        grad_k.unflatten(1, shape).sum(2),
-        grad_v.unflatten(1, shape).sum(2),
-    )
+    return grad_q, grad_k.unflatten(1, shape).sum(2), grad_v.unflatten(1, shape).sum(2)
 
 
 def _attention_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -123,17 +104,10 @@ class RingBlock:
     """True in the first step: query i sees the keys up to i. False if it sees all."""
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention to these keys into that to the keys of earlier steps.
-
-        Args:
-            q: Queries of this rank.
-            kv: Keys and values of the other rank.
-            out: Attention of the queries to the keys of earlier steps, changed in place.
-            lse: Log-sum-exp of its scores, changed in place.
-        """
+        """Merge the attention to these keys into `out` and `lse` (in place), those of the keys of earlier steps."""
         k, v = kv[:, self.rows, :, self.keys].unbind()
         q, out, lse = (x[self.rows, :, self.queries] for x in (q, out, lse))
-        block_out, block_lse = attention_with_lse(q, k, v, causal=self.causal)
+        block_out, block_lse = attention_with_lse(q, k, v, self.causal)
         if self.causal:
             out.copy_(block_out)
             lse.copy_(block_lse)
@@ -145,27 +119,13 @@ class RingBlock:
     def gradients(
         self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of these queries, keys and values.
-
-        Args:
-            gradient: Gradient of `out`.
-            q: Queries of this rank.
-            kv: Keys and values of the other rank.
-            out: Attention of the queries to all keys.
-            lse: Log-sum-exp of the scores of all keys.
-        """
+        """Return the gradients of these queries, keys and values; `out` and `lse` are those of all keys."""
         k, v = kv[:, self.rows, :, self.keys].unbind()
         gradient, q, out, lse = (x[self.rows, :, self.queries] for x in (gradient, q, out, lse))
-        return attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=self.causal)
+        return attention_backward(gradient, q, k, v, out, lse, self.causal)
 
     def add(self, gradients: tuple[Tensor, Tensor, Tensor], grad_q: Tensor, grad_kv: Tensor) -> None:
-        """Add the gradients of these queries, keys and values to those of all tokens (in place).
-
-        Args:
-            gradients: Result of `gradients`.
-            grad_q: Gradients of all queries of this rank.
-            grad_kv: Gradients of all keys and values of the other rank.
-        """
+        """Add the result of `gradients` to the gradients of all tokens (in place)."""
         grad_q[self.rows, :, self.queries] += gradients[0]
         grad_kv[0, self.rows, :, self.keys] += gradients[1]
         grad_kv[1, self.rows, :, self.keys] += gradients[2]
@@ -176,15 +136,7 @@ def load_kernels(heads: int, kv_heads: int, width: int, *, dtype: torch.dtype, d
     """Run the kernels of a ring's steps once.
 
     The documents of a pipeline's rehearsal may be whole rows, or need no later steps. A kernel that CUDA loads while
-    messages are under way can block forever (`PipelineStrategy._load_kernels`).
-
-    Args:
-        heads: Number of heads of the queries.
-        kv_heads: Number of heads of the keys.
-        width: Width of a head.
-        dtype: Dtype of the queries.
-        device: Device that computes.
-    """
+    messages are under way can block forever (`PipelineStrategy._load_kernels`)."""
     q = torch.zeros(1, heads, 16, width, dtype=dtype, device=device)
     kv = q.new_zeros(2, 1, kv_heads, 16, width)
     out = torch.zeros_like(q, dtype=at_least_fp32(q[:0]).dtype)
@@ -209,29 +161,22 @@ class Ring:
 def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[int] | None = None) -> Ring:
     """Return the blocks that a rank computes: each pair of one of its queries and a visible key, once.
 
-    Args:
-        rank: Rank of the queries.
-        ranks: Number of ranks that share the rows, zig-zag (see `context_parallel.local_token_indices`).
-        row_tokens: Length of the full rows.
-        bounds: Bounds of the documents, as in `Documents`; None if every row is one document.
-    """
+    The `ranks` share rows of `row_tokens` in zig-zag order (`context_parallel.local_token_indices`). `bounds` are those
+    of `Documents`; None if every row is one document."""
     piece = row_tokens // (2 * ranks)
     steps: list[list[RingBlock]] = [[] for _ in range(ranks)]
     for rows, document in _documents_of_rows(row_tokens, bounds):
-        queries = _tokens_of_rank(document, rank, ranks, piece=piece)
+        queries = _tokens_of_rank(document, rank, ranks, piece)
         for step in range(ranks if queries else 0):
             source = (rank - step) % ranks
-            keys = _tokens_of_rank(document, source, ranks, piece=piece)
+            keys = _tokens_of_rank(document, source, ranks, piece)
             # All queries see the front piece of a lower rank. Those of the back piece see a higher rank's two pieces.
             first_query = max(queries.start, piece) if source > rank else queries.start
             last_key = min(keys.stop, piece) if source < rank else keys.stop
             if first_query < queries.stop and keys.start < last_key:
-                block = RingBlock(
-                    rows=rows,
-                    queries=slice(first_query, queries.stop),
-                    keys=slice(keys.start, last_key),
-                    causal=step == 0,
-                )
+                block_queries = slice(first_query, queries.stop)
+                block_keys = slice(keys.start, last_key)
+                block = RingBlock(rows=rows, queries=block_queries, keys=block_keys, causal=step == 0)
                 steps[step].append(block)
     return Ring(steps)
 
@@ -247,13 +192,7 @@ def _documents_of_rows(row_tokens: int, bounds: Sequence[int] | None) -> Iterato
 
 
 def _tokens_of_rank(document: range, rank: int, ranks: int, piece: int) -> range:
-    """Return the indices of a document's tokens among those of a rank; they are contiguous.
-
-    Args:
-        document: Positions of the document in its row.
-        ranks: Number of ranks that share the row.
-        piece: Tokens of each of the rank's two pieces.
-    """
+    """Return the indices of a document's tokens among those of a rank, which has two pieces; they are contiguous."""
     piece_starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
 
     def count_before(position: int) -> int:

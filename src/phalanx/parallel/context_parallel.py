@@ -46,21 +46,16 @@ class ContextParallelGroup:
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Return the indices [t] of this rank's tokens in a row of `tokens` tokens."""
-        return local_token_indices(tokens, self.size, self.rank, kind=self.kind, device=device)
+        return local_token_indices(tokens, self.size, self.rank, self.kind, device)
 
     def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start to send `tensor` to the next rank and to receive from the previous rank.
 
         Both tensors have the same shape. Returns the receive buffer, and a function that waits for both transfers."""
         received = torch.empty_like(tensor)
-        destination = (self.rank + 1) % self.size
-        source = (self.rank - 1) % self.size
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=destination),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
-            ]
-        )
+        sending = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.size)
+        receiving = dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size)
+        works = dist.batch_isend_irecv([sending, receiving])
 
         def wait_for_exchange() -> None:
             with self.comm_wait.measure():
@@ -80,14 +75,8 @@ class ContextParallelGroup:
 def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
     """Return the indices of a rank's tokens in a row.
 
-    Args:
-        tokens: Length of the full row.
-        ranks: Number of ranks that share the row.
-        rank: Index of the rank.
-        kind: With ring, the row has 2 x ranks equal pieces, and the rank has piece `rank` from the front and from the
-            back. With ulysses, the tokens of the rank are contiguous.
-        device: Device of the indices.
-    """
+    With ring, the row has 2 x ranks equal pieces, and the rank has piece `rank` from the front and from the back. With
+    ulysses, the tokens of the rank are contiguous."""
     if kind == "ulysses":
         return torch.arange(tokens, device=device).chunk(ranks)[rank]
     pieces = torch.arange(tokens, device=device).chunk(2 * ranks)
@@ -166,7 +155,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
-    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], bounds=documents.host_bounds)
+    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], documents.host_bounds)
 
 
 def _ring_attention(
@@ -205,7 +194,7 @@ class _RingAttention(torch.autograd.Function):
         for step, blocks in enumerate(ring.steps):
             next_kv, wait_next_kv = cp.send_to_next(kv) if step + 1 < cp.size else (kv, _no_wait)
             for block in blocks:
-                block.attend(q, kv, out, lse=lse)
+                block.attend(q, kv, out, lse)
             wait_next_kv()
             kv = next_kv
         add_sinks(out, lse, sinks)
@@ -225,7 +214,7 @@ class _RingAttention(torch.autograd.Function):
         wait_grad_kv: Callable[[], None] = _no_wait
         for step, blocks in enumerate(ctx.ring.steps):
             next_kv, wait_next_kv = ctx.cp.send_to_next(kv) if step + 1 < ctx.cp.size else (kv, _no_wait)
-            grads = [block.gradients(gradient, q, kv, out=out, lse=lse) for block in blocks]
+            grads = [block.gradients(gradient, q, kv, out, lse) for block in blocks]
             wait_grad_kv()
             for block, block_grads in zip(blocks, grads, strict=True):
                 block.add(block_grads, grad_q, grad_kv)
@@ -234,7 +223,7 @@ class _RingAttention(torch.autograd.Function):
             grad_kv, wait_grad_kv = ctx.cp.send_to_next(grad_kv)
         wait_grad_kv()
         grad_kv = grad_kv.to(q.dtype)
-        return grad_q.to(q.dtype), *grad_kv, sinks_gradient(gradient, out, lse, sinks=sinks), None, None
+        return grad_q.to(q.dtype), *grad_kv, sinks_gradient(gradient, out, lse, sinks), None, None
 
 
 def _no_wait() -> None:

@@ -8,8 +8,7 @@ Two kernels do it: `log_sum_exp` of each row, and `replace_by_gradient`. Each ha
 With tensor parallelism each rank has some columns of the logits (Megatron-LM, arXiv 1909.08053, section 3). Two
 all-reduces follow: the maximum of the log-sum-exps of each row, then their sum and its target's logit.
 
-Why: `docs/design/decisions/loss-in-place.md`.
-"""
+Why: `docs/design/decisions/loss-in-place.md`."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, sca
     """Replace logits by the gradient of `scale` times their cross entropy, and return them.
 
     The logits may be some columns of those whose log-sum-exp is given. `column_N` has the column of each target, or -1
-    if the target is in another rank's columns or not counted.
-    """
+    if the target is in another rank's columns or not counted."""
     if torch.compiler.is_compiling():
         return replace_by_gradient_in_one_pass(x_NV, logsumexp_N, column_N, scale)
     for x, logsumexp, column in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
@@ -94,8 +92,7 @@ class LossScale:
     """Factor of the loss in its backward pass.
 
     The loss's gradient is computed with this factor in the forward pass. To know that the backward pass has the same
-    one, the host compares tensors by identity: reading the factor from a GPU would wait for it.
-    """
+    one, the host compares tensors by identity: reading the factor from a GPU would wait for it."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
@@ -112,8 +109,7 @@ class LossScale:
     def scale_saved_gradients(self, saved: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
         """Return gradients of the loss times the factor, multiplied by `gradient` instead.
 
-        Nothing is multiplied if `gradient` is the tensor of `run_backward`, perhaps passed on by sums of losses.
-        """
+        Nothing is multiplied if `gradient` is the tensor of `run_backward`, perhaps passed on by sums of losses."""
         if gradient is not self._gradient:
             for tensor in saved:
                 tensor.mul_(gradient / self.factor)
@@ -135,8 +131,7 @@ def in_place_cross_entropy(
 
     If they need a gradient, the logits are overwritten. They may be this rank's columns; then `tp` has the other ranks.
     Targets equal to `ignored` are not counted. A backward pass other than `scale.run_backward` costs one more pass over
-    the logits.
-    """
+    the logits."""
     logits_NV = logits_BTV.flatten(0, 1)
     return cast(Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale))
 
@@ -175,8 +170,7 @@ def sum_losses(
 ) -> Tensor:
     """Return the loss of rows of logits, and replace the logits by their gradient unless `scale` is None.
 
-    The other arguments are those of `in_place_cross_entropy`.
-    """
+    The other arguments are those of `in_place_cross_entropy`."""
     logsumexp_N = kernels.log_sum_exp(x_NV)
     column_N = target_N - (0 if tp is None else tp.first_row)
     is_remote_N = (column_N < 0) | (column_N >= x_NV.shape[1])

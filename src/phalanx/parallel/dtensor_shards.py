@@ -35,14 +35,7 @@ def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """Return a DTensor with `local` as this rank's shard.
 
-    Unlike `DTensor.from_local`, this leaves the shard on its device, which may differ from the mesh's.
-
-    Args:
-        local: Shard of this rank, without copy.
-        mesh: Mesh of the ranks that have shards.
-        placements: Placement per axis of the mesh.
-        shape: Shape of the full tensor.
-    """
+    Unlike `DTensor.from_local`, this leaves the shard on its device, which may differ from the mesh's."""
     stride = tuple(torch.empty(shape, device="meta").stride())
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)  # as FSDP2 does it

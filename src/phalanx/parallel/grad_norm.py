@@ -22,12 +22,8 @@ def global_grad_norm(gradients: Sequence[Tensor], comm_wait: WaitTimer | None = 
 
     Shards over the same groups are summed locally and all-reduced once over each group, in the order of the axes of
     their meshes: tensor parallelism before data parallelism. Replicated gradients are counted once. (`clip_grad_norm_`
-    rejects parameters of different meshes.)
-
-    Args:
-        gradients: Gradients of this rank, in the same order on all ranks, which is the order of the collectives.
-        comm_wait: Timer of the time spent waiting.
-    """
+    rejects parameters of different meshes.) The order of the gradients is that of the collectives, and equal on all
+    ranks."""
     total = None
     for groups, local_gradients in _shards_by_groups(gradients).items():
         dtype = torch.float32 if local_gradients[0].dtype == torch.bfloat16 else None

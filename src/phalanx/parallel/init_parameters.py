@@ -23,13 +23,7 @@ def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
 
 @torch.no_grad()
 def init_parameter(strategy: Strategy, name: str, weights: WeightInitializer) -> None:
-    """Initialize one trained parameter.
-
-    Args:
-        strategy: Strategy that trains the parameter.
-        name: Name of the parameter in the model.
-        weights: Values of full parameters; a rank draws only the rows of `DrawnWeights` that it trains.
-    """
+    """Initialize one trained parameter; a rank draws only the rows of `DrawnWeights` that it trains."""
     part = strategy.model_parallel.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
     own = tuple(slice(begin, begin + size) for size, begin in zip(*local_shape_and_offset(part), strict=True))
     if isinstance(weights, DrawnWeights) and part.ndim > 1:

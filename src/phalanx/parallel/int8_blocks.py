@@ -25,11 +25,7 @@ def quantize_blocks(flat: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor, count: int) -> Tensor:
-    """Return the numbers of rows of blocks, fp32 [..., count].
+    """Return the numbers of rows of blocks, fp32 [..., count], without the padding of the last block.
 
-    Args:
-        codes: Integers of each block, [..., blocks, 256].
-        scale: Factor of each block, [..., blocks] fp32.
-        count: Numbers per row, without the padding of the last block.
-    """
+    `codes` are [..., blocks, 256], `scale` is [..., blocks] fp32."""
     return (codes.float() * scale[..., None]).flatten(-2)[..., :count]

@@ -7,8 +7,7 @@ forward pass does all of it, because the factor of the loss is known: no product
 
 The gradients wait for the backward pass. If that is split, the gradient of W is part of its first half.
 
-Why: `docs/design/decisions/loss-in-place.md`.
-"""
+Why: `docs/design/decisions/loss-in-place.md`."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class ChunkedLoss:
         """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
 
         The loss is the negative log-likelihood of the targets in nats, summed, at least in fp32. Targets equal to
-        `ignored` are not counted.
-        """
+        `ignored` are not counted."""
         tokens = targets_BT.numel()
         rows = logits_chunk_rows(tokens, self.columns, self.itemsize)
         if rows >= tokens:

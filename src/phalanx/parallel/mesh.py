@@ -1,7 +1,6 @@
 """Device mesh of a run: the size of every parallel axis, and PyTorch's mesh over the ranks.
 
-Why: `docs/design/decisions/context-ranks.md` and `docs/design/decisions/expert-data-parallel.md`.
-"""
+Why: `docs/design/decisions/context-ranks.md` and `docs/design/decisions/expert-data-parallel.md`."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.parallel.comm.collectives import sends_gpu_tensors
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
@@ -115,10 +115,8 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         (0, 1, 1)
         >>> phalanx.build_mesh(phalanx.Layout(tp=2))
         Traceback (most recent call last):
-        phalanx.spec.errors.UserError: ...
-    """
-    if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        phalanx.spec.errors.UserError: ..."""
+    world_size = rank_and_world_size()[1] if world_size is None else world_size
     device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(layout)
@@ -127,16 +125,37 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         rank = dist.get_rank() if world_size > 1 else 0
         return Mesh(dims=sizes, rank=rank, device_mesh=None, data_dims=data, dp_group=world, loss_group=world)
     grid = rank_grid(sizes)
+    # cp joins the data-parallel axis that sums gradients.
+    is_sharded = layout.data_parallel in SHARDED_STRATEGIES
+    data_axes = ("dp_replicate", "dp_shard", "cp") if is_sharded else ("dp_replicate", "cp", "dp_shard")
+    data_sizes = {axis: getattr(data, axis) for axis in AXES if getattr(data, axis) > 1}
+    data_grid = _permute_axes(grid, *data_axes, "pp", "tp").reshape(list(data_sizes.values()))
+    device_mesh = make_device_mesh(device_type, data_grid, tuple(data_sizes))
+    cp_mesh = None
+    if sizes.cp > 1:
+        cp_grid = _permute_axes(grid, "dp_replicate", "dp_shard", "pp", "tp", "cp").reshape(-1, sizes.cp)
+        cp_mesh = make_device_mesh(device_type, cp_grid, ("others", "cp"))["cp"]
+    ep_mesh = _build_expert_mesh(layout, sizes, grid, device_type) if sizes.ep > 1 else None
+    backward_p2p_group = None
+    if sizes.pp > 1 and _needs_gpu_groups(device_type):
+        pipelines = _permute_axes(grid, "dp_replicate", "dp_shard", "cp", "tp", "pp").reshape(-1, sizes.pp)
+        backward_p2p_group = new_pipeline_group(pipelines.tolist())
     mesh = Mesh(
         dims=sizes,
         rank=dist.get_rank(),
-        device_mesh=_build_data_mesh(layout, data, grid, device_type=device_type),
+        device_mesh=device_mesh,
         data_dims=data,
-        cp_mesh=_build_context_mesh(sizes, grid, device_type) if sizes.cp > 1 else None,
-        ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type=device_type) if sizes.ep > 1 else None,
-        backward_p2p_group=_build_backward_group(sizes, grid) if _needs_backward_group(sizes, device_type) else None,
+        cp_mesh=cp_mesh,
+        ep_mesh=ep_mesh,
+        backward_p2p_group=backward_p2p_group,
     )
-    return _create_flat_groups(mesh)
+    # Groups over several axes.
+    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
+    loss_group = dp_group
+    if sizes.pp > 1:
+        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
+    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
+    return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
 
 
 def rank_grid(sizes: ParallelDims) -> Tensor:
@@ -146,8 +165,7 @@ def rank_grid(sizes: ParallelDims) -> Tensor:
     rows of this grid after a permutation of its axes. For dp_shard 2, cp 2, tp 2:
 
         data and tp        (0 1) (2 3) (4 5) (6 7)    tp      (0 2 4 6) (1 3 5 7)    data, with cp as data
-        context            (0 2) (1 3) (4 6) (5 7)    cp
-    """
+        context            (0 2) (1 3) (4 6) (5 7)    cp"""
     ranks = torch.arange(sizes.world_size).view([getattr(sizes, axis) for axis in sizes.axes])
     return ranks.permute([sizes.axes.index(axis) for axis in AXES])
 
@@ -157,45 +175,14 @@ def _permute_axes(grid: Tensor, *axes: str) -> Tensor:
     return grid.permute([AXES.index(axis) for axis in axes])
 
 
-def _build_data_mesh(layout: Layout, data: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
-    """Build the mesh of dp_replicate, dp_shard, pp and tp; cp joins the data-parallel axis that sums gradients."""
-    is_sharded = layout.data_parallel in SHARDED_STRATEGIES
-    data_axes = ("dp_replicate", "dp_shard", "cp") if is_sharded else ("dp_replicate", "cp", "dp_shard")
-    ranks = _permute_axes(grid, *data_axes, "pp", "tp")
-    sizes = {axis: getattr(data, axis) for axis in AXES if getattr(data, axis) > 1}
-    return make_device_mesh(device_type, ranks.reshape(list(sizes.values())), tuple(sizes))
-
-
-def _build_context_mesh(sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
-    """Build the mesh of the ranks that share a sequence."""
-    ranks = _permute_axes(grid, "dp_replicate", "dp_shard", "pp", "tp", "cp")
-    return make_device_mesh(device_type, ranks.reshape(-1, sizes.cp), ("others", "cp"))["cp"]
-
-
-def _needs_backward_group(sizes: ParallelDims, device_type: str) -> bool:
-    return sizes.pp > 1 and _needs_gpu_groups(device_type)
-
-
-def _build_backward_group(sizes: ParallelDims, grid: Tensor) -> dist.ProcessGroup | None:
-    """Build the second group of this rank's pipeline, for gradients."""
-    ranks = _permute_axes(grid, "dp_replicate", "dp_shard", "cp", "tp", "pp")
-    return new_pipeline_group(ranks.reshape(-1, sizes.pp).tolist())
-
-
 def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
     """Build the mesh of the ranks of a stage: expert parallelism inside, ranks with the same experts outside.
 
-    For dp_shard 2, tp 2, ep 2, in one stage: ep (0 1) (2 3), ranks with the same experts (0 2) (1 3).
-    """
+    For dp_shard 2, tp 2, ep 2, in one stage: ep (0 1) (2 3), ranks with the same experts (0 2) (1 3)."""
     by_stage = _permute_axes(grid, "pp", "dp_replicate", "dp_shard", "cp", "tp").flatten(1)
     num_same_experts = by_stage.shape[1] // sizes.ep
     replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
-    shape = {
-        "stages": sizes.pp,
-        "dp_replicate": replicate,
-        "dp_shard": num_same_experts // replicate,
-        "ep": sizes.ep,
-    }
+    shape = {"stages": sizes.pp, "dp_replicate": replicate, "dp_shard": num_same_experts // replicate, "ep": sizes.ep}
     # Axes of sharded state stay even if their size is one: parameters of one kind are stepped together.
     needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
     expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
@@ -204,16 +191,10 @@ def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device
 
 
 def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
-    """Make a mesh of named axes over a grid of ranks.
+    """Make a mesh of named axes over a grid of global ranks.
 
     On GPUs its groups use NCCL alone, unless they span the whole world: gloo would connect all pairs of ranks of each
-    group.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        rank_grid: Global ranks, with one dimension per axis.
-        axes: Names of the axes.
-    """
+    group."""
     if not _needs_gpu_groups(device_type):
         return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes)
     backends: list[tuple[str | None, Any]] = []
@@ -223,16 +204,6 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
         else:
             backends.append((None if size == dist.get_world_size() else "nccl", None))
     return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes, backend_override=tuple(backends))
-
-
-def _create_flat_groups(mesh: Mesh) -> Mesh:
-    """Return the mesh with its groups over several axes (a collective)."""
-    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
-    loss_group = dp_group
-    if mesh.dims.pp > 1:
-        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
-    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
-    return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
 
 
 def _flat_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:

@@ -39,13 +39,9 @@ def optimizer_state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list
 def step_parameters(
     optimizers: Iterable[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
 ) -> None:
-    """Step only some parameters; the other parameters' `grad` must be None.
+    """Step only some parameters, whose `grad` is None afterwards; the other parameters' `grad` must be None.
 
-    Args:
-        optimizers: Optimizers, of which each steps its own of the parameters.
-        parameters: Parameters to step; their `grad` is None afterwards.
-        gradients: Gradient of each of them; None for no step.
-    """
+    A parameter whose gradient is None is not stepped."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for optimizer in optimizers:
@@ -55,15 +51,9 @@ def step_parameters(
 
 
 def materialize(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
-    """Move a module to a device, or allocate the memory of a meta module there.
+    """Move a module to a device, or allocate the memory of a meta module there; `parameters_on` is separate, if given.
 
-    Allocated parameters are uninitialized, buffers are 0.
-
-    Args:
-        module: Module to move.
-        device: Device of the module.
-        parameters_on: Separate device of the parameters, if any.
-    """
+    Allocated parameters are uninitialized, buffers are 0."""
     meta = any(parameter.is_meta for parameter in module.parameters())
     module.to_empty(device=parameters_on or device) if meta else module.to(parameters_on or device)
     if meta:
@@ -81,13 +71,7 @@ def place_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace a parameter in all modules that have it.
-
-    Args:
-        module: Module that is searched, with its submodules.
-        old: Parameter to replace, compared by identity.
-        new: Parameter in its place.
-    """
+    """Replace a parameter (by identity) in all submodules that have it."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is old:

@@ -2,8 +2,7 @@
 
 Matrix products save their input for the gradient of their weight. If the input is the output of a norm, the norm has
 saved its own input too, from which the output is recomputed: one elementwise operation instead of a tensor as wide as
-the residual stream. Products and attention are never repeated, and gradients are bitwise the same.
-"""
+the residual stream. Products and attention are never repeated, and gradients are bitwise the same."""
 
 from __future__ import annotations
 
@@ -28,14 +27,7 @@ class NormCall:
     """Output of one call of a norm, which products save without its memory."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor], x: Tensor, output: Tensor, num_readers: int) -> None:
-        """Create the call.
-
-        Args:
-            norm: Function of the input that returns the output. It reads the parameters that are gathered then.
-            x: Input of the norm.
-            output: Output of the norm.
-            num_readers: Number of parts of the sublayer that read the output.
-        """
+        """Create the call. `norm` reads the parameters that are gathered then; `num_readers` parts read its output."""
         self.norm = norm
         self.x = x.detach()
         self.output: Tensor | None = output
@@ -49,10 +41,7 @@ class NormCall:
     def read(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
         """Return the result of a part that reads the output, without saving the output.
 
-        Args:
-            function: The part.
-            x: The output, perhaps as another tensor of the same memory.
-        """
+        `x` is the output, perhaps as another tensor of the same memory."""
         with saved_tensors_hooks(self._pack, self._unpack):
             result = function(x)
         self.pending_readers -= 1
@@ -132,7 +121,7 @@ class RecomputedNorm:
 
     def _apply_norm(self, x: Tensor) -> Tensor:
         output = self.norm(x)
-        self.call = NormCall(self.norm, x, output, num_readers=self.num_readers) if torch.is_grad_enabled() else None
+        self.call = NormCall(self.norm, x, output, self.num_readers) if torch.is_grad_enabled() else None
         return output
 
     def _read(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:

@@ -19,8 +19,7 @@ class StepResult:
         ...     loss.backward()
         >>> result = strategy.step([optimizer], loss, num_tokens=8)
         >>> bool(result.loss == loss / 8), int(result.num_tokens)
-        (True, 8)
-    """
+        (True, 8)"""
 
     loss: Tensor
     """The mean over `num_tokens`."""

@@ -1,7 +1,6 @@
 """Interface of data-parallel strategies for the trainer, and the strategy of a single process.
 
-Why: `docs/design/decisions/strategy-object.md` and `docs/design/decisions/summed-losses.md`.
-"""
+Why: `docs/design/decisions/strategy-object.md` and `docs/design/decisions/summed-losses.md`."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Strategy:
         ...         loss.backward()
         >>> result = strategy.step([optimizer], 2 * loss, num_tokens=16, max_grad_norm=1.0)
         >>> f"{result.loss:.3f}" == f"{loss / 8:.3f}"
-        True
-    """
+        True"""
 
     runs_model = True
     """True if this rank runs forward and backward passes."""
@@ -160,8 +158,7 @@ class Strategy:
     def accumulate(self, last: bool = True) -> Iterator[None]:
         """Add the gradients of a micro-batch: run its forward and backward pass inside this context.
 
-        Most strategies communicate only in the `last` micro-batch of a step.
-        """
+        Most strategies communicate only in the `last` micro-batch of a step."""
         yield
 
     def step(
@@ -183,8 +180,7 @@ class Strategy:
             max_grad_norm: The maximum norm of the gradient of the mean loss; 0 does not clip.
 
         Returns:
-            The mean loss, the gradient norm before clipping, and the number of tokens, over all ranks.
-        """
+            The mean loss, the gradient norm before clipping, and the number of tokens, over all ranks."""
         device = loss_sum.device if isinstance(loss_sum, Tensor) else next(self.module.parameters()).device
         # Gradients of a loss that was not scaled are smaller by `loss_scale`: so is what divides them.
         values = (num_tokens / self.loss_scale, loss_sum)
@@ -224,8 +220,7 @@ class Strategy:
 
         The gradient of the summed losses becomes that of their mean over the first of `sums`, which are in fp64. Only
         sums are divided, never values per rank or micro-batch, because their numbers of tokens may differ. A
-        `clip_norm` of 0 clips nothing.
-        """
+        `clip_norm` of 0 clips nothing."""
         self.reduce_partial_gradients()
         norm = self.grad_norm()
         if self.group is not None:
@@ -237,8 +232,7 @@ class Strategy:
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """Divide the gradients and their `norm` by `weight`, clip the gradients, and return the norm before clipping.
 
-        A `clip_norm` of 0 clips nothing.
-        """
+        A `clip_norm` of 0 clips nothing."""
         norm = norm / weight.to(norm.dtype)
         scale_gradients(list(self.gradients().values()), clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm

@@ -46,14 +46,7 @@ from phalanx.train.time_budget import with_decided_steps
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
     """Check a run, prepare its data, and write its directory; return the directory.
 
-    Args:
-        run: Run from its run file.
-        world_size: Number of ranks.
-        resume: Continue from an existing run directory.
-
-    Raises:
-        UserError: the run cannot work; then nothing is written.
-    """
+    Raises UserError if the run cannot work; then nothing is written."""
     run = decide_recomputation(decide_choices(run, resume), world_size)
     return write_run_directory(run, check_and_prepare(run, world_size, resume))
 
@@ -69,20 +62,14 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
             decided = load_run(file, environment={})
     if decided is not None and run.training.seconds is not None and decided.training.has_decided_steps:
         steps = decided.training.steps
-        print(
-            f"phalanx: training.seconds applies to new runs only; this run keeps the {steps} steps of its first start",
-            file=sys.stderr,
-        )
+        _print_note(f"training.seconds applies to new runs only; this run keeps the {steps} steps of its first start")
         run = with_decided_steps(run, steps)
     if run.training.compile is None and run.on_device(select_device(run)).compiles and not find_c_compiler():
-        print("phalanx: blocks are not compiled, which needs a C compiler: install gcc or clang", file=sys.stderr)
+        _print_note("blocks are not compiled, which needs a C compiler: install gcc or clang")
         run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
     if not run.training.auto_precision:
         return run
-    if decided is not None:
-        precision = decided.training.precision
-    else:
-        precision = fastest_precision(torch.device(select_device(run)))
+    precision = decided.training.precision if decided else fastest_precision(torch.device(select_device(run)))
     training = run.training.model_copy(update={"precision": precision, "auto_precision": False})
     return run.model_copy(update={"training": training})
 
@@ -96,15 +83,12 @@ def find_c_compiler() -> str | None:
 def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None) -> RunSpec:
     """Return a run with the recomputation that fits this machine if the run file leaves it open.
 
-    Args:
-        world_size: Number of ranks.
-        nproc: Number of ranks on this machine; by default equally many on each node of the run's cluster.
-    """
+    `nproc` is the number of ranks on this machine; by default equally many on each node of the run's cluster."""
     if not run.layout.auto_checkpointing:
         return run
     device = select_device(run)
     gpu_memory_bytes = _gpu_memory_bytes() if device == "cuda" else None
-    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes, nproc=nproc)
+    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes, nproc)
     return run.model_copy(update={"layout": resolved.layout})
 
 
@@ -113,9 +97,9 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
     if select_device(run) == "cuda":
         memory_bytes = run.cluster.memory_bytes or _gpu_memory_bytes()
         if memory_bytes is not None:
-            check_memory(run, nproc, memory_bytes, device="cuda")
+            check_memory(run, nproc, memory_bytes, "cuda")
     else:
-        check_memory(run, nproc, machine_memory_bytes(), device="cpu")
+        check_memory(run, nproc, machine_memory_bytes(), "cpu")
 
 
 def _gpu_memory_bytes() -> int | None:
@@ -127,41 +111,38 @@ def _gpu_memory_bytes() -> int | None:
 def check_and_prepare(
     run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None
 ) -> PreparedData:
-    """Check a run, and prepare its data.
-
-    Args:
-        run: Run from its run file.
-        world_size: Number of ranks.
-        resume: Continue from an existing run directory.
-        progress: Callback of the data preparation.
-
-    Raises:
-        UserError: the run cannot work.
-    """
+    """Check a run, and prepare its data. Raises UserError if the run cannot work."""
     preflight(run, world_size, resume)
     saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
-    if (
-        not saved and (line := unset_choices_of_large_model(run)[1]) is not None
-    ):  # the text of a small run takes minutes
-        print(f"phalanx: {line}", file=sys.stderr)
+    if not saved:
+        # Before the text is tokenized, which takes minutes even for a small run.
+        _print_note(unset_choices_of_large_model(run)[1])
     with offer_recorded_tokens(run, resume):
         prepared = prepare(run.data, progress)  # with the user's own paths, which its errors quote
-    if (line := describe_unchecked_pairs(run.data)) is not None:
-        print(f"phalanx: {line}", file=sys.stderr)
+    _print_note(describe_unchecked_pairs(run.data))
     run = with_absolute_paths(run)
     sequences = plan_batch(run, world_size).global_batch_size
-    _check_tokens(run, prepared, sequences, manifest=latest_manifest(saved) if saved else None)
-    if not saved:
-        _warn_unexportable(run)
-        if (line := learning_rate_note(run)) is not None:
-            print(f"phalanx: {line}", file=sys.stderr)
-    elif (line := _describe_schedule_change(run, step_of(saved[0]))) is not None:
-        print(f"phalanx: {line}", file=sys.stderr)
-    if run.model.from_hf and not saved:
+    _check_tokens(run, prepared, sequences, latest_manifest(saved) if saved else None)
+    if saved:
+        _print_note(_describe_schedule_change(run, step_of(saved[0])))
+        return prepared
+    if run.model.implementation is None:
+        try:
+            hf_config(run.model)
+        except UserError as error:
+            reason = f"{error.field} = {error.value!r} {error.problem} ({error.fix})"
+            _print_note(f"this model cannot be exported to Hugging Face: {reason}")
+    _print_note(learning_rate_note(run))
+    if run.model.from_hf:
         from phalanx.train.training_data import initial_weights
 
         initial_weights(run)
     return prepared
+
+
+def _print_note(line: str | None) -> None:
+    if line is not None:
+        print(f"phalanx: {line}", file=sys.stderr)
 
 
 @contextmanager
@@ -192,28 +173,14 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
         for field in type(run.optimizer).model_fields:
             settings.append((f"optimizer.{field}", getattr(before.optimizer, field), getattr(run.optimizer, field)))
         changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in settings if old != new)
-        new_rate = _learning_rate(run, step)
-        return (
-            f"{changes}: the learning rate follows the new schedule, {old_rate:.3g} at step {step} -> "
-            f"{new_rate:.3g} at step {step + 1}"
-        )
+        rates = f"{old_rate:.3g} at step {step} -> {_learning_rate(run, step):.3g} at step {step + 1}"
+        return f"{changes}: the learning rate follows the new schedule, {rates}"
     return None
 
 
 def _learning_rate(run: RunSpec, step: int) -> float:
     """Return the learning rate of a step (from 0), before it is scaled for the number of ranks."""
     return run.optimizer.learning_rate * learning_rate_factor(run.optimizer, step, run.training.steps)
-
-
-def _warn_unexportable(run: RunSpec) -> None:
-    """Print the field of a new run's model that prevents `phalanx export` for Hugging Face, if any."""
-    if run.model.implementation is not None:
-        return
-    try:
-        hf_config(run.model)
-    except UserError as error:
-        reason = f"{error.field} = {error.value!r} {error.problem} ({error.fix})"
-        print(f"phalanx: this model cannot be exported to Hugging Face: {reason}", file=sys.stderr)
 
 
 def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:
@@ -224,14 +191,11 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
     check_vocab_size(run, load_tokenizer(prepared.tokenizer).vocab)
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
-        raise UserError(
-            "data.held_out",
-            run.data.held_out or run.data.train,
-            f"leaves only {held_out.size} tokens for evaluation",
-            fix="add text, or increase data.held_out_fraction",
-        )
+        problem = f"leaves only {held_out.size} tokens for evaluation"
+        fix = "add text, or increase data.held_out_fraction"
+        raise UserError("data.held_out", run.data.held_out or run.data.train, problem, fix)
     if prepared.train:
-        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, seed=run.training.seed)
+        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
         if manifest is not None:
             try:
                 loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")

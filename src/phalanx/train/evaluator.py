@@ -28,29 +28,18 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
 
     With experts, the record also has the number of training tokens that chose each expert, between the previous
     evaluation and `ExpertCounts.start_interval`."""
-    spec = trainer.run.evaluation
+    run = trainer.run
+    held_out = trainer.corpus.held_out
     started_at = time.perf_counter()
     trainer.strategy.drain_pending_updates()
     token_bytes = torch.from_numpy(trainer.corpus.tokenizer.token_bytes()).to(trainer.device)
     sums = torch.zeros(3, dtype=torch.float64, device=trainer.device)
-    batches = evaluation_batches(
-        trainer.corpus.held_out,
-        trainer.run.training.seq_len,
-        trainer.batch.micro_batch_size,
-        rank=trainer.mesh.dp_rank,
-        ranks=trainer.batch.dp_size,
-        limit_tokens=spec.tokens,
-        mask_documents=trainer.run.data.mask_documents,
-    )
+    share = (trainer.batch.micro_batch_size, trainer.mesh.dp_rank, trainer.batch.dp_size)
+    batches = evaluation_batches(held_out, run.training.seq_len, *share, run.evaluation.tokens, run.data.mask_documents)
     trainer.module.eval()
     for number, batch in enumerate(batches if trainer.strategy.runs_model else ()):
-        check_ids(
-            batch,
-            "data.held_out",
-            trainer.corpus.held_out.prefix,
-            vocab_size=trainer.run.model.vocab_size,
-            locate=partial("row {1} of evaluation batch {0}".format, number),
-        )
+        locate = partial("row {1} of evaluation batch {0}".format, number)
+        check_ids(batch, "data.held_out", held_out.prefix, run.model.vocab_size, locate)
         for micro in trainer.micro_batches(batch):
             loss_sum = trainer.strategy.evaluate_micro_batch(micro, trainer.compute_held_out_loss)
             # Not targets[is_counted]: the host would wait for its length.
@@ -67,15 +56,11 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
     }
     if trainer.experts.layers:
         record["expert_tokens"] = trainer.experts.intervals[1].long().tolist()
-    record |= {"held_out_tokens": int(tokens), "held_out_set": _held_out_set(trainer, int(tokens))}
+    # The loss depends on the evaluated tokens, and on their division into sequences.
+    names = (held_out.fingerprint(), int(tokens), run.training.seq_len, run.data.mask_documents)
+    held_out_set = hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+    record |= {"held_out_tokens": int(tokens), "held_out_set": held_out_set}
     return record | {"evaluation_seconds": time.perf_counter() - started_at}
-
-
-def _held_out_set(trainer: Trainer, tokens: int) -> str:
-    """Return an identifier of the evaluated tokens and of their division into sequences, which the loss depends on."""
-    run = trainer.run
-    names = (trainer.corpus.held_out.fingerprint(), tokens, run.training.seq_len, run.data.mask_documents)
-    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
 
 
 def evaluation_message(evaluation: MetricsRecord) -> str:

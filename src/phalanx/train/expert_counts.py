@@ -32,14 +32,10 @@ class ExpertCounts:
         return self.intervals[0]
 
     def add(self, loads: Tensor, routers: dict[int, Router], multiplicity: int, update_biases: bool) -> None:
-        """Add the loads of a step, and set the biases of this rank's routers by them.
+        """Add the loads of a step, [L, E] over all ranks, and set the biases of this rank's routers by them.
 
-        Args:
-            loads: Choices of each expert over all ranks in a step, [L, E], on the device.
-            routers: This rank's routers, by index among the layers with experts.
-            multiplicity: Number of ranks whose routers count a choice.
-            update_biases: False if the step was skipped, or if this rank receives the biases.
-        """
+        `multiplicity` ranks' routers count a choice. Biases are unchanged if the step was skipped, or if this rank
+        receives them."""
         self.current.add_(loads / multiplicity)
         for index, router in routers.items():
             router.load.copy_(loads[index])
@@ -57,23 +53,14 @@ class ExpertCounts:
 def hottest_expert(loads: Tensor, layers: list[int]) -> tuple[int, int, float]:
     """Return layer, number and relative load of the expert with the most choices relative to its layer's mean.
 
-    Args:
-        loads: Choices of each expert, [L, E], in host memory.
-        layers: Numbers of the L layers.
-    """
+    `loads` are the choices of each expert, [L, E], in host memory, `layers` the numbers of the L layers."""
     relative_loads = loads / loads.mean(1, keepdim=True)
     index, expert = divmod(int(relative_loads.argmax()), relative_loads.shape[1])
     return layers[index], expert, float(relative_loads[index, expert])
 
 
 def expert_metrics(sums: StepSums, hottest: tuple[int, int, float], has_capacity: bool) -> MetricsRecord:
-    """Return the metrics of experts in a step.
-
-    Args:
-        sums: Sums over ranks, in host memory.
-        hottest: The result of `hottest_expert`.
-        has_capacity: True if experts have a capacity, and so may drop choices.
-    """
+    """Return the metrics of experts in a step, from sums in host memory and the result of `hottest_expert`."""
     metrics: MetricsRecord = {}
     if has_capacity:
         metrics["dropped_share"] = float(sums.dropped_choices) / float(sums.expert_loads.sum())

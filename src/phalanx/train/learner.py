@@ -62,12 +62,7 @@ class Learner:
     ) -> None:
         """Build the model and its optimizers.
 
-        Args:
-            run: Run with model, layout and optimizer.
-            mesh: Mesh of the layout.
-            weights: Initial weights by name; None: they are drawn at random.
-            trained_experts: Experts to train; None: all.
-        """
+        Initial `weights` are given by name, or drawn at random; without `trained_experts`, all experts are trained."""
         self.run = run
         self.mesh = mesh
         self.device = device
@@ -91,9 +86,8 @@ class Learner:
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
         self.routers = {moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's routers, by their index among the layers with experts."""
-        self.optimizers = build_optimizers(
-            run.optimizer, self.strategy.trainable_parameters, self.strategy.model_parallel.as_global_dtensor
-        )
+        part_of_full = self.strategy.model_parallel.as_global_dtensor
+        self.optimizers = build_optimizers(run.optimizer, self.strategy.trainable_parameters, part_of_full)
 
     def _build_strategy(
         self, weights: Callable[[str, torch.Size], Tensor] | None, trained_experts: TrainedExperts | None
@@ -101,28 +95,16 @@ class Learner:
         """Build the model under the layout: Phalanx's transformer, or the user's network."""
         run = self.run
         training = run.training
+        placement = self.mesh, self.device
         if run.model.implementation is not None:
             network = build_network(run, run.model.implementation)
             torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
-            return apply_layout_to_network(
-                network,
-                run.layout,
-                self.mesh,
-                device=self.device,
-                precision=training.precision,
-                compile=self.compiles,
-            )
+            return apply_layout_to_network(network, run.layout, *placement, training.precision, self.compiles)
+        weights = weights or DrawnWeights(run.model, training.seed)
+        layers = layers_per_stage(run) if run.layout.pp > 1 else ()
         return apply_layout(
-            run.model,
-            run.layout,
-            self.mesh,
-            device=self.device,
-            weights=weights or DrawnWeights(run.model, training.seed),
-            precision=training.precision,
-            compile=self.compiles,
-            layers=layers_per_stage(run) if run.layout.pp > 1 else (),
-            trained_experts=trained_experts,
+            run.model, run.layout, *placement, weights, training.precision, self.compiles, layers, trained_experts
         )
 
     def local_tokens(self, tokens: int) -> Any:
@@ -131,34 +113,28 @@ class Learner:
         layout = self.run.layout
         if context is None:
             return slice(None)
-        return local_token_indices(tokens, layout.cp, context.get_local_rank(), kind=layout.cp_method).numpy()
+        return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Return this rank's rows of a step as micro-batches on the device."""
         local_indices = self.local_tokens(batch.tokens.shape[1])
+        # Rows of one document are treated like others, so that compiled blocks have one graph.
+        always_has_documents = self.compiles and self.run.data.mask_documents and self.device.type == "cuda"
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
             starts = None if batch.document_starts is None else batch.document_starts[rows]
             if starts is None or not starts.any():
-                starts = np.zeros_like(batch.tokens[rows], np.int32) if self._always_has_documents else None
-            documents = None if starts is None else self._documents(starts)
+                starts = np.zeros_like(batch.tokens[rows], np.int32) if always_has_documents else None
+            documents = None
+            if starts is not None:
+                host_bounds = document_bounds(starts)
+                documents = Documents(self._to_device(starts), self._to_device(host_bounds), host_bounds.tolist())
+                if self.compiles:  # blocks are compiled once, not for each number of documents
+                    torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, documents))
         return micros
-
-    @property
-    def _always_has_documents(self) -> bool:
-        """True if rows of one document are treated like others: compiled blocks then have one graph."""
-        return self.compiles and self.run.data.mask_documents and self.device.type == "cuda"
-
-    def _documents(self, document_starts: np.ndarray) -> Documents:
-        """Return the documents of a micro-batch, on the device."""
-        host_bounds = document_bounds(document_starts)
-        starts, bounds = (self._to_device(x) for x in (document_starts, host_bounds))
-        if self.compiles:  # blocks are compiled once, not for each number of documents
-            torch._dynamo.maybe_mark_dynamic(bounds, 0)
-        return Documents(starts, bounds, host_bounds.tolist())
 
     def _to_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -191,16 +167,16 @@ class Learner:
         """Return the cross-entropy and the auxiliary loss, summed over tokens, whatever the loss of training."""
         head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX)
         if head is not None:
-            return self._run_model(model, micro, head=head)
+            return self._run_model(model, micro, head)
         logits, auxiliary = self._run_model(model, micro)
         return self.strategy.data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def _run_model(
-        self, model: Callable[..., Any], micro: MicroBatch, **options: HeadFunction
+        self, model: Callable[..., Any], micro: MicroBatch, head: HeadFunction | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the logits and the auxiliary loss; a network of the user may return the logits alone."""
         with autocast_context(self.strategy, self.run.training.precision, self.device):
-            output = model(*micro.inputs, **options)
+            output = model(*micro.inputs) if head is None else model(*micro.inputs, head=head)
         return output if isinstance(output, tuple) else (output, output.new_zeros(()))
 
     def reduce(self, sums: StepSums) -> StepReduction:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.runs.checkpoints import write_synced
-from phalanx.runs.jsonl import JsonRecord, read_jsonl
+from phalanx.runs.jsonl import read_jsonl
 from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsRecord
 from phalanx.spec.files.replace import open_no_link
 
@@ -25,11 +25,6 @@ class Logger(Protocol):
         """Close the log; safe after a failed write, and more than once."""
 
 
-def _read_numbered(path: Path) -> list[JsonRecord]:
-    """Return the records of a log that have a step; others are damaged."""
-    return [record for record in read_jsonl(path) if type(record.get("step")) is int]
-
-
 class JsonLinesLogger:
     """Log in metrics.jsonl: one JSON object per line, with null for NaN and infinity, which JSON lacks."""
 
@@ -39,7 +34,8 @@ class JsonLinesLogger:
         A line is in the file at once, or after `flush_seconds` with the next line."""
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
-        lines = [json.dumps(record) + "\n" for record in _read_numbered(path) if record["step"] <= after_step]
+        numbered = [record for record in read_jsonl(path) if type(record.get("step")) is int]  # others are damaged
+        lines = [json.dumps(record) + "\n" for record in numbered if record["step"] <= after_step]
         partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         write_synced(partial_file, "".join(lines))
         partial_file.replace(path)
@@ -47,8 +43,8 @@ class JsonLinesLogger:
 
     def write(self, record: MetricsRecord) -> None:
         """Append a record."""
-        finite = {name: None if _not_finite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        nonfinite = {name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._file.write(json.dumps({**record, **dict.fromkeys(nonfinite)}, allow_nan=False) + "\n")
         now = time.monotonic()
         if now - self._flushed_at >= self._flush_seconds:
             self._file.flush()
@@ -80,11 +76,7 @@ class TensorBoardLogger:
 
 
 def open_loggers(directory: Path, after_step: int) -> list[Logger]:
-    """Open the logs that need no service.
-
-    Args:
-        after_step: Last step of the checkpoint that the run resumes from; 0 for a fresh run.
-    """
+    """Open the logs that need no service. Entries after `after_step`, the last before this start, are removed."""
     return [
         JsonLinesLogger(directory / METRICS_FILE, after_step),
         TensorBoardLogger(directory / TENSORBOARD_DIR, after_step),
@@ -98,7 +90,3 @@ def numbers(record: MetricsRecord) -> dict[str, float]:
         for name, value in record.items()
         if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
     }
-
-
-def _not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -23,12 +23,9 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     """Return the message before the first step.
 
     `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
-    lines = [
-        f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {trainer.run.training.precision}"
-        f"{', compiled' if trainer.compiles else ''}",
-        _describe_batch(trainer),
-        *_notes(trainer),
-    ]
+    precision = f"{trainer.run.training.precision}{', compiled' if trainer.compiles else ''}"
+    size = f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {precision}"
+    lines = [size, _describe_batch(trainer), *_notes(trainer)]
     if resumed:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != trainer.mesh.dims.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
@@ -40,12 +37,8 @@ def start_message(trainer: Trainer, resumed: int) -> str:
 def _describe_layout(trainer: Trainer) -> str:
     layout = trainer.run.layout
     sizes = trainer.mesh.dims
-    names = {
-        "pp": f"pipeline ({layout.schedule_file or layout.schedule})",
-        "cp": layout.cp_method,
-        "tp": "tensor",
-        "ep": "expert",
-    }
+    pipeline = f"pipeline ({layout.schedule_file or layout.schedule})"
+    names = {"pp": pipeline, "cp": layout.cp_method, "tp": "tensor", "ep": "expert"}
     parts = [f"{plural(sizes.world_size, 'rank')} ({trainer.device.type})"]
     parts += [f"{name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1]
     if sizes.dp_size > 1 or sizes.servers:
@@ -102,13 +95,7 @@ def _notes(trainer: Trainer) -> Iterator[str]:
 
 
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
-    """Return the message at the end of a run.
-
-    Args:
-        trainer: Trainer after its last step.
-        evaluation: Record of the last evaluation; empty without one.
-        sample: Text that the model generated; empty without one.
-    """
+    """Return the message at the end of a run; `evaluation` and `sample` are empty if there are none."""
     lines = []
     if evaluation:
         lines.append(evaluation_message(evaluation))

@@ -26,13 +26,9 @@ class ProgressDisplay:
         self._shown_at = 0.0
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
-            columns = (
-                BarColumn(),
-                TextColumn("{task.completed}/{task.total}"),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = Bar(*columns, console=self.console)
+            count = TextColumn("{task.completed}/{task.total}")
+            description = TextColumn("{task.description}")
+            self._bar = Bar(BarColumn(), count, description, TimeRemainingColumn(), console=self.console)
             self._task = self._bar.add_task("", total=steps, completed=step)
 
     def __enter__(self) -> Self:
@@ -62,15 +58,13 @@ class ProgressDisplay:
         is_last = record["step"] == self.steps
         if is_last or now - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = now
-            self.log(f"step {record['step']}{self._remaining(record['step'], now)}  {text}")
-
-    def _remaining(self, step: int, now: float) -> str:
-        """Return the number of steps and the remaining time, if known."""
-        if self.steps is None:
-            return ""
-        seconds_per_step = (now - self._started_at) / max(1, step - self._first_step)
-        minutes, seconds = divmod(int(seconds_per_step * (self.steps - step)), 60)
-        return f"/{self.steps}  {minutes}:{seconds:02d} left"
+            step = record["step"]
+            remaining = ""
+            if self.steps is not None:
+                seconds_per_step = (now - self._started_at) / max(1, step - self._first_step)
+                minutes, seconds = divmod(int(seconds_per_step * (self.steps - step)), 60)
+                remaining = f"/{self.steps}  {minutes}:{seconds:02d} left"
+            self.log(f"step {step}{remaining}  {text}")
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""

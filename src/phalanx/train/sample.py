@@ -54,17 +54,8 @@ def generate_sample(trainer: Trainer) -> str:
     trainer.strategy.drain_pending_updates()
     trainer.module.eval()
     with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
-        tokens = generate(
-            trainer.strategy.model,
-            prompt,
-            SAMPLE_TOKENS,
-            temperature=0.7,
-            top_k=50,
-            generator=generator,
-            eos_id=tokenizer.end,
-            context=run.training.seq_len,
-            vocab=tokenizer.vocab,
-        )
+        limits = {"eos_id": tokenizer.end, "context": run.training.seq_len, "vocab": tokenizer.vocab}
+        tokens = generate(trainer.strategy.model, prompt, SAMPLE_TOKENS, 0.7, 50, generator, **limits)
     trainer.module.train()
     reshard_parameters(trainer.module)
     return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from phalanx.data.packing import Batch
 from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
-from phalanx.runs.metrics import METRICS_FILE, MetricsRecord
+from phalanx.runs.metrics import METRICS_FILE
 from phalanx.train.callbacks.callback import build_callbacks
 from phalanx.train.callbacks.standard import build_record_writers, standard_callbacks
 from phalanx.train.guards.collective_log import OrderGuard
@@ -29,27 +29,9 @@ def train_session(
     """Train from the newest checkpoint or the beginning, with logs and events, and print the results."""
     window = options.window
     writers = build_record_writers(trainer.run)
-    user_callbacks = build_callbacks(trainer.run.callbacks)
-    callbacks = standard_callbacks(trainer, writers, user_callbacks, spike_detector=spike_detector)
+    callbacks = standard_callbacks(trainer, writers, build_callbacks(trainer.run.callbacks), spike_detector)
     resumed, damaged = trainer.resume() if options.resume else (0, {})
     steps_to_profile = profiled_steps(trainer, options.measure, window)
-    _record_start(trainer)
-    steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
-    with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:
-        _report_damaged(trainer, damaged, progress)
-        progress.log(start_message(trainer, resumed))
-        if window is not None and not steps_to_profile:
-            text = f"steps {window[0]} to {window[-1]} are already done or after the last step"
-            progress.log(f"no step is profiled: {text}")
-        step = order_guard.after_each(_profiled_step(trainer, steps_to_profile, progress))
-        evaluation = trainer.train(callbacks, progress, step)
-        if steps_to_profile and trainer.step < steps_to_profile[0]:
-            progress.log(f"no step was profiled: the last step was {trainer.step}")
-    _record_end(trainer, evaluation, options.measure)
-
-
-def _record_start(trainer: Trainer) -> None:
-    """Append the start to the events of the run."""
     if trainer.is_main:
         append_event(
             trainer.directory,
@@ -59,49 +41,40 @@ def _record_start(trainer: Trainer) -> None:
             launcher=int(os.environ.get(LAUNCHER_PID_ENV, "0")),
             alive_until=mtime_or_none(trainer.directory / METRICS_FILE),
         )
+    steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
+    with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:
+        for name, problem in damaged.items():
+            progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
+            if trainer.is_main:
+                append_event(trainer.directory, QUARANTINED, checkpoint=name, problem=problem)
+        progress.log(start_message(trainer, resumed))
+        step: Callable[[Iterator[Batch]], ReadRecord] = trainer.launch_step
+        if steps_to_profile:
+            step = profiler = StepProfiler(trainer, steps_to_profile)
+            if profiler.metered_step is None:
+                progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
+        elif window is not None:
+            text = f"steps {window[0]} to {window[-1]} are already done or after the last step"
+            progress.log(f"no step is profiled: {text}")
+        evaluation = trainer.train(callbacks, progress, order_guard.after_each(step))
+        if steps_to_profile and trainer.step < steps_to_profile[0]:
+            progress.log(f"no step was profiled: the last step was {trainer.step}")
 
-
-def _record_end(trainer: Trainer, evaluation: MetricsRecord, measure: bool) -> None:
-    """Append the end to the events of the run, and print the results."""
-    run = trainer.run
+    run = trainer.run  # its number of steps may have been decided
     if trainer.is_main:
         append_event(trainer.directory, FINISHED, step=trainer.step)
-    text = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""
+    sample = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""
     if trainer.is_main:
-        print(end_message(trainer, evaluation, text))
-        if measure:
+        print(end_message(trainer, evaluation, sample))
+        if options.measure:
             device_run = run.on_device(trainer.device.type)
             print(write_comparison(device_run, trainer.mesh.dims.world_size, trainer.directory))
 
 
-def _report_damaged(trainer: Trainer, damaged: dict[str, str], progress: ProgressDisplay) -> None:
-    """Print and record the checkpoints that were quarantined, with their problems."""
-    for name, problem in damaged.items():
-        progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
-        if trainer.is_main:
-            append_event(trainer.directory, QUARANTINED, checkpoint=name, problem=problem)
-
-
-def _profiled_step(
-    trainer: Trainer, steps_to_profile: range, progress: ProgressDisplay
-) -> Callable[[Iterator[Batch]], ReadRecord]:
-    """Return the trainer's step, with profiling in some steps."""
-    if not steps_to_profile:
-        return trainer.launch_step
-    profiler = StepProfiler(trainer, steps_to_profile)
-    if profiler.metered_step is None:
-        progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
-    return profiler
-
-
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:
-    """Return the steps to profile.
+    """Return the remaining steps to profile, after the trainer has resumed.
 
-    Args:
-        trainer: The trainer, after it has resumed.
-        measure: Without a window, profile one step.
-        window: The steps to profile, of which the remaining ones are returned.
-    """
+    They are those of the window, or without one the first steady step if `measure` is set."""
     if window is None:
         first = trainer.step + first_steady_step(trainer.run)
         return range(first, first + measure)

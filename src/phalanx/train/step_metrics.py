@@ -39,13 +39,7 @@ class UtilizationMeter:
     """Model and hardware FLOPs utilization of the ranks of a run."""
 
     def __init__(self, run: RunSpec, ranks: int, device: torch.device, peak_flops: float | None) -> None:
-        """Measure against a peak.
-
-        Args:
-            run: Run with the model and its layout.
-            ranks: Number of ranks.
-            peak_flops: Peak of a rank in FLOP/s; None: unknown, and utilization is not recorded.
-        """
+        """Measure against the peak of a rank in FLOP/s; if it is unknown (None), utilization is not recorded."""
         seq_len = run.training.seq_len
         self.model_flops = training_flops_per_token(run.model, seq_len)
         self.hardware_flops = self.model_flops + run_recomputed_flops_per_token(run)
@@ -61,8 +55,8 @@ class UtilizationMeter:
         if self.raises_peak:
             self.peak_flops = max(self.peak_flops, tokens_per_second * self.hardware_flops / self.ranks)
         return {
-            "mfu": mfu(tokens_per_second, self.model_flops, self.peak_flops, ranks=self.ranks),
-            "hfu": mfu(tokens_per_second, self.hardware_flops, self.peak_flops, ranks=self.ranks),
+            "mfu": mfu(tokens_per_second, self.model_flops, self.peak_flops, self.ranks),
+            "hfu": mfu(tokens_per_second, self.hardware_flops, self.peak_flops, self.ranks),
         }
 
 

@@ -39,12 +39,7 @@ class StepSums:
 
     @classmethod
     def unpack(cls, packed: Tensor, load_shape: tuple[int, int]) -> StepSums:
-        """Name the values of a vector, without a copy.
-
-        Args:
-            packed: The vector, on any device.
-            load_shape: Number of layers with experts, and of experts.
-        """
+        """Name the values of a vector, without a copy. `load_shape`: number of layers with experts, and of experts."""
         # A slice, since iterating over the whole vector would make a view of each expert's load.
         scalars = dict(zip(SCALARS, packed[: len(SCALARS)], strict=True))
         return cls(**scalars, expert_loads=packed[len(SCALARS) :].view(load_shape), packed=packed)

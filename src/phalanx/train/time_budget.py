@@ -30,25 +30,15 @@ MIN_STEPS = 3
 def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]) -> int | None:
     """Return the number of steps of a run of `seconds`; None before enough steps are measured.
 
-    Args:
-        seconds: The time of the full run.
-        first_step: Number of steps before the time started.
-        step_seconds: Duration of each step since then. Later steps are assumed to take the median of these, without the
-            first two.
-
-    Raises:
-        UserError: The time is too short for three steps.
-    """
+    `step_seconds` are the durations of the steps after the first `first_step`. Later steps are assumed to take the
+    median of these, without the first two. Raises UserError if the time is too short for three steps."""
     done = len(step_seconds)
     elapsed = sum(step_seconds)
     if elapsed > seconds and first_step + done <= MIN_STEPS:
-        raise UserError(
-            "training.seconds",
-            seconds,
-            f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s",
-            fix=f"use at least {math.ceil((MIN_STEPS + 1) * elapsed / done)} with --resume, or set training.steps "
-            "instead",
-        )
+        problem = f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s"
+        enough_seconds = math.ceil((MIN_STEPS + 1) * elapsed / done)
+        fix = f"use at least {enough_seconds} with --resume, or set training.steps instead"
+        raise UserError("training.seconds", seconds, problem, fix)
     is_measured = done >= DECISION_STEPS and elapsed >= DECISION_SHARE * seconds
     if not is_measured and (done <= WARM_UP_STEPS or elapsed < LATEST_DECISION_SHARE * seconds):
         return None
@@ -58,12 +48,9 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
 def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
     """Return the run with a number of steps instead of its seconds; it warms up for at most half of them."""
     warmup_steps = min(run.optimizer.warmup_steps, steps // 2)
-    return run.model_copy(
-        update={
-            "training": run.training.replace(steps=steps, seconds=None),
-            "optimizer": run.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
-        }
-    )
+    training = run.training.replace(steps=steps, seconds=None)
+    optimizer = run.optimizer.model_copy(update={"warmup_steps": warmup_steps})
+    return run.model_copy(update={"training": training, "optimizer": optimizer})
 
 
 class TimeBudget(Callback):
@@ -85,9 +72,7 @@ class TimeBudget(Callback):
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Record the duration of a step, and decide the number of steps when enough are measured.
 
-        Raises:
-            UserError: the time is too short for three steps; raised on all ranks.
-        """
+        Raises UserError on all ranks if the time is too short for three steps."""
         seconds = trainer.run.training.seconds
         assert seconds is not None
         self.step_seconds.append(broadcast_object(record["step_seconds"], src=0))

@@ -21,7 +21,7 @@ from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.parallel.comm.host_copy import PendingCopies
-from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs.checkpoints import (
@@ -82,12 +82,12 @@ class Trainer(Learner):
         peak_flops: float | None = None,
         trained_experts: TrainedExperts | None = None,
     ) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        world_size = rank_and_world_size()[1]
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
         self.corpus = corpus
         self.directory = directory
-        self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, ranks=self.batch.dp_size)
-        self.utilization = UtilizationMeter(run, world_size, device, peak_flops=peak_flops)
+        self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, self.batch.dp_size)
+        self.utilization = UtilizationMeter(run, world_size, device, peak_flops)
         self.lr_function = build_lr_function(run.optimizer)
         scale = self.batch.learning_rate_scale
         self.rescaling = LearningRateRescaling(scale, scale, 0, steps=0)
@@ -104,7 +104,13 @@ class Trainer(Learner):
         """Number of steps whose gradient was not finite."""
         # Checkpoints.
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
-        self.in_memory_checkpointer = self._open_in_memory_checkpointer()
+        self.in_memory_checkpointer: InMemoryCheckpointer | None = None
+        if run.recovery.in_memory_checkpoint_every:
+            # Copies from before a rollback are not of this run.
+            num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, directory))
+            identity = {"ranks": world_size, "rollbacks": num_rollbacks, **in_memory_identity(run)}
+            group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+            self.in_memory_checkpointer = InMemoryCheckpointer(identity, group, device)
         self.unreported_checkpoint: Path | None = None
         """Directory of the checkpoint that is being saved."""
         self.has_pending_saves = False
@@ -188,8 +194,8 @@ class Trainer(Learner):
         """True if the record of the last step is read, and callbacks run, before another step changes weights."""
         if self.profiles_next_step or not self.reads_late:
             return True
-        readers = {name: each for name, each in self.callbacks.items() if each.reads_weights}
-        return any(call_callback(name, each.is_due, self) for name, each in readers.items())
+        readers = [(name, callback) for name, callback in self.callbacks.items() if callback.reads_weights]
+        return any(call_callback(name, callback.is_due, self) for name, callback in readers)
 
     def read_launched(self, keep: int) -> None:
         """Read the records of launched steps, and call `on_step_end`, until `keep` steps are left.
@@ -197,7 +203,10 @@ class Trainer(Learner):
         A callback that reads weights is called if it is due, and no other step has been launched since."""
         while len(self.launched) > keep:
             record = self.launched.popleft()()
-            self._report_checkpoint_before(record["step"])
+            # The sums of a later step are equal on all ranks. Asynchronous workers may receive older ones after a save.
+            saving = self.unreported_checkpoint
+            if saving is not None and record["step"] > step_of(saving) and not self.has_pending_saves:
+                self._report_checkpoint()
             for name, callback in self.callbacks.items():
                 if not callback.reads_weights or (not self.launched and call_callback(name, callback.is_due, self)):
                     if callback.reads_weights:
@@ -248,7 +257,11 @@ class Trainer(Learner):
         micros = self.micro_batches(next(batches)) if self.strategy.runs_model else []
         phases.end("data")
         rank_sums = self.forward_backward(micros)
-        self._set_requests(rank_sums)
+        rank_sums.stop_requests.fill_(self.stop_requested)
+        rank_sums.finish_requests.fill_(self.finish_reason is not None)
+        rank_sums.pending_saves.fill_(not self.checkpointer.is_complete)
+        if not self.strategy.runs_model:  # a parameter server, which announces the step to its workers
+            rank_sums.stop_step.fill_(self.stop_after_step or 0)
         phases.end("passes")
         reduced = self.reduce(rank_sums)
         on_host = PendingCopies(reduced.sums, reduced.norm)  # all values of a step in one copy
@@ -267,7 +280,7 @@ class Trainer(Learner):
             )
         if is_finite:
             steps = self.run.training.steps
-            ratio = learning_rate_factor(self.run.optimizer, self.step, steps, lr_function=self.lr_function)
+            ratio = learning_rate_factor(self.run.optimizer, self.step, steps, self.lr_function)
             self.update(ratio * self.rescaling.factor_at(self.step))
         else:
             self.strategy.zero_grad()
@@ -296,12 +309,9 @@ class Trainer(Learner):
         """True if a step can run without reading its results: whether the gradient is finite."""
         moe = self.run.model.moe
         routers_need_it = moe is not None and moe.bias_update_rate > 0
-        return (
-            can_skip_on_device(self.optimizers)
-            and self.run.layout.offload == "none"
-            and self.run.layout.data_parallel != "parameter_server"
-            and not routers_need_it
-        )
+        layout = self.run.layout
+        steps_on_device = layout.offload == "none" and layout.data_parallel != "parameter_server"
+        return can_skip_on_device(self.optimizers) and steps_on_device and not routers_need_it
 
     def _read_step(self, results: LaunchedResults) -> MetricsRecord:
         """Return the record of a launched step, and count its tokens, skipped steps and requests to stop."""
@@ -355,14 +365,6 @@ class Trainer(Learner):
             self.progress.log(f"step {self.step}: finishing the run after the next step: {reason}")
         self.finish_reason = reason
 
-    def _set_requests(self, rank_sums: StepSums) -> None:
-        """Set the requests of this rank in the sums of a step, which all ranks read."""
-        rank_sums.stop_requests.fill_(self.stop_requested)
-        rank_sums.finish_requests.fill_(self.finish_reason is not None)
-        rank_sums.pending_saves.fill_(not self.checkpointer.is_complete)
-        if not self.strategy.runs_model:  # a parameter server, which announces the step to its workers
-            rank_sums.stop_step.fill_(self.stop_after_step or 0)
-
     def _agree_to_stop(self, step: int, sums: StepSums) -> None:
         """Decide after which step all ranks stop, from the sums over ranks in `step`, which all ranks read alike."""
         if self.stop_after_step is not None:
@@ -415,14 +417,6 @@ class Trainer(Learner):
         self.checkpointer.wait_for_all_ranks()
         self._report_checkpoint()
 
-    def _report_checkpoint_before(self, step: int) -> None:
-        """Report the last checkpoint if the sums of a later step, equal on all ranks, have no pending save.
-
-        An asynchronous worker may receive older sums after the save."""
-        directory = self.unreported_checkpoint
-        if directory is not None and step > step_of(directory) and not self.has_pending_saves:
-            self._report_checkpoint()
-
     def _report_checkpoint(self) -> None:
         """Call `on_checkpoint_saved` for the checkpoint that all ranks have completed, unless that was done."""
         directory = self.unreported_checkpoint
@@ -432,7 +426,9 @@ class Trainer(Learner):
 
     def _manifest(self) -> MetricsRecord:
         """Return the state of a run besides its tensors."""
-        states = {name: call_callback(name, each.state_dict) for name, each in self.callbacks.items()}
+        states = {name: call_callback(name, callback.state_dict) for name, callback in self.callbacks.items()}
+        # Copies as JSON: a thread writes them while callbacks change their own.
+        copies = {name: json.loads(call_callback(name, json.dumps, state)) for name, state in states.items() if state}
         return {
             "tokens": self.tokens,
             "targets": self.targets,
@@ -443,21 +439,14 @@ class Trainer(Learner):
             "optimizer": self.run.optimizer.name,
             "implementations": implementations(self.run),
             "expert_tokens": self.experts.intervals.long().tolist(),
-            # Copies as JSON: a thread writes them while callbacks change their own.
-            "callbacks": {
-                name: json.loads(call_callback(name, json.dumps, state)) for name, state in states.items() if state
-            },
+            "callbacks": copies,
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:
         """Continue from the newest intact checkpoint, on disk or in memory, if there is one.
 
-        Returns:
-            The number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
-
-        Raises:
-            UserError: the checkpoint has another model or other data, or all checkpoints are damaged.
-        """
+        Returns the number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
+        Raises UserError if the checkpoint has another model or other data, or all checkpoints are damaged."""
         directory = self.checkpointer.directory
         checkpoint = None
         damaged: dict[str, str] = {}
@@ -465,7 +454,7 @@ class Trainer(Learner):
         if in_memory is None or in_memory.step < latest_step(directory):
             checkpoint, damaged = latest_valid_checkpoint(directory)
         if in_memory is not None and in_memory.step >= (step_of(checkpoint) if checkpoint else 0):
-            restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, optimizers=self.optimizers)
+            restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, self.optimizers)
             set_rng_state(in_memory.manifest["random"])
             self._restore_progress(in_memory.manifest)
             return self.mesh.dims.world_size, damaged
@@ -493,9 +482,8 @@ class Trainer(Learner):
         rescaling = LearningRateRescaling(**manifest["rescaling"])
         if rescaling.after != self.batch.learning_rate_scale:  # the number of ranks has changed
             warmup = self.run.optimizer.warmup_within(self.run.training.steps)
-            rescaling = LearningRateRescaling(
-                rescaling.factor_at(self.step - 1), self.batch.learning_rate_scale, self.step, steps=warmup
-            )
+            before = rescaling.factor_at(self.step - 1)
+            rescaling = LearningRateRescaling(before, self.batch.learning_rate_scale, since=self.step, steps=warmup)
         self.rescaling = rescaling
 
     def _skip_bad_steps(self) -> None:
@@ -503,15 +491,6 @@ class Trainer(Learner):
         steps = broadcast_from_rank0(partial(steps_to_skip, self.directory, self.step))
         if steps:
             self.loader.skip_steps(steps)
-
-    def _open_in_memory_checkpointer(self) -> InMemoryCheckpointer | None:
-        """Return the copies in memory of this run, if it has some; those from before a rollback are not its own."""
-        if not self.run.recovery.in_memory_checkpoint_every:
-            return None
-        num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, self.directory))
-        identity = {"ranks": self.mesh.dims.world_size, "rollbacks": num_rollbacks, **in_memory_identity(self.run)}
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        return InMemoryCheckpointer(identity, group, self.device)
 
 
 def in_memory_identity(run: RunSpec) -> dict[str, Any]:

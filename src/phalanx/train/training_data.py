@@ -37,14 +37,7 @@ class TrainingData:
     """Initial weights by parameter name; None: they are drawn at random."""
 
     def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> CheckedLoader:
-        """Return this rank's loader of global steps, which checks ids and targets.
-
-        Args:
-            run: Run with the sequence length and the seed.
-            sequences: Number of sequences of a global step.
-            rank: Data-parallel rank.
-            ranks: Number of data-parallel ranks.
-        """
+        """Return this rank's loader of global steps of `sequences` sequences, which checks ids and targets."""
         loader_args = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
         checked = partial(CheckedLoader, vocab_size=run.model.vocab_size, checks_targets=run.training.loss is None)
         if run.data.dataset is not None:
@@ -58,17 +51,11 @@ class TrainingData:
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
-    """Open prepared data.
-
-    Args:
-        run: Run with the initial weights.
-        prepared: Paths of the prepared data.
-        fresh: True if the run starts from initial weights; otherwise a checkpoint has all weights.
-    """
+    """Open prepared data. Unless the run is `fresh`, a checkpoint has all weights."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
     weights = initial_weights(run) if fresh else await_checkpoint
-    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, weights=weights)
+    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, weights)
 
 
 def await_checkpoint(name: str, shape: torch.Size) -> Tensor:
@@ -79,10 +66,8 @@ def await_checkpoint(name: str, shape: torch.Size) -> Tensor:
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     """Return the initial weights, if the run names a Hugging Face directory.
 
-    Raises:
-        UserError: the weights are missing, have more tokens than the run's model, or belong to a dense model whose MLP
-            does not fit the run's experts.
-    """
+    Raises UserError if the weights are missing, have more tokens than the run's model, or belong to a dense model whose
+    MLP does not fit the run's experts."""
     if run.model.from_hf is None:
         return None
     from phalanx.model.huggingface.checkpoint import open_hf_weights
@@ -91,4 +76,4 @@ def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     source = load_model_spec(str(directory))
     weights = open_hf_weights(directory, source if run.model.moe and not source.moe else run.model)
     weights = extend_vocabulary(weights, source.vocab_size, run.model.vocab_size)
-    return upcycle_weights(run.model, source, weights, seed=run.training.seed) if run.model.moe else weights
+    return upcycle_weights(run.model, source, weights, run.training.seed) if run.model.moe else weights

@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from phalanx.launch.process import (
     select_device,
     use_deterministic_kernels,
 )
-from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import is_run_directory, read_run_directory, write_run_directory
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
@@ -99,71 +98,54 @@ class RankSession:
 
     def train(self) -> None:
         """Join the other ranks, open the run, and train."""
-        run = self._load_run()
-        device = self._join_ranks(run)
+        options = self.options
+        reduced = options.reduced
+        # Load the run before the ranks meet.
         if not self.is_prepared:
-            self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
-        # The components of a run file were permitted when it was loaded.
-        run, data = read_run_directory(self.directory, self.options.trust or not self.is_prepared)
-        lock = self._lock_directory(run) if is_rank0() else None
-        run = self._use_reduced_layout(run)
-        self._remove_old_outputs()
-        fresh = not checkpoints(self.directory / CHECKPOINTS_DIR)
-        corpus = open_training_data(run, data, fresh)
-        self._train_with_rollbacks(run, corpus, device)
-        if lock is not None:
-            lock.close()
-
-    def _load_run(self) -> RunSpec:
-        """Return the run of the run directory or file, before the ranks meet."""
-        if not self.is_prepared:
-            return load_run(self.directory, list(self.options.overrides), trust=self.options.trust or None)
-        if self.options.overrides:
+            run = load_run(self.directory, list(options.overrides), trust=options.trust or None)
+        elif options.overrides:
             problem = "has no effect on a run directory"
-            raise UserError("--set", list(self.options.overrides), problem, fix="use the run file instead")
-        remove_dumps(self.directory, env_rank())
-        return read_run_directory(self.directory, self.options.trust)[0]
+            raise UserError("--set", list(options.overrides), problem, "use the run file instead")
+        else:
+            remove_dumps(self.directory, env_rank())
+            run = read_run_directory(self.directory, options.trust)[0]
 
-    def _join_ranks(self, run: RunSpec) -> torch.device:
-        """Initialize the process group, and return the device of this rank."""
+        # Initialize the process group and the device.
         if run.training.deterministic:
             use_deterministic_kernels()
-        reduced = self.options.reduced
+        device_type = options.device or select_device(run)
         timeout_seconds = run.training.collective_timeout_seconds
-        device = init_distributed(
-            self.options.device or select_device(run), timeout_seconds, reduced.ranks if reduced else None
-        )
+        device = init_distributed(device_type, timeout_seconds, reduced.ranks if reduced else None)
         if run.metrics.allocation_history and device.type == "cuda":
             record_allocations()
             self.records_allocations = True
-        return device
 
-    def _lock_directory(self, run: RunSpec) -> IO[str] | None:
-        """Lock the run directory on rank 0.
-
-        A rank of a previous start that lost the others exits only after the timeout of its collective."""
-        timeout = SHUTDOWN_GRACE_SECONDS
-        if LAUNCHER_PID_ENV in os.environ:
-            timeout = run.training.collective_timeout_seconds
-        launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
-        return acquire_run_lock(self.directory, timeout + SHUTDOWN_GRACE_SECONDS, launcher)
-
-    def _use_reduced_layout(self, run: RunSpec) -> RunSpec:
-        """Return the run with the layout of fewer ranks, if there is one, and record the layout in use."""
-        reduced = self.options.reduced
+        # Create or open the run directory. The components of a run file were permitted when it was loaded.
+        if not self.is_prepared:
+            self.directory = _set_up_on_rank0(run, options.resume, options.force)
+        run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
+        rank, world_size = rank_and_world_size()
+        lock = None
+        if rank == 0:
+            launcher = os.environ.get(LAUNCHER_PID_ENV)
+            # A rank of a previous start that lost the others exits only after the timeout of its collective.
+            grace_seconds = run.training.collective_timeout_seconds if launcher else SHUTDOWN_GRACE_SECONDS
+            lock_seconds = grace_seconds + SHUTDOWN_GRACE_SECONDS
+            lock = acquire_run_lock(self.directory, lock_seconds, int(launcher or os.getpid()))
         if reduced is not None:
             run = run.replace(layout=reduced.layout)
             check_layout(run, reduced.ranks)
-        if is_rank0():
+        if rank == 0:
             write_effective_layout(self.directory, reduced.layout if reduced else None)
-        return run
-
-    def _remove_old_outputs(self) -> None:
-        """Remove dumps and measurements of an earlier start, which perhaps had other ranks."""
-        if is_rank0():
-            remove_dumps_from_rank(self.directory, dist.get_world_size() if dist.is_initialized() else 1)
-        if self.options.measure or self.options.window:
+            # An earlier start perhaps had more ranks.
+            remove_dumps_from_rank(self.directory, world_size)
+        if options.measure or options.window:
             remove_measured(self.directory)
+
+        fresh = not checkpoints(self.directory / CHECKPOINTS_DIR)
+        self._train_with_rollbacks(run, open_training_data(run, data, fresh), device)
+        if lock is not None:
+            lock.close()
 
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
@@ -177,12 +159,12 @@ class RankSession:
         timeout_seconds = run.training.collective_timeout_seconds
         with Watchdog(self.directory, timeout_seconds) as watchdog, OrderGuard(self.directory) as order_guard:
             while True:
-                trainer = Trainer(run, corpus, self.directory, device=device, peak_flops=peak_flops)
+                trainer = Trainer(run, corpus, self.directory, device, peak_flops)
                 watchdog.trainer = self.trainer = trainer
                 trainer.stop_requested = bool(self.signals)  # signals that arrived before there was a trainer
                 detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
                 try:
-                    return train_session(trainer, options, spike_detector=detector, order_guard=order_guard)
+                    return train_session(trainer, options, detector, order_guard)
                 except DivergenceError as error:
                     if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
                         raise
@@ -192,11 +174,6 @@ class RankSession:
                     run = trainer.run  # its number of steps may be decided
                     del trainer  # before another one allocates memory
                     watchdog.trainer = self.trainer = None
-
-
-def is_rank0() -> bool:
-    """Return whether this process is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _record_failure(session: RankSession, error: BaseException) -> int:
@@ -245,13 +222,13 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
 def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
     """Create the run on rank 0 under torchrun, while the other ranks wait."""
     if not dist.is_initialized():
-        return _create_run(run, 1, resume, force=force)
+        return _create_run(run, 1, resume, force)
     # Through the store, not a collective: tokenizing may take longer than the timeout of collectives.
     store = dist.distributed_c10d._get_default_store()
     key = "phalanx/run directory"
     if dist.get_rank() == 0:
         try:
-            directory = _create_run(run, dist.get_world_size(), resume, force=force)
+            directory = _create_run(run, dist.get_world_size(), resume, force)
         except BaseException:
             store.set(key, "")
             raise

@@ -17,7 +17,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-REQUESTED_OPERATION: ContextVar[str | None] = ContextVar("asked_for", default=None)
+REQUESTED_OPERATION: ContextVar[str | None] = ContextVar("requested_operation", default=None)
 """The operation that the current call implements, for recorders of operations."""
 
 
@@ -46,13 +46,7 @@ def start_all_reduce(
 ) -> Callable[[], None]:
     """Start to sum tensors of one dtype and device over the ranks by one all-reduce.
 
-    The returned function finishes the all-reduce and writes the sums into the tensors.
-
-    Args:
-        tensors: Tensors to sum in place.
-        group: Ranks of the sum.
-        comm_wait: Timer of the time spent waiting.
-    """
+    The returned function finishes the all-reduce and writes the sums into the tensors."""
     flat = to_group_device(torch.cat([tensor.flatten() for tensor in tensors]), group)
     work = dist.all_reduce(flat, group=group, async_op=True)
 

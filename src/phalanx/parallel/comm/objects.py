@@ -1,4 +1,4 @@
-"""Communication of Python objects between ranks."""
+"""Ranks, and communication of Python objects between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; (0, 1) without torch.distributed."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def broadcast_object(value: T, src: int) -> T:
@@ -20,8 +25,7 @@ def broadcast_object(value: T, src: int) -> T:
 
 def broadcast_from_rank0(compute: Callable[[], T]) -> T:
     """Call `compute` on rank 0 only and return its result on all ranks: other ranks may see different files."""
-    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    return cast(T, broadcast_object(compute() if is_rank0 else None, src=0))
+    return cast(T, broadcast_object(compute() if rank_and_world_size()[0] == 0 else None, src=0))
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -29,7 +29,10 @@ class PinnedMemory(mmap.mmap):
             torch.cuda.check_error(runtime.cudaHostRegister(self._address, len(self), 0))
             self._unregister = runtime.cudaHostUnregister
         except torch.cuda.CudaError as error:
-            _clear_pending_error()
+            # CUDA reports a failed call again at this thread's next launch, here of a no-op kernel. PyTorch would
+            # otherwise report it as an error of a later launch.
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")
             _warn_once(str(error))
 
     def __del__(self) -> None:
@@ -45,19 +48,7 @@ def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _clear_pending_error() -> None:
-    """Launch a no-op kernel to clear a pending CUDA error.
-
-    CUDA reports a failed call again at this thread's next launch. PyTorch would report it as an error of that launch.
-    """
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
-
-
 @lru_cache(maxsize=1)
 def _warn_once(error: str) -> None:
-    reason = " ".join(error.split())
-    print(
-        f"phalanx: CUDA cannot lock memory ({reason}); copies to it are slower. Try ulimit -l unlimited.",
-        file=sys.stderr,
-    )
+    problem = f"CUDA cannot lock memory ({' '.join(error.split())}); copies to it are slower"
+    print(f"phalanx: {problem}. Try ulimit -l unlimited.", file=sys.stderr)

@@ -1,7 +1,6 @@
 """Exposed communication time: the time that this rank waits and computation does not hide.
 
-Why: `docs/design/decisions/wait-timer.md`.
-"""
+Why: `docs/design/decisions/wait-timer.md`."""
 
 from __future__ import annotations
 

@@ -75,9 +75,11 @@ class DDP(Strategy):
         self.finds_unused_parameters = layout.ddp_find_unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
-        ignored += [
-            name for name, _ in module.named_parameters() if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in excluded
-        ]
+        names = (name for name, _ in module.named_parameters())
+        ignored += [name for name in names if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in excluded]
+        bucket_options: dict[str, Any] = {"bucket_cap_mb": layout.bucket_mb}
+        if layout.first_bucket_mb is not None:
+            bucket_options = {"bucket_cap_mb_list": [layout.first_bucket_mb, layout.bucket_mb]}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         self.model = DistributedDataParallel(
             module,
@@ -86,7 +88,7 @@ class DDP(Strategy):
             find_unused_parameters=layout.ddp_find_unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=False,  # initial weights are a function of their names
-            **_bucket_options(layout),
+            **bucket_options,
         )
         # DDP times itself in its first 10 steps and then in every 100th, where the host waits 8 times for the device.
         self.model._set_ddp_runtime_logging_sample_rate(MAX_INT)
@@ -146,13 +148,6 @@ class DDP(Strategy):
         rank that finished early must not continue training with its state."""
         # The default divides by all ranks, finished or not, and `loss_scale` cancels it: gradients stay sums.
         return self.model.join()
-
-
-def _bucket_options(layout: Layout) -> dict[str, Any]:
-    """Return DDP's options for the size of buckets, in MiB."""
-    if layout.first_bucket_mb is None:
-        return {"bucket_cap_mb": layout.bucket_mb}
-    return {"bucket_cap_mb_list": [layout.first_bucket_mb, layout.bucket_mb]}
 
 
 # DDP compares the types as objects, so this file does not postpone annotations.

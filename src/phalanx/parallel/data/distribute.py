@@ -57,17 +57,14 @@ def distribute(
         torch.Size([8, 2])
         >>> phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(tp=2))
         Traceback (most recent call last):
-        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
-    """
+        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer..."""
     for field, value, default in transformer_only_options(layout):
-        problem = (
-            f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
-            "data parallelism"
-        )
-        raise UserError(f"layout.{field}", value, problem, fix=f"use {default!r}, and implement it in the module")
+        applied = f"to {type(module).__name__}, distribute() applies only data parallelism"
+        problem = f"is supported for Phalanx's transformer only: {applied}"
+        raise UserError(f"layout.{field}", value, problem, f"use {default!r}, and implement it in the module")
     mesh = build_mesh(layout) if mesh is None else mesh
     device = current_device() if device is None else device
-    return apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)
+    return apply_data_parallelism(module, layout, mesh, device, blocks, precision)
 
 
 def apply_data_parallelism(
@@ -79,48 +76,26 @@ def apply_data_parallelism(
     precision: str,
     model_sharding: ModelSharding | None = None,
 ) -> Strategy:
-    """Apply the data parallelism of a layout, and allocate memory (step 5 of `parallel.apply`).
+    """Apply the data parallelism of a layout to a module on `device` or meta, and allocate memory.
 
-    Args:
-        module: This rank's module; `device` or the meta device has it.
-        blocks: The submodules that FSDP gathers one at a time.
-        model_sharding: The shards of the module, if ranks share the model.
-    """
+    It is step 5 of `parallel.apply`. FSDP gathers the `blocks` one at a time. `model_sharding` has the shards of the
+    module, if ranks share the model."""
     check_torch_supports(layout)
     check_shardable_module(module, layout, blocks)
     compute_dtype = torch.bfloat16 if precision in BF16_PRECISIONS else None
     shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
     offload = build_offload(layout)
     expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()
+    experts = expert_parameters, mesh.expert_dp_mesh
     if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
-        sharded = FSDP(
-            module,
-            blocks,
-            layout,
-            mesh=shards,
-            compute_dtype=compute_dtype,
-            offload=offload,
-            group=mesh.dp_group,
-            expert_parameters=expert_parameters,
-            expert_mesh=mesh.expert_dp_mesh,
-        )
+        sharded = FSDP(module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, *experts)
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data_parallel in ("zero1", "zero2") or offload is not None:
-        return ZeRO(
-            module,
-            layout,
-            shards,
-            device=device,
-            compute_dtype=compute_dtype,
-            offload=offload,
-            expert_parameters=expert_parameters,
-            expert_mesh=mesh.expert_dp_mesh,
-            model_sharding=model_sharding,
-        )
+        return ZeRO(module, layout, shards, device, compute_dtype, offload, *experts, model_sharding)
     if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)
     materialize(module, device)
     if mesh.dp_group is None:
         return Strategy(module)
-    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, excluded=expert_parameters)
+    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, expert_parameters)

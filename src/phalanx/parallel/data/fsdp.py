@@ -8,8 +8,7 @@ On gloo FSDP2 gathers synchronously and reduces twice the necessary bytes (its r
 gathers run ahead of the units that need them. A reduce-scatter is an all-to-all and a local sum, finished one unit
 later.
 
-Why: `docs/design/decisions/fsdp-on-gloo.md`.
-"""
+Why: `docs/design/decisions/fsdp-on-gloo.md`."""
 
 from __future__ import annotations
 
@@ -53,20 +52,11 @@ class FSDP(Strategy):
         expert_parameters: frozenset[str] = frozenset(),
         expert_mesh: DeviceMesh | None = None,
     ) -> None:
-        """Shard a module into FSDP2 units.
+        """Shard a module into FSDP2 units, of which each block is one.
 
-        Args:
-            module: Full model.
-            blocks: Parts of the module that are gathered one at a time.
-            layout: Selects units, prefetching and resharding.
-            mesh: One-dimensional mesh (ZeRO-3), or replicate x shard (HSDP).
-            compute_dtype: Dtype of gathered parameters. Gradients are reduced and state is stored in the parameters'
-                own dtype.
-            offload: Storage of the trained shards, if not the device.
-            group: The ranks over which the trainer sums its scalars.
-            expert_parameters: Names of the parameters that are sharded over `expert_mesh`.
-            expert_mesh: Mesh of the ranks with the same experts.
-        """
+        The mesh is one-dimensional (ZeRO-3), or replicate x shard (HSDP). Gathered parameters have `compute_dtype`;
+        gradients are reduced and state is stored in the parameters' own dtype. The trainer sums its scalars over
+        `group`. `expert_parameters` are sharded over `expert_mesh`, the ranks with the same experts."""
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.float32 if compute_dtype else None,
@@ -94,17 +84,20 @@ class FSDP(Strategy):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # A deferred sum completes after FSDP2 assumes that it is complete, and must not be cast in between.
-        casts_sums = compute_dtype is not None and any(
-            p.dtype != torch.float32 for p in self.trainable_parameters.values()
-        )
+        all_fp32 = all(p.dtype == torch.float32 for p in self.trainable_parameters.values())
+        casts_sums = compute_dtype is not None and not all_fp32
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
         self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
         self.reduce_scatter: DeferredReduceScatter | None = None
-        if not on_gpu:
-            self._install_gloo_collectives()
+        if not on_gpu:  # gloo
+            self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
+            for unit in self.units:
+                unit._set_unshard_async_op(True)
+                unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
+                unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _prefetch(self, depth: int, inner: Collection[FSDPModule]) -> None:
         """Gather `depth` units ahead of the current unit.
@@ -113,12 +106,8 @@ class FSDP(Strategy):
         backward pass, and would gather the head again.
 
         Units inside others prefetch nothing in forward passes, and their outer units one unit more. If a block is
-        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again.
-
-        Args:
-            depth: Number of units.
-            inner: Units inside others, except those inside the root alone.
-        """
+        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again. `inner`
+        are the units inside others, except those inside the root alone."""
         root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
         forward = [*root, *self.units[1:]]
         backward = [*root, *reversed(self.units[1:])]
@@ -130,13 +119,6 @@ class FSDP(Strategy):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
         # Without a unit to gather, FSDP2 gathers the one before in its forward order: the previous micro-batch's head.
         backward[-1].set_modules_to_backward_prefetch(backward[-1:])
-
-    def _install_gloo_collectives(self) -> None:
-        self.reduce_scatter = DeferredReduceScatter(self.comm_wait, deferred=self.deferred)
-        for unit in self.units:
-            unit._set_unshard_async_op(True)
-            unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
-            unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
@@ -252,13 +234,7 @@ def _placements(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
 
 
 def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], reshard: bool) -> None:
-    """Make the embeddings one unit, and the final norm and head another.
-
-    Args:
-        model: Model whose embedding is not its head.
-        shard: `fully_shard` with the options of all units.
-        reshard: True if embeddings are resharded after their forward pass.
-    """
+    """Make the embeddings one unit, and the final norm and head another."""
     embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
     shard(embeddings, reshard_after_forward=reshard)
     for part in embeddings:
@@ -325,18 +301,12 @@ class DeferredReduceScatter(DefaultReduceScatter):
     ) -> None:
         """Finish the previous exchange, unless `allocate` has, and start the next."""
         self.finish()
-        self._pending = ReduceScatter(input_tensor, output_tensor, group, comm_wait=self.comm_wait)
+        self._pending = ReduceScatter(input_tensor, output_tensor, group, self.comm_wait)
         if not self.deferred:
             self.finish()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer of the next exchange, after those of the previous exchange are freed.
-
-        Args:
-            size: Shape of the buffer.
-            dtype: Dtype of the buffer.
-            device: Device of the buffer.
-        """
+        """Allocate a buffer of the next exchange, after those of the previous exchange are freed."""
         self.finish()
         return super().allocate(size, dtype=dtype, device=device)
 

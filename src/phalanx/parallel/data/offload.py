@@ -4,8 +4,7 @@ Storage is CPU memory (ZeRO-Offload, arXiv 2101.06840), or memory-mapped files o
 2104.07857). On disk they are stepped piece by piece. While a piece is stepped, the next is read and the previous is
 written. Three pieces are in memory at a time, however large the state is.
 
-Why: `docs/design/decisions/offload-mapping.md`.
-"""
+Why: `docs/design/decisions/offload-mapping.md`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.comm.pinned_memory import pinned_zeros
-from phalanx.parallel.dtensor_shards import as_dtensor
+from phalanx.parallel.dtensor_shards import as_dtensor, local_tensor
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.malloc_tuning import tune_malloc
@@ -63,8 +62,7 @@ class CpuOffload:
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Return initial optimizer state of an offloaded parameter."""
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return _wrap_like(parameter, self._allocate_like(local))
+        return _wrap_like(parameter, self._allocate_like(local_tensor(parameter)))
 
     @contextmanager
     def stepping(
@@ -74,14 +72,10 @@ class CpuOffload:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
-        """Wrap the step of a piece of the parameters.
+        """Wrap the step of a piece of the parameters; a piece has the same index at every step.
 
-        Args:
-            index: Index of the piece; a piece has the same index at every step.
-            optimizers: Optimizers that step the piece and create its state.
-            parameters: Trained parameters of the piece.
-            gradients: Their gradients in the offload storage; empty or None where they are elsewhere.
-        """
+        The optimizers create the state of the piece. Gradients are in the offload storage; empty or None where they are
+        elsewhere."""
         yield
 
 
@@ -146,13 +140,13 @@ class DiskOffload(CpuOffload):
                 state = optimizer.state.get(parameter, {})
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        if _local_tensor(value).data_ptr() not in self.files:
-                            state[key] = _wrap_like(value, self.to_host(_local_tensor(value)))
+                        if local_tensor(value).data_ptr() not in self.files:
+                            state[key] = _wrap_like(value, self.to_host(local_tensor(value)))
                         tensors.append(state[key])
         return self._mapped_files(tensors)
 
     def _mapped_files(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
-        files = [self.files.get(_local_tensor(tensor).data_ptr()) for tensor in tensors]
+        files = [self.files.get(local_tensor(tensor).data_ptr()) for tensor in tensors]
         return [file for file in files if file is not None]
 
     def _allocate_like(self, like: Tensor) -> Tensor:
@@ -173,9 +167,8 @@ class MappedFile:
             self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
             os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
         except OSError as error:
-            raise UserError(
-                "layout.offload_directory", str(directory), *_disk_full_error(directory, size, error)
-            ) from error
+            problem, fix = _describe_disk_error(directory, size, error)
+            raise UserError("layout.offload_directory", str(directory), problem, fix) from error
         self.memory = mmap.mmap(self.file.fileno(), size)
         self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
 
@@ -198,28 +191,23 @@ def _read_all(files: Sequence[MappedFile]) -> None:
         file.read()
 
 
-def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:
+def _describe_disk_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:
+    """Return problem and fix of an error at the allocation of a file of `size` bytes."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(directory).free
         problem = f"has no space for another {size / 1e9:.3f} GB of optimizer state ({free / 1e9:.3f} GB free)"
         return problem, "free space, or choose a directory on another disk; the last checkpoint is valid"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return (
-            "requires more open files than the limit of this process",
-            "raise the hard limit of open files (ulimit -Hn)",
-        )
+        problem = "requires more open files than the limit of this process"
+        return problem, "raise the hard limit of open files (ulimit -Hn)"
     return f"cannot be written: {error.strerror}", "choose a writable directory on a local disk"
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local` as this rank's shard of a tensor with the sharding of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
-    return as_dtensor(local, tensor.device_mesh, tensor.placements, shape=tensor.shape)
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def build_offload(layout: Layout) -> CpuOffload | None:

@@ -39,20 +39,13 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
     """Return this rank's strategy, a server or a worker.
 
-    Args:
-        module: Full model of this rank, whose parameters the strategy replaces.
-        layout: Layout with the number of servers and the staleness.
-        device: Device of a worker; servers use the CPU.
-
-    Raises:
-        UserError: The module has parameters of several dtypes.
-    """
+    A worker uses `device`, servers use the CPU. Raises UserError if the module has parameters of several dtypes."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         problem = f"sends parameters as one vector of one dtype, but the module has {description}"
         fix = "convert the module to one dtype, or use another layout.data_parallel"
-        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix=fix)
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)
     servers = list(range(layout.num_servers))
     workers = list(range(layout.num_servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
@@ -106,7 +99,7 @@ class ParameterServerWorker(Strategy):
         sent = [gradients.cpu() for gradients in self.sums]
         works = []
         for server, gradients in zip(self.roles.servers, sent, strict=True):
-            works += send_pair(message, gradients, server, tag=first_tag(self.steps_sent))
+            works += send_pair(message, gradients, server, first_tag(self.steps_sent))
         self.steps_sent += 1
         self._message_size = 2 + len(sums)
         if self.roles.staleness is None:
@@ -289,7 +282,7 @@ class ParameterServer(Strategy):
         elif not self._posted_receives[worker]:
             for steps_ahead in range(1 + self.roles.staleness):
                 message = torch.empty(size, dtype=torch.float64)
-                self._post_receive(worker, message, torch.empty_like(self.sum), steps_ahead=steps_ahead)
+                self._post_receive(worker, message, torch.empty_like(self.sum), steps_ahead)
         pair = self._posted_receives[worker].popleft()
         with self.comm_wait.measure():
             pair.wait()
@@ -319,5 +312,5 @@ class ParameterServer(Strategy):
         weights = self.weights.clone()
         works = []
         for worker in self.roles.workers:
-            works += send_pair(message, weights, worker, tag=first_tag(self.steps_done))
+            works += send_pair(message, weights, worker, first_tag(self.steps_done))
         self._pending_sends.append(MessagePair(message, weights, works))

@@ -29,13 +29,7 @@ class ServerTopology:
 
 
 def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
-    """Concatenate parameters into a vector, with zeros for parameters without memory.
-
-    Args:
-        parameters: Parameters by name, all of one dtype; at least those of `shapes`.
-        shapes: Names and shapes in the order of the vector.
-        device: Device of the vector.
-    """
+    """Concatenate the parameters of `shapes` into a vector, with zeros for parameters without memory."""
     dtype = next(iter(parameters.values())).dtype
     vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
     for name, view in parameter_views(vector, shapes).items():
@@ -63,26 +57,14 @@ def receive_buffer(weights: Tensor) -> Tensor:
 
 
 def isend(tensor: Tensor, destination: int, tag: int) -> dist.Work:
-    """Start to send a tensor to a rank, and return the pending work.
-
-    Args:
-        tensor: Tensor, which must not change until the work is complete.
-        destination: Global rank of the receiver.
-        tag: Number that the matching `irecv` has too.
-    """
+    """Start to send a tensor to a global rank; it must not change until the work is complete."""
     work = dist.isend(tensor, destination, tag=tag)
     assert work is not None
     return work
 
 
 def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
-    """Start to receive a tensor from a rank, and return the pending work.
-
-    Args:
-        tensor: Buffer that is overwritten.
-        source: Global rank of the sender.
-        tag: Number that the matching `isend` has too.
-    """
+    """Start to receive a tensor from a global rank."""
     work = dist.irecv(tensor, source, tag=tag)
     assert work is not None
     return work
@@ -94,14 +76,7 @@ def first_tag(step: int) -> int:
 
 
 def send_pair(message: Tensor, vector: Tensor, destination: int, tag: int) -> list[dist.Work]:
-    """Start to send a message and its vector, and return the pending work.
-
-    Args:
-        message: The small tensor, which must not change until the work is complete.
-        vector: Gradients or weights, likewise.
-        destination: Global rank of the receiver.
-        tag: Tag of the message.
-    """
+    """Start to send a message and its vector of gradients or weights; neither may change until the work is complete."""
     return [isend(message, destination, tag), isend(vector, destination, tag + 1)]
 
 

@@ -29,7 +29,7 @@ def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> N
             if isinstance(optimizer, kind):
                 problem = f"{reason}, so it cannot train parameters that ZeRO shards over ranks"
                 fix = 'use an element-wise optimizer such as AdamW, or layout.data_parallel = "ddp"'
-                raise UserError("optimizer", type(optimizer).__name__, problem, fix=fix)
+                raise UserError("optimizer", type(optimizer).__name__, problem, fix)
 
 
 def steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,12 +43,9 @@ def steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
 def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
     """Raise UserError for a parameter that cannot be sharded, or for a module that is its own block.
 
-    Args:
-        layout: Layout; parameters are checked if its data-parallel strategy shards.
-        blocks: Submodules that are sharded as units.
-    """
+    Parameters are checked if the data-parallel strategy of the layout shards."""
     if any(block is module for block in blocks):
-        raise UserError("blocks", type(module).__name__, "is the module itself", fix="pass its submodules, or none")
+        raise UserError("blocks", type(module).__name__, "is the module itself", "pass its submodules, or none")
     for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():
         if parameter.ndim == 0:
             problem = f"{name} is a scalar and has no rows to shard"
@@ -58,6 +55,5 @@ def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[n
             fix = "make it contiguous()"
         else:
             continue
-        raise UserError(
-            "layout.data_parallel", layout.data_parallel, problem, fix=f'{fix}, or use layout.data_parallel = "ddp"'
-        )
+        fix = f'{fix}, or use layout.data_parallel = "ddp"'
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)

@@ -15,8 +15,7 @@ Bytes per parameter, with Adam: in fp32 the owned rows are part of the model tha
 embedding on a pipeline's last stage is an exception: its own gradient accumulates in bf16. A single replica in bf16 is
 ZeRO-1 with N = 1.
 
-Why: `docs/design/decisions/own-zero.md`.
-"""
+Why: `docs/design/decisions/own-zero.md`."""
 
 from __future__ import annotations
 
@@ -37,19 +36,9 @@ from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers, steps_in_pieces
 from phalanx.parallel.data.zero_buckets import Bucket, make_buckets
 from phalanx.parallel.data.zero_gathers import WeightGathers
-from phalanx.parallel.data.zero_parameters import (
-    OwnedParameter,
-    RowSharding,
-    master_copy,
-    trainable_parameters_of,
-)
+from phalanx.parallel.data.zero_parameters import OwnedParameter, RowSharding, master_copy, trainable_parameters_of
 from phalanx.parallel.grad_norm import clip_coefficient
-from phalanx.parallel.module_tensors import (
-    materialize,
-    named_parameters,
-    optimizer_state_tensors,
-    step_parameters,
-)
+from phalanx.parallel.module_tensors import materialize, named_parameters, optimizer_state_tensors, step_parameters
 from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
@@ -80,9 +69,8 @@ class ZeRO(Strategy):
         The model computes in `compute_dtype` (None: unchanged). `expert_mesh` shards `expert_parameters`."""
         sharding = RowSharding(mesh)
         expert_sharding = RowSharding(expert_mesh)
-        shardings = {
-            name: expert_sharding if name in expert_parameters else sharding for name, _ in named_parameters(module)
-        }
+        names = [name for name, _ in named_parameters(module)]
+        shardings = {name: expert_sharding if name in expert_parameters else sharding for name in names}
         are_separate = compute_dtype is not None or offload is not None
         master_rows = {
             name: master_copy(own, device, offload)
@@ -99,15 +87,9 @@ class ZeRO(Strategy):
         self.autocast = compute_dtype is None
         self.offload = offload
         owned_parameters = {
-            name: OwnedParameter(
-                name,
-                p,
-                shardings[name],
-                master_rows=master_rows.get(name),
-                offload=offload,
-                largest_shape=p.shape if model_sharding is None else model_sharding.largest_shape(name),
-            )
+            name: OwnedParameter(name, p, shardings[name], master_rows.get(name), offload, largest_shape)
             for name, p in trainable_parameters_of(self.trainable_parameters.items())
+            for largest_shape in [p.shape if model_sharding is None else model_sharding.largest_shape(name)]
         }
         self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
         limit = layout.bucket_mb * MIB
@@ -122,12 +104,7 @@ class ZeRO(Strategy):
         self._gradient_factor: Tensor | None = None
         """Factor that offloaded gradients must still be multiplied by."""
         self.gathers = WeightGathers(self.buckets)
-        self._register_gradient_hooks()
-
-    def _register_gradient_hooks(self) -> None:
-        """Let autograd report each complete gradient.
-
-        The hooks have weak references: autograd keeps hooks alive, which would keep the groups of ranks alive."""
+        # Weak references: autograd keeps hooks alive, which would keep the groups of ranks alive.
         for bucket in self.buckets:
             for owned in bucket.parameters:
                 ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned))
@@ -238,11 +215,7 @@ class ZeRO(Strategy):
             parameters = [owned for bucket in piece for owned in bucket.parameters]
             masters = [owned.master for owned in parameters]
             gradients = [owned.gradient for owned in parameters]
-            with (
-                self.offload.stepping(index, optimizers, masters, gradients=gradients)
-                if self.offload
-                else nullcontext()
-            ):
+            with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
                 step_parameters(optimizers, masters, self._master_gradients(parameters))
             for bucket in piece:
                 bucket.drop_gradients()

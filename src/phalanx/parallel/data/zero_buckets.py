@@ -61,7 +61,7 @@ class Bucket:
         if not keep_full:
             for owned in self.parameters:
                 owned.drop_full_gradient()
-        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, comm_wait=self.comm_wait)
+        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.comm_wait)
 
     def _full_matrices(self) -> list[Tensor]:
         """Return the full gradients as matrices of one dtype, fp32 if a sum is fp32.
@@ -149,15 +149,13 @@ def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[lis
     """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
+    previous_kind: object = None
     for owned in reversed(list(parameters)):
-        parameter = owned.parameter
-        if not buckets or size >= limit or not _fit_one_message(buckets[-1][0], owned):
+        message_kind = owned.sharding, owned.parameter.dtype
+        if not buckets or size >= limit or message_kind != previous_kind:
             buckets.append([])
             size = 0
         buckets[-1].append(owned)
-        size += owned.largest_numel * parameter.element_size()
+        size += owned.largest_numel * owned.parameter.element_size()
+        previous_kind = message_kind
     return buckets
-
-
-def _fit_one_message(owned: OwnedParameter, other: OwnedParameter) -> bool:
-    return owned.sharding == other.sharding and owned.parameter.dtype == other.parameter.dtype

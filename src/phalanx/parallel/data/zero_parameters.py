@@ -48,7 +48,7 @@ class RowSharding:
 
     def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
         """Return this rank's rows as part of a tensor like `full`."""
-        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(self.axis(full))], shape=full.shape)
+        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(self.axis(full))], full.shape)
 
 
 class OwnedParameter:
@@ -65,14 +65,8 @@ class OwnedParameter:
     ) -> None:
         """Create the trained rows of a parameter.
 
-        Args:
-            name: Name of the parameter.
-            parameter: Parameter that computes.
-            sharding: Assignment of rows to ranks.
-            master_rows: Separate trained rows; None if the parameter's own rows are trained.
-            offload: Storage of the trained rows, if not the device.
-            largest_shape: Shape of the largest shard of the parameter on any rank.
-        """
+        Without `master_rows` the parameter's own rows are trained; `offload` stores the trained rows, if not the
+        device. `largest_shape` is that of the largest shard on any rank."""
         self.name = name
         self.parameter = parameter
         self.sharding = sharding
@@ -206,13 +200,7 @@ def trainable_parameters_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> I
 
 
 def master_copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) -> Tensor:
-    """Return separate rows to train; for a tensor without memory, uninitialized rows.
-
-    Args:
-        rows: This rank's rows of a parameter, in the dtype that is trained.
-        device: Device of the copy without offload.
-        offload: Storage of the copy; None for `device`.
-    """
+    """Return separate rows to train, in `offload` or on the device; for a tensor without memory, uninitialized rows."""
     if offload is not None:
         return offload.to_host(rows)
     return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)

@@ -44,16 +44,10 @@ class PipelineP2P:
         like: Tensor,
         pipeline_wait: WaitTimer,
     ) -> None:
-        """Create the message queues of this rank, and post the first receives.
+        """Create the message queues of this rank of the pipeline, and post the first receives.
 
-        Args:
-            schedule: Schedule of the step.
-            rank: Index of this rank in the pipeline.
-            groups: Groups for messages to later ranks and to earlier ranks.
-            shapes: Shape of the activation of each micro-batch.
-            like: Tensor with the dtype and device of the activations.
-            pipeline_wait: Timer of the time spent waiting for messages.
-        """
+        `groups` carry messages to later ranks and to earlier ranks. `shapes` are those of each micro-batch's
+        activation, `like` has their dtype and device."""
         self.schedule = schedule
         self.rank = rank
         self.groups = groups
@@ -126,14 +120,8 @@ def connect_peers(
     """Exchange a tensor once over each link of each group, in one order on all ranks.
 
     NCCL creates the communicator of a pair of ranks at its first message, and the host blocks until the other rank
-    joins. Two ranks that both post receives before any send would deadlock.
-
-    Args:
-        schedule: Schedule, which determines the links.
-        rank: Index of this rank in the pipeline.
-        groups: Groups of the messages to higher and to lower ranks.
-        token: Tensor of one number, which is overwritten.
-    """
+    joins. Two ranks that both post receives before any send would deadlock. `token` has one number, which is
+    overwritten."""
     to_higher_rank, to_lower_rank = groups
     links = [*schedule.links, schedule.end_ranks]
     pairs = sorted({(min(link), max(link)) for link in links if min(link) < max(link) and rank in link})

@@ -7,8 +7,7 @@ A rank sends the output of a stage, an activation or a gradient, as soon as it i
 for the input of its next action. Where a schedule has half actions, backward passes are split (`split_backward`).
 Gradients accumulate over the step, and data-parallel ranks sum them once, at its end.
 
-Why: `docs/design/decisions/own-pipeline-runtime.md`.
-"""
+Why: `docs/design/decisions/own-pipeline-runtime.md`."""
 
 from __future__ import annotations
 
@@ -56,17 +55,10 @@ class PipelineStrategy(Strategy):
     ) -> None:
         """Create the pipeline of this rank's stages.
 
-        Args:
-            data_parallel: Data-parallel strategy of the stages, connected to the groups that share the model.
-            stage_module: This rank's stages.
-            representative: A schedule of this pipeline, for any number of micro-batches.
-            make_schedule: Returns the schedule for a number of micro-batches.
-            p2p_groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
-            loss_group: The ranks of the pipeline and their data-parallel replicas.
-            forward_context: Returns the context manager of forward passes.
-            activation_template: Tensor with the dtype and device of the activations that stages send.
-            cp_size: Number of ranks that share the tokens of a row.
-        """
+        `data_parallel` is connected to the groups that share the model. `representative` is a schedule of this pipeline
+        for any number of micro-batches. `p2p_groups` carry messages to later and to earlier ranks; `loss_group` has the
+        ranks of the pipeline and their data-parallel replicas. `activation_template` has the dtype and device of the
+        activations that stages send. `cp_size` ranks share the tokens of a row."""
         # Not `super().__init__`: the loss of logits, for example, is that of `data_parallel`, and has no default here.
         self.module = data_parallel.module
         self.group = loss_group
@@ -87,9 +79,7 @@ class PipelineStrategy(Strategy):
         self.model = cast(nn.Module, self._full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
-        self.tied_embedding = TiedEmbedding(
-            stage_module, data_parallel, end_ranks=self.forward_only.end_ranks, p2p_groups=p2p_groups
-        )
+        self.tied_embedding = TiedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
         self.tied_embedding.create_copy(activation_template)
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size
@@ -154,9 +144,7 @@ class PipelineStrategy(Strategy):
         """Return the logits of the full model on every rank (at least fp32), and an auxiliary loss of 0."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
-        def copy_logits(
-            model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol
-        ) -> tuple[Tensor, Tensor]:
+        def copy_logits(model: Callable[..., Any], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
             logits.copy_(model(micro.tokens, micro.documents)[0])
             return logits.new_zeros(()), logits.new_zeros(())
 
@@ -208,7 +196,13 @@ class PipelineStrategy(Strategy):
         state = PipelineStepState(micros=[micro], losses=losses)
         for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
             self._rehearse_step(activation, state)
-        self._reset_routers()
+        # Drop the numbers of tokens that the rehearsal has counted.
+        for router in self.stages.modules():
+            if isinstance(router, Router):
+                router.load.zero_()
+                router.dropped.zero_()
+        if self.model_parallel.pop_expert_rows is not None:
+            self.model_parallel.pop_expert_rows()
 
     def _rehearse_step(self, activation: Tensor, state: PipelineStepState) -> None:
         """Run the forward and backward passes of this rank's stages."""
@@ -219,15 +213,6 @@ class PipelineStrategy(Strategy):
             gradient = torch.zeros_like(activation) if stage < self.stages.last else None
             self.passes.execute(Action(stage, kind, 0), gradient, state)
 
-    def _reset_routers(self) -> None:
-        """Drop the numbers of tokens that a rehearsal has counted."""
-        for router in self.stages.modules():
-            if isinstance(router, Router):
-                router.load.zero_()
-                router.dropped.zero_()
-        if self.model_parallel.pop_expert_rows is not None:
-            self.model_parallel.pop_expert_rows()
-
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """Return the shape of each micro-batch's activation between stages."""
         tensor_parallel = self.model_parallel.tensor_parallel
@@ -236,14 +221,8 @@ class PipelineStrategy(Strategy):
 
     def _post_first_receives(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
         """Create the message queues of a schedule, whose first receives are posted at once."""
-        return PipelineP2P(
-            schedule,
-            self.rank,
-            self.p2p_groups,
-            shapes=self._activation_shapes(micros),
-            like=self.activation_template,
-            pipeline_wait=self.pipeline_wait,
-        )
+        shapes = self._activation_shapes(micros)
+        return PipelineP2P(schedule, self.rank, self.p2p_groups, shapes, self.activation_template, self.pipeline_wait)
 
     # -- the interface of every strategy -------------------------------------------------------------------------------
 

@@ -5,8 +5,7 @@ The previous stage waits for the gradient of a stage's input; nothing waits for 
 Linear layers and experts, which have nearly all of the work, defer the second half. They save its operands, the layer's
 input and the gradient of its output. Autograd's own graph is complete after the first half.
 
-Why: `docs/design/decisions/split-backward.md`.
-"""
+Why: `docs/design/decisions/split-backward.md`."""
 
 from __future__ import annotations
 

@@ -27,13 +27,7 @@ class StageModule(Transformer):
     Parameters have the same names as in the full model."""
 
     def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
-        """Create this rank's stages.
-
-        Args:
-            spec: Specification of the full model.
-            layers: Blocks of each of this rank's stages.
-            stages: Number of stages of the pipeline.
-        """
+        """Create this rank's stages, of a pipeline of `stages`; `layers` are the blocks of each of them."""
         super().__init__(spec)
         self.layers = dict(layers)
         self.last = stages - 1
@@ -54,14 +48,9 @@ class StageModule(Transformer):
     def forward(
         self, x: Tensor, documents: Documents | None = None, head: HeadFunction | None = None, stage: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return a stage's output, or the logits of the last stage, and its auxiliary loss.
+        """Return the output of a stage of this rank, or the logits of the last stage, and its auxiliary loss.
 
-        Args:
-            x: Input of the stage, [B, T, D]; for the first stage the tokens, [B, T].
-            documents: Documents of the micro-batch; None if every row is one document.
-            head: Function whose result the last stage returns in place of the logits.
-            stage: Index of the stage in the pipeline, one of this rank's.
-        """
+        The input is [B, T, D], for the first stage the tokens, [B, T]. The result of `head` replaces the logits."""
         x_BTD = self.embed(x, documents) if stage == 0 else x
         blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
         x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, documents)

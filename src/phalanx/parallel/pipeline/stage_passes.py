@@ -59,8 +59,7 @@ class StagePasses:
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run an action, and return its output for another stage, if any.
 
-        `received` is the input from another stage, if any: an activation, or the gradient of the stage's output.
-        """
+        `received` is the input from another stage, if any: an activation, or the gradient of the stage's output."""
         key = action.stage, action.micro
         if action.kind == "F":
             return self._run_forward(action, received, state)
@@ -88,7 +87,13 @@ class StagePasses:
 
     def _run_backward(self, activation: SavedActivation, output_grad: Tensor | None) -> Tensor | None:
         """Run a backward pass, and return the gradient of the stage's input."""
-        self._backward(activation, output_grad)
+        if output_grad is None:
+            self.backward_scale.run_backward(activation.output + activation.auxiliary)
+        else:
+            auxiliary_grad = torch.full_like(activation.auxiliary, self.backward_scale.factor)
+            pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
+            trained = [pair for pair in pairs if pair[0].requires_grad]
+            torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
         return activation.x.grad
 
     def forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
@@ -99,12 +104,3 @@ class StagePasses:
             return SavedActivation(x, *losses(lambda _, *args, **options: last_stage(x, *args, **options), micro))
         with self.forward_context():
             return SavedActivation(x, *self.data_parallel.model(x, micro.documents, stage=stage))
-
-    def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
-        if output_grad is None:
-            self.backward_scale.run_backward(activation.output + activation.auxiliary)
-        else:
-            auxiliary_grad = torch.full_like(activation.auxiliary, self.backward_scale.factor)
-            pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
-            trained = [pair for pair in pairs if pair[0].requires_grad]
-            torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])

@@ -1,8 +1,7 @@
 """The tied embedding of a pipeline, which its first and its last rank have.
 
 The first rank trains the weight. It adds the gradients of the last rank to its own, and sends its weights after every
-update.
-"""
+update."""
 
 from __future__ import annotations
 
@@ -24,14 +23,9 @@ class TiedEmbedding:
         end_ranks: tuple[int, int],
         p2p_groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     ) -> None:
-        """Create the link.
+        """Create the link between the ranks with the first and the last stage, `end_ranks`.
 
-        Args:
-            stages: This rank's stages.
-            data_parallel: Data-parallel strategy of the stages.
-            end_ranks: Ranks with the first and the last stage.
-            p2p_groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
-        """
+        `p2p_groups` carry messages to later and to earlier ranks."""
         self.stages = stages
         self.data_parallel = data_parallel
         self.first, self.last = end_ranks

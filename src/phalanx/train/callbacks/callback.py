@@ -31,8 +31,7 @@ class Callback:
         ...         if record["loss"] < self.loss:
         ...             trainer.finish(f"the loss is below {self.loss}")
         >>> StopAtLoss(2.5).state_dict()
-        {}
-    """
+        {}"""
 
     reads_weights = True
     """True if `on_step_end` uses the weights after the step. Otherwise a GPU may run the next step meanwhile, so that
@@ -54,11 +53,7 @@ class Callback:
         """Run after an evaluation, with its record as in metrics.jsonl."""
 
     def on_checkpoint_saved(self, trainer: Trainer, directory: Path) -> None:
-        """Run after the first step at which a checkpoint is complete on all ranks.
-
-        Args:
-            directory: Directory of the checkpoint.
-        """
+        """Run after the first step at which a checkpoint is complete on all ranks."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Run on a rank whose training raises an error; the other ranks may be in another step.
@@ -80,9 +75,7 @@ class Callback:
 def call_callback(name: str, method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method of the callback `name`.
 
-    Raises:
-        CallbackError: A callback of the user raised an error, other than one that Phalanx handles.
-    """
+    Raises CallbackError if a callback of the user raised an error, other than one that Phalanx handles."""
     try:
         return method(*arguments)
     except (UserError, DivergenceError):
@@ -96,21 +89,13 @@ def call_callback(name: str, method: Callable[..., Any], *arguments: Any) -> Any
 def build_callbacks(specs: Mapping[str, ComponentSpec]) -> dict[str, Callback]:
     """Build the callbacks of a run file, by field: "callbacks.NAME" never equals the name of a callback of every run.
 
-    Raises:
-        UserError: A class cannot be imported, is not a callback, or rejects its arguments.
-    """
-    fields = {f"callbacks.{name}": spec for name, spec in specs.items()}
-    return {field: _build_callback(field, spec) for field, spec in fields.items()}
-
-
-def _build_callback(field: str, spec: ComponentSpec) -> Callback:
-    callback_class = import_component(field, spec)
-    if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
-        raise UserError(
-            field,
-            spec.class_path,
-            "is not a subclass of phalanx.Callback",
-            fix="derive the class from phalanx.Callback",
-        )
-    callback: Callback = call_component(field, spec)
-    return callback
+    Raises UserError if a class cannot be imported, is not a callback, or rejects its arguments."""
+    callbacks: dict[str, Callback] = {}
+    for name, spec in specs.items():
+        field = f"callbacks.{name}"
+        callback_class = import_component(field, spec)
+        if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
+            fix = "derive the class from phalanx.Callback"
+            raise UserError(field, spec.class_path, "is not a subclass of phalanx.Callback", fix)
+        callbacks[field] = call_component(field, spec)
+    return callbacks

@@ -49,23 +49,18 @@ class Checkpoints(Callback):
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Save if it is due."""
         is_wanted = self.scheduler.is_due(trainer.step) or trainer.should_stop
-        if (is_wanted and _is_sound(trainer, record)) or trainer.step == trainer.run.training.steps:
-            with trainer.record_pause("checkpoint"):
-                self._save(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
-        """Save, and decide when the next checkpoint is due."""
-        started_at = time.perf_counter()
-        trainer.start_checkpoint()
-        if trainer.run.checkpoint.every != "auto":
+        if not (is_wanted and _is_sound(trainer, record)) and trainer.step != trainer.run.training.steps:
             return
-        blocked_seconds = time.perf_counter() - started_at
-        write_seconds = trainer.checkpointer.save_seconds
-        self.scheduler.next_step = broadcast_from_rank0(
-            partial(self.scheduler.next_due_step, trainer.step, blocked_seconds, write_seconds)
-        )
-        if self.scheduler.reason is not None:
-            trainer.progress.log(self.scheduler.reason)
+        with trainer.record_pause("checkpoint"):
+            started_at = time.perf_counter()
+            trainer.start_checkpoint()
+            if trainer.run.checkpoint.every == "auto":
+                blocked_seconds = time.perf_counter() - started_at
+                write_seconds = trainer.checkpointer.save_seconds
+                decide = partial(self.scheduler.next_due_step, trainer.step, blocked_seconds, write_seconds)
+                self.scheduler.next_step = broadcast_from_rank0(decide)
+                if self.scheduler.reason is not None:
+                    trainer.progress.log(self.scheduler.reason)
 
 
 class InMemoryCopies(Callback):

@@ -25,9 +25,7 @@ class ReplicaCheck(Callback):
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Compare the replicas."""
         every = trainer.run.training.replica_check_interval
-        error = check_replica_consistency(
-            trainer.strategy, trainer.optimizers, trainer.mesh.dims, step=trainer.step, every=every
-        )
+        error = check_replica_consistency(trainer.strategy, trainer.optimizers, trainer.mesh.dims, trainer.step, every)
         if error is not None:
             trainer.checkpointer.wait()
             raise error
@@ -76,9 +74,8 @@ class LossSpikes(Callback):
         ratio = self.detector.spike_ratio(record["loss"])
         if ratio is not None:
             trainer.checkpointer.wait()
-            raise DivergenceError(
-                f"step {record['step']}: loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
-            )
+            spike = f"loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
+            raise DivergenceError(f"step {record['step']}: {spike}")
 
 
 def is_due(step: int, every: int) -> bool:

@@ -44,8 +44,7 @@ class MLflow(RecordWriter):
 
         Args:
             experiment: Name of the experiment; it is created if it does not exist.
-            tracking_uri: Server or directory; None: MLFLOW_TRACKING_URI, or MLflow's default.
-        """
+            tracking_uri: Server or directory; None: MLFLOW_TRACKING_URI, or MLflow's default."""
         if find_spec("mlflow") is None:
             raise missing_package("callbacks", "MLflow", "mlflow")
         self.experiment = experiment

@@ -42,8 +42,7 @@ class OpenTelemetry(RecordWriter):
         Args:
             endpoint: URL of the collector, such as http://collector:4318/v1/metrics; None: the environment of
                 OpenTelemetry (OTEL_EXPORTER_OTLP_ENDPOINT).
-            export_seconds: Seconds between exports.
-        """
+            export_seconds: Seconds between exports."""
         try:  # other packages install a part of OpenTelemetry
             import opentelemetry.exporter.otlp.proto.http  # noqa: F401
         except ImportError:

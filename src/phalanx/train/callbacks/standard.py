@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 def build_record_writers(run: RunSpec) -> dict[str, Callback]:
     """Return the writers of a run's records besides the user's callbacks, by name.
 
-    Raises:
-        UserError: W&B is requested and not available.
-    """
+    Raises UserError if W&B is requested and not available."""
     writers: dict[str, Callback] = {}
     if run.metrics.wandb is not None:
         writers["wandb"] = Wandb(run.metrics.wandb)  # first: it may refuse to open
@@ -43,13 +41,8 @@ def standard_callbacks(
     """Return the callbacks of a run by name, in the order in which their hooks run.
 
     A step is recorded, then checked. The user's callbacks follow, then evaluation, then what saves: a checkpoint has
-    the state of all callbacks after the step and its evaluation. Samples change no state and come last.
-
-    Args:
-        record_writers: Writers of records, by name; None: records are not written.
-        user_callbacks: Callbacks of the run file, by field.
-        spike_detector: Detector of loss spikes; None: spikes are ignored.
-    """
+    the state of all callbacks after the step and its evaluation. Samples change no state and come last. Without
+    `record_writers` no records are written, without `spike_detector` loss spikes are ignored."""
     scheduler = CheckpointScheduler(trainer.run, trainer.mesh.dims.world_size, trainer.directory)
     return {
         "time budget": TimeBudget(),

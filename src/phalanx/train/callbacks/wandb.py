@@ -41,23 +41,17 @@ class Wandb(RecordWriter):
         self.project = project
 
     def open(self, trainer: Trainer) -> Logger:
-        """Create the W&B run, or open it again.
-
-        Raises:
-            UserError: W&B rejects the project or the login.
-        """
+        """Create the W&B run, or open it again. Raises UserError if W&B rejects the project or the login."""
         import wandb
 
         directory = trainer.directory
         config = trainer.run.model_dump(mode="json")
         options: dict[str, Any] = {"name": trainer.run.name, "dir": str(directory), "config": config}
         try:
-            return WandbLogger(
-                wandb.init(project=self.project, id=wandb_id(directory), resume="allow", **options),
-            )
+            return WandbLogger(wandb.init(project=self.project, id=wandb_id(directory), resume="allow", **options))
         except wandb.Error as error:
             fix = "run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb"
-            raise UserError("metrics.wandb", self.project, f"cannot be opened: {error}", fix=fix) from None
+            raise UserError("metrics.wandb", self.project, f"cannot be opened: {error}", fix) from None
 
 
 def wandb_id(directory: Path) -> str:

@@ -48,18 +48,11 @@ class CheckpointScheduler:
         self.next_step = step + FIRST_STEPS
 
     def record_step(self, seconds: float, writing: bool = False) -> None:
-        """Record the duration of a step.
-
-        Args:
-            seconds: Duration of the step.
-            writing: The previous save is still being written to disk.
-        """
+        """Record the duration of a step. `writing`: the previous save is still being written to disk."""
         self._step_seconds.append(seconds)
         if self._write_in_progress:
-            self._overlapped_steps, self._overlapped_seconds = (
-                self._overlapped_steps + 1,
-                self._overlapped_seconds + seconds,
-            )
+            self._overlapped_steps += 1
+            self._overlapped_seconds += seconds
         self._write_in_progress = writing
 
     def is_due(self, step: int) -> bool:
@@ -72,12 +65,7 @@ class CheckpointScheduler:
         """Return the step after which the next save is due.
 
         A save costs the time that it blocks training, and the slowdown of the steps during which it is written.
-
-        Args:
-            step: The step of this save.
-            blocked_seconds: Time for which this save blocked training.
-            write_seconds: Total time of the previous save, in the background.
-        """
+        `blocked_seconds` is of this save, `write_seconds` the total time of the previous one, in the background."""
         failures, seconds = failure_count_and_uptime(self.directory)
         mtbf = observed_mtbf_seconds(self._expected_mtbf_seconds, failures, seconds)
         step_seconds = median(self._step_seconds)
@@ -91,14 +79,12 @@ class CheckpointScheduler:
         cost = median(self._cost_seconds or [blocked_seconds])
         steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / step_seconds))
         changed = max(steps, self._reported_steps) > REPORT_CHANGE_RATIO * min(steps, self._reported_steps)
-        observed_text = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_mtbf_seconds else ""
-        self.reason = (
-            f"a checkpoint every {steps:,} steps ({format_duration(steps * step_seconds)}): one costs "
-            f"{format_duration(cost)} of training; "
-            f"expected time between failures: {format_duration(mtbf)}{observed_text}"
-            if changed
-            else None
-        )
-        self._reported_steps = steps if changed else self._reported_steps
+        self.reason = None
+        if changed:
+            observed = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_mtbf_seconds else ""
+            interval = f"a checkpoint every {steps:,} steps ({format_duration(steps * step_seconds)})"
+            failure_text = f"expected time between failures: {format_duration(mtbf)}{observed}"
+            self.reason = f"{interval}: one costs {format_duration(cost)} of training; {failure_text}"
+            self._reported_steps = steps
         self.next_step = step + steps
         return self.next_step

@@ -2,8 +2,7 @@
 
 They can be loaded with any layout and world size.
 
-Why: `docs/design/decisions/checkpoints-dcp.md`.
-"""
+Why: `docs/design/decisions/checkpoints-dcp.md`."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0
+from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import (
     DAMAGED_SUFFIX,
     FORMAT,
@@ -53,11 +52,9 @@ class Checkpointer:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self.keep = keep
-        distributed = dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.world_size = dist.get_world_size() if distributed else 1
+        self.rank, self.world_size = rank_and_world_size()
         # Its own group: the thread's collectives must not mix with the training's.
-        self.group = dist.new_group(backend="gloo") if distributed else None
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._host_copies = HostCopies()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
@@ -74,13 +71,8 @@ class Checkpointer:
     ) -> None:
         """Start to save, after waiting for the previous save.
 
-        Args:
-            step: The step of the state.
-            tensors: Tensors by name.
-            manifest: Additional state in JSON.
-            on_disk: The state is offloaded to disk and may exceed the memory. It is not copied, but saved before this
-                returns.
-        """
+        State that is offloaded to disk (`on_disk`) may exceed the memory. It is not copied, but saved before this
+        returns."""
         self.wait()
         path = self.directory / f"{step_name(step)}.tmp"
         if self.rank == 0:
@@ -89,7 +81,7 @@ class Checkpointer:
         full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
             files = assign_to_files(tensors, FILE_BYTES)
-            self._write(path, dict(tensors), rng_state(), manifest=full_manifest, files=files)
+            self._write(path, dict(tensors), rng_state(), full_manifest, files)
             self.wait()
             return
         arguments = path, self._host_copies.copy(tensors), rng_state(), full_manifest, None
@@ -104,9 +96,7 @@ class Checkpointer:
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
-        """Write and publish a checkpoint.
-
-        `files` has the number of the file of each tensor; None: one file."""
+        """Write and publish a checkpoint. `files` has the number of the file of each tensor; None: one file."""
         started_at = time.perf_counter()
         try:
             if self._gpu is not None:  # a new thread's GPU is 0, where DCP would open a context for every rank
@@ -133,7 +123,12 @@ class Checkpointer:
             self.save_seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
             self._error = error
-            self._discard(path)  # on a full disk, its space is needed to report the failure
+            # On a full disk, the space of the failed checkpoint is needed to report the failure. A rank removes its own
+            # files: other ranks may reach a barrier that it has passed, and rank 0 may have published their files.
+            if self.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+            for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
+                file.unlink(missing_ok=True)
 
     def _remove_old(self) -> None:
         """Remove checkpoints older than those to keep, quarantined or not.
@@ -147,15 +142,6 @@ class Checkpointer:
             if len(saved) >= self.keep and damaged < saved[self.keep - 1]:
                 shutil.rmtree(damaged, ignore_errors=True)
 
-    def _discard(self, path: Path) -> None:
-        """Remove this rank's files of a failed checkpoint; rank 0 removes the full checkpoint.
-
-        Other ranks may reach a barrier that this rank has passed, and rank 0 may have published their files."""
-        if self.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
-            file.unlink(missing_ok=True)
-
     def wait(self) -> None:
         """Wait until the current save, if any, is complete; raises UserError if it failed."""
         if self._thread is not None:
@@ -163,12 +149,10 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise UserError(
-                "checkpoint",
-                str(self.directory),
-                f"could not be written: {_format_error(error)}",
-                fix="free space or check the directory; the earlier checkpoints are intact",
-            ) from error
+            failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
+            cause = str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
+            fix = "free space or check the directory; the earlier checkpoints are intact"
+            raise UserError("checkpoint", str(self.directory), f"could not be written: {cause}", fix) from error
 
     def wait_for_all_ranks(self) -> None:
         """Wait until the current save, if any, is published by rank 0; raises UserError if it failed on this rank."""
@@ -206,11 +190,6 @@ def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]
     return files
 
 
-def _format_error(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
-    return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
-
-
 def latest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint, valid or not; -1 if none exists (a collective)."""
     return broadcast_from_rank0(lambda: max(map(step_of, checkpoints(directory)), default=-1))
@@ -219,12 +198,8 @@ def latest_step(directory: Path) -> int:
 def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> tuple[Path | None, dict[str, str]]:
     """Return the newest undamaged checkpoint, and the problems of newer ones, which are quarantined.
 
-    This is a collective. Each rank checks its share of the files, so that no rank waits long for another.
-
-    Args:
-        directory: Directory of the checkpoints.
-        before_step: Ignore checkpoints from this step on, if given.
-    """
+    This is a collective. Each rank checks its share of the files, so that no rank waits long for another. Checkpoints
+    from `before_step` on are ignored, if given."""
 
     def candidates() -> list[str]:
         recover_interrupted_rewrites(directory)
@@ -238,7 +213,7 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
             checkpoint = directory / name
             break
         damaged[name] = problem
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_and_world_size()[0] == 0:
         quarantine(directory, damaged, checkpoint)
     return checkpoint, damaged
 
@@ -255,7 +230,6 @@ def _find_damage_collectively(checkpoint: Path) -> str | None:
     checksums, problem = broadcast_from_rank0(load_checksums)
     if problem is not None or not dist.is_initialized():
         return problem or find_damaged_files(checkpoint, checksums)
-    rank = dist.get_rank()
-    ranks = dist.get_world_size()
+    rank, ranks = rank_and_world_size()
     problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(checksums.items())[rank::ranks])))
     return next((rank_problem for rank_problem in problems if rank_problem is not None), None)

@@ -24,7 +24,19 @@ class HostCopies:
 
         The copies of GPU tensors are queued on the current stream, which is that of the optimizer. Later work on the
         stream finds the tensors copied, and the host does not block."""
-        copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = local_tensor(tensor)
+            if local.is_cuda:
+                pinned = self._pinned.get(name)
+                if pinned is None or pinned.shape != local.shape or pinned.dtype != local.dtype:
+                    pinned = self._pinned[name] = pinned_zeros(local.shape, local.dtype)
+                copied = pinned.copy_(local, non_blocking=True)
+            else:
+                copied = local.to("cpu", copy=True)
+            if isinstance(tensor, DTensor):
+                copied = as_dtensor(copied, tensor.device_mesh, tensor.placements, tensor.shape)
+            copies[name] = copied
         if self._pinned:
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
@@ -34,16 +46,3 @@ class HostCopies:
         """Wait until the last copies are complete; any thread of the same device may call it."""
         if self._copied is not None:
             self._copied.synchronize()
-
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        local = local_tensor(tensor)
-        if local.is_cuda:
-            pinned = self._pinned.get(name)
-            if pinned is None or pinned.shape != local.shape or pinned.dtype != local.dtype:
-                pinned = self._pinned[name] = pinned_zeros(local.shape, local.dtype)
-            copied = pinned.copy_(local, non_blocking=True)
-        else:
-            copied = local.to("cpu", copy=True)
-        if not isinstance(tensor, DTensor):
-            return copied
-        return as_dtensor(copied, tensor.device_mesh, tensor.placements, shape=tensor.shape)

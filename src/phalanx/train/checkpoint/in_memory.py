@@ -27,7 +27,7 @@ from phalanx.launch.shared_memory import (
     SlotPair,
 )
 from phalanx.parallel.comm.host_copy import wait_for_host_copies
-from phalanx.parallel.comm.objects import all_gather_objects
+from phalanx.parallel.comm.objects import all_gather_objects, rank_and_world_size
 from phalanx.parallel.comm.pinned_memory import PinnedMemory
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.errors import UserError
@@ -75,19 +75,14 @@ class InMemoryCheckpointer:
     """Access of this rank to the copies in its launcher; raises UserError without a launcher's memory."""
 
     def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Map this rank's slots.
+        """Map this rank's slots, page-locked if `device` is a GPU.
 
-        Args:
-            identity: Identity of the state; only a copy with an equal identity is restored.
-            group: Process group that exchanges copies in CPU memory.
-            device: Device of this rank. Its local slots are page-locked if that is a GPU.
-        """
+        Only a copy with an equal `identity` is restored. `group` exchanges copies in CPU memory."""
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
             fix = "start the run with phalanx train, or set recovery.in_memory_checkpoint_every = 0"
-            raise UserError(
-                "recovery.in_memory_checkpoint_every", None, "requires a launcher that stores the copies", fix=fix
-            )
+            problem = "requires a launcher that stores the copies"
+            raise UserError("recovery.in_memory_checkpoint_every", None, problem, fix)
         launcher_pid, _, fds = slots_text.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(LOCAL_SLOTS + NEIGHBOR_SLOTS)
         files = [Path(f"/proc/{launcher_pid}/fd/{fd}") for fd in fds.split(",")[first:]]
@@ -101,8 +96,7 @@ class InMemoryCheckpointer:
         self._device = device
         self._identity = json.loads(json.dumps(identity))
         self._group = group
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, ranks = rank_and_world_size()
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         self._next_rank = (self.rank + local_world_size) % ranks
         self._previous_rank = (self.rank - local_world_size) % ranks
@@ -110,12 +104,8 @@ class InMemoryCheckpointer:
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Copy this rank's state after a step to its launcher and to the next node (a collective).
 
-        Args:
-            step: Step after which the state is copied.
-            tensors: State by name; this rank's shards are copied.
-            manifest: Values of the run at this step, as in a checkpoint's manifest (JSON-able).
-        """
-        self._write(step, self._local.next, tensors, manifest=manifest)
+        This rank's shards are copied, and the values of a checkpoint's manifest (JSON-able)."""
+        self._write(step, self._local.next, tensors, manifest)
         self._local.flip()
         if self._next_rank != self.rank:
             self._exchange_with_neighbors(step)
@@ -140,7 +130,7 @@ class InMemoryCheckpointer:
         for name, part in _restore_parts(entries, buffer).items():
             part.copy_(shards[name], non_blocking=True)
         wait_for_host_copies(self._device)
-        slot.commit(SlotHeader(step, self.rank, metadata_length=len(metadata)))
+        slot.commit(SlotHeader(step, self.rank, len(metadata)))
 
     def _exchange_with_neighbors(self, step: int) -> None:
         """Send the copy of this rank to the next node, and receive that of a rank of the previous node."""
@@ -154,15 +144,22 @@ class InMemoryCheckpointer:
         received_bytes, metadata_length = received_sizes.tolist()
         received_slot.ensure_size(HEADER_BYTES + received_bytes)
         self._send_to_next_node(sent, received_slot.bytes()[:received_bytes])
-        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length=metadata_length))
+        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length))
 
     def _send_to_next_node(self, sent: Tensor, received: Tensor) -> None:
-        _send_and_receive(sent, self._next_rank, received, source=self._previous_rank, group=self._group)
+        """Send to the rank of the next node while receiving from that of the previous node."""
+        works = [
+            dist.isend(sent, self._next_rank, group=self._group),
+            dist.irecv(received, self._previous_rank, group=self._group),
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def load_latest(self) -> InMemoryCheckpoint | None:
         """Return the newest copy that is complete over all ranks, sent to its rank (a collective)."""
-        headers = [slot.header for slot in self._slots if slot.header.is_complete and self._matches_identity(slot)]
-        local_copies = [header.copy_id for header in headers]
+        complete = [slot for slot in self._slots if slot.header.is_complete]
+        local_copies = [slot.header.copy_id for slot in complete if slot.metadata()["identity"] == self._identity]
         latest = latest_common_step(all_gather_objects(local_copies, self._group))
         if latest is None:
             return None
@@ -171,11 +168,20 @@ class InMemoryCheckpointer:
         needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._transfer(step, rank, holder, needed_copies=needed_copies)
-        return self._read_slot(self._find_slot(step, self.rank))
-
-    def _matches_identity(self, slot: SharedMemorySlot) -> bool:
-        return bool(slot.metadata()["identity"] == self._identity)
+                self._transfer(step, rank, holder, needed_copies)
+        slot = self._find_slot(step, self.rank)
+        metadata = slot.metadata()
+        entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
+        # The next copy overwrites the other slots than that of the restored one.
+        index = self._slots.index(slot) % 2
+        self._local.make_current(index)
+        self._neighbor.make_current(index)
+        return InMemoryCheckpoint(
+            step=slot.header.step,
+            manifest=metadata["manifest"],
+            shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
+            tensors=_restore_parts(entries, slot.bytes()[_align(slot.header.metadata_length) :]),
+        )
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
         return next(slot for slot in self._slots if slot.header.copy_id == (step, rank))
@@ -195,25 +201,7 @@ class InMemoryCheckpointer:
         slot.invalidate()
         slot.ensure_size(HEADER_BYTES + received_bytes)
         dist.recv(slot.bytes()[:received_bytes], holder, group=self._group)
-        slot.commit(SlotHeader(step, rank, metadata_length=metadata_length))
-
-    def _read_slot(self, slot: SharedMemorySlot) -> InMemoryCheckpoint:
-        header = slot.header
-        metadata = slot.metadata()
-        entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
-        self._keep_until_after_next_save(slot)
-        return InMemoryCheckpoint(
-            step=header.step,
-            manifest=metadata["manifest"],
-            shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
-            tensors=_restore_parts(entries, slot.bytes()[_align(header.metadata_length) :]),
-        )
-
-    def _keep_until_after_next_save(self, slot: SharedMemorySlot) -> None:
-        """Let the next copy overwrite the other slots than that of the restored one."""
-        index = self._slots.index(slot) % 2
-        self._local.make_current(index)
-        self._neighbor.make_current(index)
+        slot.commit(SlotHeader(step, rank, metadata_length))
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
@@ -244,13 +232,3 @@ def _restore_parts(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[s
         parts[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
         offset += _align(entry.nbytes)
     return parts
-
-
-def _send_and_receive(
-    sent: Tensor, destination: int, received: Tensor, source: int, group: dist.ProcessGroup | None
-) -> None:
-    """Send to one rank while receiving from another."""
-    works = [dist.isend(sent, destination, group=group), dist.irecv(received, source, group=group)]
-    for work in works:
-        if work is not None:
-            work.wait()

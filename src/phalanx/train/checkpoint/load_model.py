@@ -41,42 +41,30 @@ class TrainedModel:
 
 
 def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel:
-    """Return the trained model of a run directory.
+    """Return the trained model of a run directory, or of a swarm's. `trust`: a network that it names may be imported.
 
-    Args:
-        run_directory: The run directory, or that of a swarm.
-        trust: True if a network that it names may be imported.
-
-    Raises:
-        UserError: the network is not trusted, or there are neither intact checkpoints nor weights of a swarm.
-    """
+    Raises UserError if the network is not trusted, or there are neither intact checkpoints nor weights of a swarm."""
     if not (run_directory / RUN_FILE).is_file():
-        raise UserError(
-            "run directory", str(run_directory), f"has no {RUN_FILE}", fix="pass a directory from phalanx train"
-        )
+        fix = "pass a directory from phalanx train"
+        raise UserError("run directory", str(run_directory), f"has no {RUN_FILE}", fix)
     run = load_run(run_directory / RUN_FILE, environment={}, trust=trust)
     if run.model.implementation is not None:  # before any file of the directory is read or written
         require_trusted("model.implementation", run.model.implementation)
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
     tokenizer = _find_tokenizer(run, run_directory)
-    module = _build_module(run)
+    if run.model.implementation is not None:
+        module = build_network(run, run.model.implementation)
+    else:
+        with torch.device("meta"):
+            module = Transformer(run.model)
+        materialize(module, torch.device("cpu"))
     if checkpoint is not None:
         load_checkpoint(checkpoint, Strategy(module), [])
     elif swarm_weights is not None:
         _load_weights(swarm_weights, module)
     step = step_of(checkpoint) if checkpoint is not None else None
     return TrainedModel(run=run, module=module.eval(), tokenizer_file=tokenizer, step=step)
-
-
-def _build_module(run: RunSpec) -> nn.Module:
-    """Return the run's model with uninitialized parameters, or the user's network."""
-    if run.model.implementation is not None:
-        return build_network(run, run.model.implementation)
-    with torch.device("meta"):
-        module = Transformer(run.model)
-    materialize(module, torch.device("cpu"))
-    return module
 
 
 def _load_weights(file: Path, module: nn.Module) -> None:
@@ -93,7 +81,7 @@ def _load_weights(file: Path, module: nn.Module) -> None:
             init_parameters(Strategy(module), read_weight)
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"does not contain the weights of the model in run.toml: {error}"
-        raise UserError("weights", str(file), problem, fix="pass the unchanged directory of the swarm") from None
+        raise UserError("weights", str(file), problem, "pass the unchanged directory of the swarm") from None
 
 
 def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
@@ -107,6 +95,6 @@ def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
         if tokenizer is None:
             problem = "has no tokenizer.json: nodes create it from their text, which the coordinator does not read"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
-            raise UserError("run directory", str(run_directory), problem, fix=fix)
+            raise UserError("run directory", str(run_directory), problem, fix)
         replace_file(file, tokenizer.to_json())
     return file

@@ -3,8 +3,7 @@
 A mixture computes the same function if its experts and the router are permuted together. The permutation changes which
 experts are neighbors, and so on one rank.
 
-Why: `docs/design/decisions/renumbered-experts.md`.
-"""
+Why: `docs/design/decisions/renumbered-experts.md`."""
 
 from __future__ import annotations
 
@@ -25,11 +24,7 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
     """Rewrite a checkpoint so that expert i of a layer is the previous expert `orders[layer][i]`.
 
     Weights, router, optimizer state and expert counts are permuted. The previous checkpoint is kept next to it; returns
-    its path.
-
-    Raises:
-        UserError: the checkpoint cannot be written; then it is unchanged.
-    """
+    its path. Raises UserError if the checkpoint cannot be written; then it is unchanged."""
     tensors = load_full_tensors(checkpoint)
     manifest = read_manifest(checkpoint)
     for name, tensor in tensors.items():

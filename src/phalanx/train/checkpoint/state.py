@@ -38,10 +38,8 @@ _decode_rank_file: Decode[_RankFile] = decoder(_RankFile)
 def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer state under layout-free names."""
     as_global_dtensor = strategy.model_parallel.as_global_dtensor
-    tensors = {
-        f"model.{name}": as_global_dtensor(name, tensor.detach())
-        for name, tensor in strategy.trainable_parameters.items()
-    }
+    trained = strategy.trainable_parameters.items()
+    tensors = {f"model.{name}": as_global_dtensor(name, tensor.detach()) for name, tensor in trained}
     tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
     names = {id(parameter): name for name, parameter in strategy.trainable_parameters.items()}
     for optimizer in optimizers:
@@ -50,19 +48,14 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
                 if value is None:  # SGD without momentum
                     continue
                 if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
-                    raise _unsupported_state(optimizer, key)
+                    problem = (
+                        f"has the state {key!r}, which is neither a scalar tensor nor a tensor of its parameter's shape"
+                    )
+                    fix = "keep such a tensor, which checkpoints can save and split over ranks"
+                    raise UserError("optimizer.implementation", type(optimizer).__name__, problem, fix)
                 name = names[id(parameter)]
                 tensors[f"optimizer.{key}.{name}"] = as_global_dtensor(name, value) if value.ndim else value
     return tensors
-
-
-def _unsupported_state(optimizer: torch.optim.Optimizer, key: str) -> UserError:
-    return UserError(
-        "optimizer.implementation",
-        type(optimizer).__name__,
-        f"has the state {key!r}, which is neither a scalar tensor nor a tensor of its parameter's shape",
-        fix="keep such a tensor, which checkpoints can save and split over ranks",
-    )
 
 
 def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
@@ -77,31 +70,23 @@ def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
     """Return the metadata of each tensor of a checkpoint.
 
-    Raises:
-        UserError: A header of the files is damaged, although the checksums are correct. DCP does not check headers.
-    """
+    Raises UserError if a header of the files is damaged, although the checksums are correct: DCP does not check
+    headers."""
     try:
         entries = reader.read_metadata().state_dict_metadata.items()
         saved = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        if sum(map(_num_bytes, saved.values())) > sum(file.stat().st_size for file in Path(reader.path).iterdir()):
+        if any(min(entry.size, default=0) < 0 for entry in saved.values()):
+            raise ValueError("a dimension of a tensor is negative")
+        tensor_bytes = sum(prod(entry.size) * entry.properties.dtype.itemsize for entry in saved.values())
+        if tensor_bytes > sum(file.stat().st_size for file in Path(reader.path).iterdir()):
             raise ValueError("the tensors are larger than the files")
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _damaged_weights(reader, error) from None
     return saved
 
 
-def _num_bytes(entry: TensorStorageMetadata) -> int:
-    if min(entry.size, default=0) < 0:
-        raise ValueError("a dimension of a tensor is negative")
-    return prod(entry.size) * entry.properties.dtype.itemsize
-
-
 def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist: bool) -> None:
-    """Load tensors in place.
-
-    Raises:
-        UserError: The files do not contain every part of the tensors.
-    """
+    """Load tensors in place. Raises UserError if the files do not contain every part of the tensors."""
     try:
         load(tensors, storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:
@@ -111,20 +96,13 @@ def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist:
 def _damaged_weights(reader: HuggingFaceStorageReader, error: BaseException) -> UserError:
     problem = f"has damaged weights ({type(error).__name__}: {str(error)[:200]})"
     fix = "restore the checkpoint from a copy, or remove its directory to use the one before"
-    return UserError("checkpoint", str(reader.path), problem, fix=fix)
+    return UserError("checkpoint", str(reader.path), problem, fix)
 
 
 def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load a checkpoint into a model and its optimizers; their layouts may differ.
 
-    Args:
-        checkpoint: Directory of the checkpoint.
-        strategy: Model and its layout.
-        optimizers: Optimizers to restore.
-
-    Raises:
-        UserError: the checkpoint is of another model.
-    """
+    Raises UserError if the checkpoint is of another model."""
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = {name: tuple(entry.size) for name, entry in _saved_tensors(reader).items()}
     for optimizer in optimizers:
@@ -132,13 +110,10 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
     tensors = checkpoint_tensors(strategy, optimizers)
     for name, tensor in tensors.items():
         if saved.get(name) != tuple(tensor.shape):
-            raise UserError(
-                "checkpoint",
-                str(checkpoint),
-                f"{name} is {list(saved[name]) if name in saved else 'absent'} in the checkpoint, "
-                f"but {list(tensor.shape)} in this run",
-                fix="resume with the model and optimizer of the checkpoint",
-            )
+            saved_shape = list(saved[name]) if name in saved else "absent"
+            problem = f"{name} is {saved_shape} in the checkpoint, but {list(tensor.shape)} in this run"
+            fix = "resume with the model and optimizer of the checkpoint"
+            raise UserError("checkpoint", str(checkpoint), problem, fix)
     _load(tensors, reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
 
@@ -149,14 +124,7 @@ def restore_tensors(
     strategy: Strategy,
     optimizers: list[torch.optim.Optimizer],
 ) -> None:
-    """Restore this rank's shards of the state; the layout must be the one that was saved.
-
-    Args:
-        shapes: Full shapes by name.
-        parts: This rank's shards by name.
-        strategy: Model and its layout.
-        optimizers: Optimizers to restore.
-    """
+    """Restore this rank's shards of the state from `parts`; the layout must be the one that was saved."""
     for optimizer in optimizers:
         _materialize_optimizer_state(optimizer, strategy, shapes)
     for name, tensor in checkpoint_tensors(strategy, optimizers).items():
@@ -188,7 +156,7 @@ def restore_rng_state(checkpoint: Path, rank: int) -> None:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a state of another size
         problem = f"does not contain the random state of rank {rank}: {error}"
         fix = "restore it from a copy, or remove the checkpoint to use the one before"
-        raise UserError("checkpoint", str(path), problem, fix=fix) from None
+        raise UserError("checkpoint", str(path), problem, fix) from None
 
 
 def rng_state() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
@@ -50,9 +50,13 @@ class CollectiveLog:
         self._lock = threading.Lock()  # checkpoints are saved by a thread
         # A kernel on autograd's key runs before those of every device, and autograd has none for these operations.
         self._library = torch.library.Library("c10d", "IMPL")
-        for operation in _c10d_operations():
-            kernel = partial(self._log_and_call, operation, _operation_name(operation), _argument_names(operation))
-            self._library.impl(operation, kernel, "Autograd", with_keyset=True)
+        for full_name in torch._C._dispatch_get_all_op_names():
+            namespace, _, name = full_name.partition("::")
+            if namespace == "c10d" and name not in UNORDERED_OPERATIONS:
+                operation = getattr(torch.ops.c10d, name).default
+                arguments = [argument.name for argument in operation._schema.arguments]
+                kernel = partial(self._log_and_call, operation, OPERATION_NAMES.get(name, name.strip("_")), arguments)
+                self._library.impl(operation, kernel, "Autograd", with_keyset=True)
 
     def open(self, file: Path) -> None:
         """Start to log to a file, which is truncated; a link in its place is replaced, not followed."""
@@ -84,15 +88,6 @@ class CollectiveLog:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _operation_name(operation: Any) -> str:
-    schema_name = operation._schema.name.partition("::")[2]
-    return OPERATION_NAMES.get(schema_name, schema_name.strip("_"))
-
-
-def _argument_names(operation: Any) -> list[str]:
-    return [argument.name for argument in operation._schema.arguments]
-
-
 def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
     ranks = ranks_of_group(group)
@@ -102,17 +97,16 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
         local_rank = dist.get_rank()
         peer = ranks[arguments["dst" if name == "send" else "src"]]
         link = (local_rank, peer) if name == "send" else (peer, local_rank)
-        return LoggedCall(
-            kind=MESSAGE,
-            group=group,
-            ranks=link,
-            signature=f"{size:,} {dtype} with tag {arguments['tag']}",
-            caller=caller,
-        )
+        signature = f"{size:,} {dtype} with tag {arguments['tag']}"
+        return LoggedCall(kind=MESSAGE, group=group, ranks=link, signature=signature, caller=caller)
     signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
     if "root_rank" in arguments:
         signature += f" with root {ranks[arguments['root_rank']]}"
     sent, received = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    # Threads that Python started; backward passes on a GPU run in threads of autograd, which PyTorch starts.
+    thread = threading.get_ident()
+    is_main = thread == threading.main_thread().ident
+    in_background = not is_main and any(known.ident == thread for known in threading.enumerate())
     return LoggedCall(
         kind=COLLECTIVE,
         group=group,
@@ -121,15 +115,8 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
         caller=caller,
         sent=sent,
         received=received,
-        in_background=_is_background_thread(),
+        in_background=in_background,
     )
-
-
-def _c10d_operations() -> Iterator[Any]:
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, operation = name.partition("::")
-        if namespace == "c10d" and operation not in UNORDERED_OPERATIONS:
-            yield getattr(torch.ops.c10d, operation).default
 
 
 def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
@@ -155,19 +142,8 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
     def parts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(count * prod(tensor.shape[1:]) for count in rows or [len(tensor) // ranks] * ranks)
 
-    return (
-        parts(arguments["input"], arguments["input_split_sizes"]),
-        parts(arguments["output"], arguments["output_split_sizes"]),
-    )
-
-
-def _is_background_thread() -> bool:
-    """Return whether Python started this thread.
-
-    Backward passes on a GPU run in threads of autograd, which PyTorch starts."""
-    identity = threading.get_ident()
-    is_main = identity == threading.main_thread().ident
-    return not is_main and any(thread.ident == identity for thread in threading.enumerate())
+    sent = parts(arguments["input"], arguments["input_split_sizes"])
+    return sent, parts(arguments["output"], arguments["output_split_sizes"])
 
 
 def _calling_line() -> str:

@@ -50,16 +50,8 @@ def has_diverged_again(directory: Path, newest: int) -> bool:
 def record_rollback(directory: Path, step: int, to_step: int, reason: str) -> None:
     """Record a rollback from a step to the step of a checkpoint, or to the start of the run.
 
-    The text of the steps between is skipped now, and whenever the run returns to that checkpoint.
-
-    Args:
-        step: Last step before the rollback.
-        to_step: Step of the checkpoint, or 0.
-        reason: Cause of the rollback.
-
-    Raises:
-        UserError: the event cannot be written.
-    """
+    The text of the steps between is skipped now, and whenever the run returns to that checkpoint. Raises UserError if
+    the event cannot be written."""
     count_before = count_rollbacks(directory)
     append_event(directory, ROLLED_BACK, after=step, to=to_step, reason=reason)
     if count_rollbacks(directory) == count_before:
@@ -75,10 +67,8 @@ def steps_to_skip(directory: Path, step: int) -> int:
     for event in _rollback_events(directory):
         to_step = int(event["to"])
         from_step = int(event["after"])
-        newer_steps = [newer_step for newer_step in skipped if newer_step > to_step]
-        skipped[to_step] = (
-            skipped.get(to_step, 0) + from_step - to_step + sum(skipped.pop(newer_step) for newer_step in newer_steps)
-        )
+        abandoned = sum(skipped.pop(newer_step) for newer_step in list(skipped) if newer_step > to_step)
+        skipped[to_step] = skipped.get(to_step, 0) + from_step - to_step + abandoned
     return skipped.get(step, 0)
 
 

@@ -24,11 +24,7 @@ def record_allocations() -> None:
 def snapshot_entry(directory: Path, rank: int, is_recorded: bool) -> dict[str, Any]:
     """Write a snapshot after an out-of-memory error of a GPU, and return its entry in the failure record.
 
-    The entry is {} if the file cannot be written, and has None if nothing was recorded.
-
-    Args:
-        is_recorded: True after `record_allocations`.
-    """
+    The entry is {} if the file cannot be written, and has None if nothing was recorded."""
     if not is_recorded:
         return {"snapshot": None}
     file = memory_snapshot_file(directory, rank)

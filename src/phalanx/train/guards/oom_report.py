@@ -20,10 +20,9 @@ UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is an out-of-memory error."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (
-        isinstance(error, RuntimeError | OSError) and any(message in str(error) for message in OOM_MESSAGES)
-    )
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(message in str(error) for message in OOM_MESSAGES)
 
 
 def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
@@ -35,19 +34,12 @@ def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
     device = trainer.device if trainer is not None else torch.device("cpu")
     total = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
     parts = resident_bytes_by_part(trainer) if trainer is not None else {}
-    resident_bytes = {
-        **parts,
-        "rest": max(0, total - sum(parts.values())),
-        "total": total,
-        "peak": peak_memory_bytes(device),
-    }
+    rest = max(0, total - sum(parts.values()))
+    resident_bytes = {**parts, "rest": rest, "total": total, "peak": peak_memory_bytes(device)}
     if device.type == "cuda":
         resident_bytes["reserved"] = torch.cuda.memory_reserved(device)
-    return {
-        "held_bytes": resident_bytes,
-        "wanted_bytes": requested_bytes(str(error)),
-        "limit_bytes": cgroup_memory_limit(),
-    }
+    wanted_bytes = requested_bytes(str(error))
+    return {"held_bytes": resident_bytes, "wanted_bytes": wanted_bytes, "limit_bytes": cgroup_memory_limit()}
 
 
 def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:

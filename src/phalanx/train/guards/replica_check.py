@@ -46,14 +46,8 @@ def check_replica_consistency(
 ) -> CorruptionError | None:
     """Compare the replicas of all tensors after `step`, and return the error to raise, if any.
 
-    This is a collective; the error is that of the first tensor that differs, and is equal on all ranks.
-
-    Args:
-        strategy: Model and its layout.
-        sizes: Sizes of the parallel axes.
-        step: The finished step.
-        every: Interval of the checks in steps.
-    """
+    This is a collective; the error is that of the first tensor that differs, and is equal on all ranks. `every` is the
+    interval of the checks in steps."""
     if not dist.is_initialized():
         return None
     strategy.wait_for_weights()
@@ -61,11 +55,9 @@ def check_replica_consistency(
     mismatch = find_mismatch(_gather_hashes({key: value for key, (_, value) in local_hashes.items()}))
     if mismatch is None:
         return None
-    name = broadcast_object(
-        local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", src=mismatch.holders[0]
-    )
+    name = broadcast_object(local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", mismatch.holders[0])
     suspects = [] if mismatch.ranks == mismatch.holders else mismatch.ranks
-    return CorruptionError(describe_mismatch(mismatch, name, sizes, step=step, every=every), suspects)
+    return CorruptionError(describe_mismatch(mismatch, name, sizes, step, every), suspects)
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
@@ -86,22 +78,12 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
 
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
-    """Return the error message of a mismatch.
-
-    Args:
-        name: Name of the tensor.
-        sizes: Sizes of the parallel axes.
-        step: Step of the check.
-        every: Interval of the checks in steps.
-    """
+    """Return the error message of a mismatch in the tensor `name`, with checks every `every` steps."""
     ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:MAX_RANKS_SHOWN]]
     rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > MAX_RANKS_SHOWN else "")
     is_tie = set(mismatch.ranks) == set(mismatch.holders)
-    where = (
-        f"between {rank_names}"
-        if is_tie
-        else f"on {rank_names} from the {len(mismatch.holders) - len(mismatch.ranks)} other ranks"
-    )
+    num_others = len(mismatch.holders) - len(mismatch.ranks)
+    where = f"between {rank_names}" if is_tie else f"on {rank_names} from the {num_others} other ranks"
     more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
     before = "it was not compared before"
     advice = "restart the run"

@@ -18,10 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
-import torch.distributed as dist
-
 from phalanx.debug.collective_log import AUTOGRAD_FILE
 from phalanx.debug.oom import cgroup_oom_kills
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.hang_dumps import ABORTED, FAILED, FORMAT, STALLED, HangDump, dump_file, fault_file, write_dump
 from phalanx.spec.errors import UserError
@@ -51,7 +50,7 @@ class Watchdog:
     def __init__(self, directory: Path, timeout_seconds: float) -> None:
         """Create the watchdog; `timeout_seconds` is the timeout of collectives."""
         self.directory = directory
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.ranks = rank_and_world_size()
         self.deadline_seconds = STALL_FRACTION * timeout_seconds
         self.trainer: Trainer | None = None
         """Source of the number of finished steps, once it exists."""
@@ -98,10 +97,6 @@ class Watchdog:
         """The last step that this rank has finished."""
         return self.trainer.step if self.trainer is not None else 0
 
-    def _wait_counter(self) -> float:
-        """Return a number that changes after each wait for another stage, which no recorder contains."""
-        return self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
-
     def record_failure(self, error: BaseException) -> None:
         """Dump the stack of this rank's failure, and continue stopped ranks on this host so that they exit."""
         with self._write_lock:
@@ -118,11 +113,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._finished.wait(self._poll_seconds):
-            if self._is_aborting():
+            if self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0:
                 self._record_abort()
                 return
             now = time.monotonic()
-            seen = self.step, self._wait_counter(), recorder_fingerprint()
+            # Waits for another stage are in no recorder.
+            waited_seconds = self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
+            seen = self.step, waited_seconds, recorder_fingerprint()
             if seen != self._last_progress:
                 self._last_progress = seen
                 self._stalled_since = now
@@ -130,27 +127,20 @@ class Watchdog:
                     if not self._finished.is_set():  # the dump of a failure is kept
                         self._discard_dump()
             elif now - self._stalled_since > self.deadline_seconds:
-                self._on_stall()
-
-    def _on_stall(self) -> None:
-        stop_requested = self.trainer is not None and self.trainer.stop_requested
-        if self._last_dump is None:
-            self._stop_preceded_stall = stop_requested
-            with self._write_lock:
-                if not self._finished.is_set():
-                    self._dump(STALLED, _thread_stack(self._main_thread_id))
-        elif stop_requested and not self._stop_preceded_stall:
-            os._exit(1)  # it hung before the stop request, and would hang until it is killed
-
-    def _is_aborting(self) -> bool:
-        return self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0
+                stop_requested = self.trainer is not None and self.trainer.stop_requested
+                if self._last_dump is None:
+                    self._stop_preceded_stall = stop_requested
+                    with self._write_lock:
+                        if not self._finished.is_set():
+                            self._dump(STALLED, _thread_stack(self._main_thread_id))
+                elif stop_requested and not self._stop_preceded_stall:
+                    os._exit(1)  # it hung before the stop request, and would hang until it is killed
 
     def _record_abort(self) -> None:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
         with self._write_lock:
-            self._dump(
-                ABORTED, _thread_stack(self._main_thread_id), "aborted (SIGABRT) by a library: see its last output"
-            )
+            error = "aborted (SIGABRT) by a library: see its last output"
+            self._dump(ABORTED, _thread_stack(self._main_thread_id), error)
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 

@@ -1,7 +1,6 @@
 """Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-Why: `docs/design/decisions/muon-shared.md`.
-"""
+Why: `docs/design/decisions/muon-shared.md`."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         return _newton_schulz(matrices)
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     result = matrices.new_empty(matrices.shape)
-    each = -1, *matrices.shape[-2:]
-    for matrix, orthogonal in zip(matrices.reshape(each), result.view(each), strict=True):
+    stack_shape = -1, *matrices.shape[-2:]
+    for matrix, orthogonal in zip(matrices.reshape(stack_shape), result.view(stack_shape), strict=True):
         orthogonal.copy_(_newton_schulz(matrix.to(dtype)))
     return result
 
@@ -143,18 +142,10 @@ def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -
 
 
 def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the full matrices that are assigned to this rank: i, i + N, and so on.
+    """Gather the full matrices that are assigned to this rank (i, i + N, and so on), [matrices, total, columns].
 
-    Sends (N - 1)/N of the local rows.
-
-    Args:
-        rows: This rank's rows of M matrices, [M, rows, columns].
-        total: Rows of a full matrix.
-        group: N ranks that share the rows of each matrix.
-
-    Returns:
-        The assigned matrices, [matrices, total, columns].
-    """
+    `rows` are this rank's rows of M matrices, [M, rows, columns]; a full matrix has `total` rows. Sends (N - 1)/N of
+    the local rows."""
     ranks = group.size()
     rank = group.rank()
     columns = rows.shape[2]
@@ -169,13 +160,7 @@ def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tenso
 
 
 def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
-    """Reverse of `gather_assigned`: return this rank's rows of all matrices, [M, rows, columns].
-
-    Args:
-        assigned: Full matrices that are assigned to this rank, [matrices, total, columns].
-        matrices: Number of matrices of all ranks, M.
-        group: Ranks that share the rows of each matrix.
-    """
+    """Reverse of `gather_assigned`: return this rank's rows of all M matrices, [M, rows, columns]."""
     ranks = group.size()
     rank = group.rank()
     (total, columns) = assigned.shape[1:]

@@ -26,14 +26,7 @@ def learning_rate_factor(
     """Return the learning rate of `step` (from 0) as a share of the peak.
 
     A linear warm-up is followed by `lr_function` or `spec.lr_schedule`. wsd (arXiv 2404.06395) stays at the peak, and
-    falls linearly in the last `lr_decay_fraction` of the steps, or after the warm-up if that leaves fewer.
-
-    Args:
-        spec: Optimizer with its schedule.
-        step: Index of the step, from 0.
-        steps: Number of steps of the run.
-        lr_function: The user's function of the step.
-    """
+    falls linearly in the last `lr_decay_fraction` of the steps, or after the warm-up if that leaves fewer."""
     warmup_steps = spec.warmup_within(steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -81,31 +74,25 @@ def build_optimizers(
     parameters: dict[str, nn.Parameter],
     part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of the parameters; empty without parameters.
+    """Return the optimizers of the parameters; empty without parameters. Matrices have weight decay, vectors do not.
 
-    Matrices have weight decay, vectors do not.
-
-    Args:
-        spec: Optimizer of the run.
-        parameters: Trained parameters by name.
-        part: Returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`).
-    """
-    muon_parameters = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
-    other_parameters = {name: p for name, p in parameters.items() if name not in muon_parameters}
+    `part` returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`)."""
     if not parameters:
         return []
     if spec.implementation is not None:
         groups = _groups(spec, parameters)
         return [call_component("optimizer.implementation", spec.implementation, groups, lr=spec.learning_rate)]
     if spec.name == "muon":
-        matrices = list(muon_parameters.values())
-        parts = [part(name, p.detach()) for name, p in muon_parameters.items()]
-        muon = (
-            [Muon(matrices, spec.muon_learning_rate, spec.momentum, weight_decay=spec.weight_decay, parts=parts)]
-            if matrices
-            else []
-        )
-        return [*muon, *([_adamw(spec, other_parameters)] if other_parameters else [])]
+        matrices = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
+        others = {name: p for name, p in parameters.items() if name not in matrices}
+        optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts = [part(name, p.detach()) for name, p in matrices.items()]
+            lr = spec.muon_learning_rate
+            optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, parts))
+        if others:
+            optimizers.append(_adamw(spec, others))
+        return optimizers
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]
     # DTensor has no rule for fused SGD.
@@ -127,16 +114,15 @@ def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[di
 
 def can_skip_on_device(optimizers: list[torch.optim.Optimizer]) -> bool:
     """Return whether all optimizers are able to skip a step without the host's help (`skip_if`)."""
-    return bool(optimizers) and all(type(each) is torch.optim.AdamW and each.defaults["fused"] for each in optimizers)
+    return bool(optimizers) and all(
+        type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] for optimizer in optimizers
+    )
 
 
 def skip_if(optimizers: list[torch.optim.Optimizer], condition: Tensor) -> None:
     """Let the next step of fused AdamW change nothing if a condition holds, without the host's help.
 
-    Args:
-        optimizers: Optimizers of `can_skip_on_device`.
-        condition: Boolean scalar on their device.
-    """
+    `condition` is a boolean scalar on the device of `optimizers` (`can_skip_on_device`)."""
     for optimizer in optimizers:  # as torch.amp.GradScaler does
         optimizer.found_inf = condition.to(torch.float32)  # type: ignore[attr-defined]
 

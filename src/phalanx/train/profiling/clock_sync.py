@@ -42,13 +42,7 @@ def clock_domain() -> str:
 
 
 def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion: str = "start") -> ClockOffset:
-    """Return this rank's clock offset (a collective, at most once per occasion).
-
-    Args:
-        device: Device of the collectives.
-        timeout_seconds: Maximum wait for a reply.
-        occasion: Name of the measurement, equal on all ranks.
-    """
+    """Return this rank's clock offset (a collective, at most once per occasion, whose name is equal on all ranks)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ClockOffset()
     first_rank_in_domain = _first_ranks_by_clock(device)
@@ -62,7 +56,9 @@ def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion:
             ping_pong.serve()
         elif rank == client:
             offset = ping_pong.estimate_offset()
-    return _all_gather_offsets(offset, device)[first_rank_in_domain[rank]]
+    gathered = torch.empty(dist.get_world_size(), 2, dtype=torch.float64, device=device)
+    all_gather(gathered, torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device))
+    return ClockOffset(*gathered.tolist()[first_rank_in_domain[rank]])
 
 
 def _first_ranks_by_clock(device: torch.device) -> list[int]:
@@ -72,14 +68,6 @@ def _first_ranks_by_clock(device: torch.device) -> list[int]:
     all_gather(gathered, torch.tensor([domain], device=device))
     domains = gathered.tolist()
     return [domains.index(domain) for domain in domains]
-
-
-def _all_gather_offsets(offset: ClockOffset, device: torch.device) -> list[ClockOffset]:
-    """Return the clock offsets of all ranks (a collective)."""
-    gathered = torch.empty(dist.get_world_size(), 2, dtype=torch.float64, device=device)
-    local = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
-    all_gather(gathered, local)
-    return [ClockOffset(seconds, error_seconds) for seconds, error_seconds in gathered.tolist()]
 
 
 @dataclass(frozen=True)
@@ -95,8 +83,8 @@ class ClockPingPong:
         answers = []
         for number in range(NUM_PROBES):
             sent_at = time.perf_counter()
-            self.store.set(f"{self.key}/{number}/asked", "")
-            remote_time = float(self._wait_for(f"{self.key}/{number}/told"))
+            self.store.set(f"{self.key}/{number}/request", "")
+            remote_time = float(self._wait_for(f"{self.key}/{number}/reply"))
             half_round_trip = (time.perf_counter() - sent_at) / 2
             answers.append(ClockOffset(remote_time - (sent_at + half_round_trip), half_round_trip))
         return min(answers, key=lambda answer: answer.error_seconds)
@@ -104,8 +92,8 @@ class ClockPingPong:
     def serve(self) -> None:
         """Reply to all time requests."""
         for number in range(NUM_PROBES):
-            self._wait_for(f"{self.key}/{number}/asked")
-            self.store.set(f"{self.key}/{number}/told", repr(time.perf_counter()))
+            self._wait_for(f"{self.key}/{number}/request")
+            self.store.set(f"{self.key}/{number}/reply", repr(time.perf_counter()))
 
     def _wait_for(self, key: str) -> bytes:
         self.store.wait([key], self.timeout)

@@ -127,12 +127,11 @@ class CollectiveRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = _group_name(args)
         ranks = ranks_of_group(name) if name else tuple(range(dist.get_world_size()))
-        size_bytes = _total_bytes(operation, args)
         call = CollectiveCall(
             operation=requested,
             executed_as=operation,
             group=ranks,
-            size_bytes=size_bytes,
+            size_bytes=_total_bytes(operation, args),
             start=started_at,
             group_name=name,
         )

@@ -41,29 +41,17 @@ class FlopCounter(TorchDispatchMode):
         if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
         elif name in GROUPED_MATMUL_OPS:
-            self.flops += _grouped_mm_flops(args[0], out)
+            # Rows [N, I] times [E, I, O] give [N, O], and columns [O, N] times rows [N, I] give [E, O, I]. In both
+            # cases every element of the first operand is multiplied once per column of the result.
+            self.flops += 2 * prod(args[0].shape) * out.shape[-1]
         elif name.startswith(ATTENTION_PREFIX):
             names = [argument.name for argument in func._schema.arguments]
-            bound_args = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            backward = name.endswith("_backward")
-            pairs = _attended_pairs(
-                bound_args["query"],
-                bound_args["key"],
-                causal=bound_args.get("is_causal", False),
-                mask=bound_args.get("attn_mask"),
-            )
-            query = bound_args["query"]
-            products = 2 * 2 * query.shape[0] * query.shape[1] * query.shape[3] * (2 if backward else 1)
-            self.flops += int(products * pairs)
+            bound = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            query = bound["query"]
+            pairs = _attended_pairs(query, bound["key"], bound.get("is_causal", False), bound.get("attn_mask"))
+            num_products = 4 if name.endswith("_backward") else 2
+            self.flops += int(2 * num_products * query.shape[0] * query.shape[1] * query.shape[3] * pairs)
         return out
-
-
-def _grouped_mm_flops(first: Tensor, out: Tensor) -> int:
-    """Return the FLOPs of a grouped product.
-
-    Rows [N, I] times [E, I, O] give [N, O], and columns [O, N] times rows [N, I] give [E, O, I]. In both cases every
-    element of the first operand is multiplied once per column of the result."""
-    return 2 * prod(first.shape) * out.shape[-1]
 
 
 def _attended_pairs(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> float:

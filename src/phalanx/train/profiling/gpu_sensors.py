@@ -34,10 +34,7 @@ class GpuSensors:
     def __init__(self, readers: Readers, unsupported: type[Exception]) -> None:
         """Read the error counters, which later samples are relative to.
 
-        Args:
-            readers: Readers of the sensors.
-            unsupported: The error of a sensor that the GPU does not have.
-        """
+        `unsupported` is the error of a sensor that the GPU does not have."""
         self._readers = readers
         self._unsupported = unsupported
         self._due_at = 0.0
@@ -63,9 +60,7 @@ class GpuSensors:
 def open_gpu_sensors(device: torch.device) -> GpuSensors | None:
     """Return the sensors of this rank's GPU; None on a CPU, and on AMD's GPUs.
 
-    Raises:
-        UserError: nvidia-ml-py is not installed, or NVML finds no driver. Training needs neither.
-    """
+    Raises UserError if nvidia-ml-py is not installed, or NVML finds no driver. Training needs neither."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     if find_spec("pynvml") is None:
@@ -73,13 +68,13 @@ def open_gpu_sensors(device: torch.device) -> GpuSensors | None:
     try:
         import pynvml
     except ImportError as error:
-        raise UserError(NOT_RECORDED, None, f"{error}", fix="pip install --upgrade nvidia-ml-py") from None
+        raise UserError(NOT_RECORDED, None, f"{error}", "pip install --upgrade nvidia-ml-py") from None
     try:
         handle = torch.cuda._get_pynvml_handler(device)  # by CUDA_VISIBLE_DEVICES
         return GpuSensors(_nvml_readers(handle), pynvml.NVMLError)
     except (pynvml.NVMLError, RuntimeError, AttributeError, ImportError) as error:
         fix = "install NVIDIA's driver with libnvidia-ml.so.1, and pip install --upgrade nvidia-ml-py"
-        raise UserError(NOT_RECORDED, None, f"NVML failed: {error}", fix=fix) from None
+        raise UserError(NOT_RECORDED, None, f"NVML failed: {error}", fix) from None
 
 
 def _nvml_readers(handle: object) -> Readers:
@@ -107,12 +102,7 @@ def seconds_to_next_sample(cost_seconds: float) -> float:
 
 
 def convert_reading(reading: Mapping[str, int], first: Mapping[str, int]) -> GpuSample:
-    """Convert values in NVML's units to a sample.
-
-    Args:
-        reading: Values by the names of the readers.
-        first: The first reading of this start, which counts of errors are relative to.
-    """
+    """Convert values in NVML's units to a sample; counts of errors are relative to the `first` reading."""
     sample: dict[str, Any] = dict(reading)
     for name in NVML_UNITS.keys() & reading.keys():
         sample[name] = reading[name] / NVML_UNITS[name]

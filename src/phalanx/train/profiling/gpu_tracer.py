@@ -23,18 +23,12 @@ StepResult = TypeVar("StepResult")
 def trace_gpu_step(
     step: Callable[[], StepResult], file: Path, device: torch.device
 ) -> tuple[StepResult, GpuProfile | None]:
-    """Run a step under torch.profiler (a collective), and write its trace.
-
-    Args:
-        step: Function that runs the step.
-        file: The file of the trace.
-        device: GPU of this rank.
-
-    Returns:
-        The result of the step, and the figures of its trace.
-    """
+    """Run a step under torch.profiler (a collective); return its result and the figures of its trace."""
     with profile(activities=ACTIVITIES) as profiler:
-        _wait_for_ranks(device)
+        # Until all ranks have started their profilers, which would else count as communication.
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
         with record_function(STEP_ANNOTATION):
             result = step()
             torch.cuda.synchronize(device)
@@ -50,10 +44,3 @@ def read_step_profile(file: Path) -> GpuProfile | None:
     except ValueError:  # no reason to end a run
         return None
     return profile_gpu_step(trace.events, trace.annotations[STEP_ANNOTATION])
-
-
-def _wait_for_ranks(device: torch.device) -> None:
-    """Wait until all ranks have started their profilers, which would else count as communication."""
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1, device=device))
-    torch.cuda.synchronize(device)

@@ -1,7 +1,6 @@
 """Measurement of the memory of tensors, in total and by part.
 
-Why: `docs/design/decisions/memory-by-tensor.md`.
-"""
+Why: `docs/design/decisions/memory-by-tensor.md`."""
 
 from __future__ import annotations
 
@@ -53,17 +52,12 @@ class MemoryMeter(TorchDispatchMode):
         other_memory: Collection[str] = (),
         known_after_collectives: Callable[[], Mapping[str, Iterable[Tensor]]] | None = None,
     ) -> None:
-        """Create the meter.
+        """Create the meter of the tensors by part that `known` returns.
 
-        Args:
-            known: Returns tensors by part.
-            elastic: Communication buffers whose storage is resized without PyTorch operations, such as FSDP2's gathered
-                parameters. Those of a group are resized one after the other.
-            history: List to which the bytes by part are appended after each change, with the time by
-                time.perf_counter().
-            other_memory: Parts that are not in this device's memory.
-            known_after_collectives: Returns those of `known` that a collective may create; by default all.
-        """
+        PyTorch operations do not show that `elastic` communication buffers are resized, such as FSDP2's gathered
+        parameters, those of a group one after the other. The bytes by part are appended to `history` after each change,
+        with the time by time.perf_counter(). Parts of `other_memory` are not in this device's memory.
+        `known_after_collectives` returns those of `known` that a collective may create; by default all."""
         super().__init__()
         self.history = history
         self.other_memory = other_memory
@@ -154,21 +148,18 @@ class MemoryMeter(TorchDispatchMode):
                 change.moves.append((self.numbers[key], moved))
 
     def _update_peaks(self) -> None:
-        self._count_elastic()
-        if self.history is not None and (not self.history or self.history[-1][1] != self.bytes_by_part):
-            self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
-        for part, size_bytes in self.bytes_by_part.items():
-            self.peaks[part] = max(self.peaks[part], size_bytes)
-        self.peak_working = max(self.peak_working, self._working_bytes)
-        self.peak_total = max(self.peak_total, self._total_bytes)
-
-    def _count_elastic(self) -> None:
         end_bytes = [*map(torch.UntypedStorage.nbytes, self._elastic_ends)]
         if end_bytes != self._elastic_end_bytes:  # after each operation, so only the ends of each group are read
             self._elastic_end_bytes = end_bytes
             size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
             self.bytes_by_part["communication"] += size_bytes - self._elastic_bytes
             self._elastic_bytes = size_bytes
+        if self.history is not None and (not self.history or self.history[-1][1] != self.bytes_by_part):
+            self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
+        for part, size_bytes in self.bytes_by_part.items():
+            self.peaks[part] = max(self.peaks[part], size_bytes)
+        self.peak_working = max(self.peak_working, self._working_bytes)
+        self.peak_total = max(self.peak_total, self._total_bytes)
 
     @property
     def _working_bytes(self) -> int:
@@ -222,11 +213,8 @@ class MemoryMeter(TorchDispatchMode):
             if parameter.grad is not None:
                 self._track(_local(parameter.grad), "gradients", moves=True)
 
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(on_gradient)
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
+        trained = (parameter for parameter in parameters if parameter.requires_grad)
+        hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in trained]
         try:
             yield
         finally:

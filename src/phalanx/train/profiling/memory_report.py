@@ -9,8 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, Comparison, compare_with_prediction
 from phalanx.runs.measured import COMPARISON_FILE, MEASURED_DIR, read_measured
 from phalanx.spec.files.replace import replace_file
@@ -26,17 +25,12 @@ NOTE = (
 
 def remove_measured(directory: Path) -> None:
     """Remove earlier measurements, on rank 0, before any rank can have finished a step."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_and_world_size()[0] == 0:
         shutil.rmtree(directory / MEASURED_DIR, ignore_errors=True)
 
 
 def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
-    """Write predicted and measured values to a run directory, and return them as text.
-
-    Args:
-        run: Run of the prediction.
-        world_size: Number of ranks.
-    """
+    """Write predicted and measured values to a run directory, and return them as text."""
     measured = read_measured(directory)
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"
@@ -53,12 +47,9 @@ def format_rows(rows: list[Comparison]) -> str:
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
-        label = f"{row.role:8} {_quantity_kind(row.quantity):4} {row.quantity:14}"
+        kind = "got" if row.quantity == "recv" else "sent"
+        if row.quantity in (*PARTS, *WORKING, TOTAL):
+            kind = "held"
+        label = f"{row.role:8} {kind:4} {row.quantity:14}"
         lines.append(f"{label} {row.predicted:>14,} {row.measured:>14,}  {ratio}")
     return "\n".join([*lines, NOTE])
-
-
-def _quantity_kind(quantity: str) -> str:
-    if quantity in (*PARTS, *WORKING, TOTAL):
-        return "held"
-    return "got" if quantity == "recv" else "sent"

@@ -25,14 +25,9 @@ MIN_BF16_SPEEDUP = 1.2
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
     """Return the maximum speed in FLOP/s of several square products [n, n] with this process's threads.
 
-    Args:
-        device: Device to measure.
-        dtype: Dtype of the products.
-        size: Maximum n; a slow device uses less.
-        rounds: Number of products per size.
-    """
+    A slow device uses an n less than `size`."""
     side = min(FIRST_SIZE, size)
-    seconds = _best_seconds(device, dtype, side, rounds=rounds)
+    seconds = _best_seconds(device, dtype, side, rounds)
     while seconds < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
         seconds = _best_seconds(device, dtype, side, rounds=rounds)

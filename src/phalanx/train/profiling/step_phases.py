@@ -73,7 +73,7 @@ class StepPhaseTimer:
 
 def pass_timestamps(timeline: Timeline) -> list[Timestamp]:
     """Return start and end of each pass of a step, as a flat list."""
-    return [timestamp for _, *both in timeline for timestamp in both]
+    return [timestamp for _, start, end in timeline for timestamp in (start, end)]
 
 
 def executed_passes(timeline: Timeline, times: Sequence[float]) -> list[ActionSpan]:

@@ -18,7 +18,6 @@ from phalanx.parallel.data.fsdp import all_gather_buffers
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.measured import write_measured
-from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory, gpu_trace_file
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner
@@ -70,20 +69,13 @@ class StepProfiler:
 
         Earlier records are read before a profiled step, because its profile belongs to its own record."""
         trainer = self.trainer
-        is_profiled = trainer.step + 1 in self.window
-        trainer.profiles_next_step = trainer.step + 2 in self.window
-        if not is_profiled:
-            return trainer.launch_step(batches)
-        record = self._profile_step(batches)
-        return lambda: record
-
-    def _profile_step(self, batches: Iterator[Batch]) -> MetricsRecord:
-        trainer = self.trainer
         step_number = trainer.step + 1
+        trainer.profiles_next_step = step_number + 1 in self.window
+        if step_number not in self.window:
+            return trainer.launch_step(batches)
         if step_number == self.window[0]:  # clocks drift apart, so the offset of the run's start is outdated
-            self.clock_offset = measure_clock_offset(
-                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
-            )
+            timeout_seconds = trainer.run.training.collective_timeout_seconds
+            self.clock_offset = measure_clock_offset(trainer.device, timeout_seconds, f"step {step_number}")
         tokens = trainer.experts.current.clone()
         step = partial(trainer.train_step, batches)
         if step_number == self.metered_step:
@@ -103,7 +95,7 @@ class StepProfiler:
         trainer.step_record["spans"] = [span.to_row() for span in executed_passes(timeline, pass_times)]
         if trainer.experts.layers:
             trainer.step_record["expert_tokens"] = (trainer.experts.current - tokens).long().tolist()
-        return record | {"profiled": True}
+        return lambda: record | {"profiled": True}
 
 
 @dataclass(kw_only=True)
@@ -181,11 +173,7 @@ def profile_step(
 ) -> tuple[StepResult, StepProfile]:
     """Run a step several times slower, without compiled code, and return its result and full profile.
 
-    Args:
-        learner: Learner of the step.
-        step: Function that runs the step, under the given recorders.
-        over_time: Record the memory over time, not only its peak.
-    """
+    `over_time` records the memory over time, not only its peak."""
     strategy = learner.strategy
     profile = StepProfile(waits={})
     recorders = StepRecorders(learner, profile.memory_history if over_time else None)
