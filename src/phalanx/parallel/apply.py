@@ -76,7 +76,7 @@ def apply_layout(
     `trained_experts`, if given, are frozen."""
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
-    layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
+    layout = layout.replace(data_parallel=effective_strategy(layout, mesh.data_dims, precision))
     experts_per_rank: list[tuple[int, ...]] = []
     with torch.device("meta"):
         # Step 1: the stages of this rank.
