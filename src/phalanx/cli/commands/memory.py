@@ -177,7 +177,7 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
 def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
     """Return the output of `phalanx memory --json` for the rows of the table."""
     return {
-        "model": run.model.preset or run.model.from_hf,
+        "model": run.model.source_name,
         "ranks": world_size,
         "precision": run.training.precision,
         "optimizer": run.optimizer.name,
@@ -195,7 +195,7 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
 
 def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
-    console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
+    console.print(run.model.source_name or "model", style="bold", end="  ", highlight=False)
     print_line(console, describe(run.model))
     sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"
