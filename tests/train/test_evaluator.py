@@ -1,4 +1,4 @@
-"""Every evaluation names the text that it measured."""
+"""Each evaluation records which text it measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.small_runs import make_trainer, small_run
 def test_evaluation_names_its_held_out_text(
     changes: dict[str, Any], is_same: bool, documents: Path, tmp_path: Path
 ) -> None:
-    first, second = (make_trainer(small_run(documents, tmp_path, each)).evaluate() for each in ({}, changes))
+    first, second = (make_trainer(small_run(documents, tmp_path, fields)).evaluate() for fields in ({}, changes))
     assert have_same_held_out_text(first, second) == is_same
     assert (first["held_out_set"] == second["held_out_set"]) == is_same
 

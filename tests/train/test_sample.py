@@ -1,4 +1,4 @@
-"""Samples on the way show what a model says, and change nothing of what it learns."""
+"""Samples during training show what the model generates, and do not change the training."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ CODECS: list[Codec] = ["fp32", "bf16", "int8", "int4"]
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_aggregate_gives_coordinator_and_nodes_equal_weights(tmp_path, codec):
-    """A node with the only update of a piece has the same weights, bit for bit, although the piece is not sent to it."""
+    """A node with the only update of a piece has the same weights bit for bit, although the piece is not sent to it."""
     swarm = AggregationHarness(tmp_path, codec, even_owners())
     for seed in (1, 5):
         updates = [swarm.send_update(node, random_weights(seed + index)) for index, node in enumerate(NODES)]

@@ -1,4 +1,4 @@
-"""Collectives and messages that ranks call in different orders are noticed and named, by real ranks."""
+"""Collectives and messages that real ranks call in different orders are found and named."""
 
 from __future__ import annotations
 
@@ -147,11 +147,11 @@ def test_pool_does_not_log_unless_asked(monkeypatch):
 def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
     """Gloo completes them, because they have tags; NCCL would not."""
     directory = create_run_directory(text, tmp_path, 2, {})
-    said = wait_for_failure(start_faulty_run(directory, 2, "messages", check_order=True))
-    assert "phalanx: CollectiveOrderError: in message 1 from rank 0 to rank 1" in said
+    stderr = wait_for_failure(start_faulty_run(directory, 2, "messages", check_order=True))
+    assert "phalanx: CollectiveOrderError: in message 1 from rank 0 to rank 1" in stderr
     verdict = explain_run(directory).verdict
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
-    assert f"why: {verdict.summary}" in said
+    assert f"why: {verdict.summary}" in stderr
     assert "rank 1 received 8 float32 with tag 2 at helpers/faulty_rank.py" in verdict.summary
 
 
