@@ -1,4 +1,4 @@
-"""Times of a GPU's events by the host's clock, with events that are numbers."""
+"""Times of a GPU's events by the host's clock, with simulated events."""
 
 from __future__ import annotations
 
