@@ -62,8 +62,8 @@ def test_sequence_parallel_layer_runs_6_all_gathers_and_4_reduce_scatters(text: 
 
 
 def test_gathered_heads_add_one_all_gather_and_one_reduce_scatter(text: Path, tmp_path: Path) -> None:
-    """For a number of heads that the ranks do not divide: in addition to the all-reduces, queries and keys are gathered
-    forward, and their gradients are reduce-scattered backward. Values are not exchanged."""
+    """This layout is for heads that the ranks cannot divide. In addition to the all-reduces, it gathers queries and
+    keys forward, and reduce-scatters their gradients backward. Values are not exchanged."""
     model = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
     changes = {"layout.tp": 2, "layout.sequence_parallel": False, "layout.tp_attention": "gathered"}
     expected = {"all_reduce": 2 + 2, "all_gather": 1, "reduce_scatter": 1}

@@ -24,7 +24,7 @@ READS = 240
 """Damaged reads of `make test`."""
 ALL_READS = 3000
 MAX_SECONDS = 30
-"""Time after which a read hangs; a read takes some hundredths of a second."""
+"""Time after which a read counts as hung; a read takes some hundredths of a second."""
 READERS_PER_DAMAGE = 4
 ESCAPES = "\x1b]8;;\x1b[2J\x9b"
 
@@ -64,7 +64,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _read(reader: str, directory: Path) -> None:
-    """Read a directory; a UserError is an answer, and any other exception is none."""
+    """Read a directory; only a UserError is allowed."""
     try:
         with _limited_time():
             output = READERS[reader](directory)

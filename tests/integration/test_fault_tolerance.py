@@ -199,7 +199,7 @@ def shared_memory_files(pids: list[int]) -> set[str]:
 
 @pytest.fixture
 def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of files that processes must remove."""
+    """The directory of temporary files, which processes must remove."""
     directory = tmp_path / "temporary"
     directory.mkdir()
     monkeypatch.setenv("TMPDIR", str(directory))

@@ -39,7 +39,7 @@ NUM_KILLS = 2
 
 @given(st.data())
 def test_latest_common_step_is_newest_step_available_for_all_ranks(data: st.DataObject) -> None:
-    """Any distribution of copies: each rank gets its state from a rank that has it, itself if possible."""
+    """For any distribution of copies, each rank gets its state from a rank that has it, itself if possible."""
     world = data.draw(st.integers(1, 5))
     copies = st.tuples(st.integers(0, 3), st.integers(0, world - 1))
     copies_by_rank = data.draw(st.lists(st.lists(copies, max_size=4), min_size=world, max_size=world))

@@ -104,7 +104,7 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
 
 
 LONG_SEQUENCES = {"training.seq_len": 1024, "data.mask_documents": False}
-"""Sequences so long that activations are larger than weights and other parts of their size."""
+"""Sequences so long that activations are larger than everything of the size of the weights."""
 PIPELINE_RUNS = [
     (2, {"layout.schedule": schedule, **choices})
     for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
@@ -260,7 +260,7 @@ TRAFFIC_RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep-full": (2, MOE, {"layout.ep": 2, "layout.activation_checkpointing": "full"}),
     "ep-cp-zero3": (4, MOE, {"layout.ep": 4, "layout.cp": 2, "layout.data_parallel": "zero3"}),
 }
-"""In addition to the layouts that `tests/verify` compares with the plan call by call."""
+"""Layouts in addition to those that `tests/verify` compares with the plan call by call."""
 
 
 @pytest.mark.parametrize("case", TRAFFIC_RUNS)

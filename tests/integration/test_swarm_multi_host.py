@@ -86,7 +86,7 @@ def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(multi_
     assert "dee" not in multi_host_swarm.events("committed")[round_of_death]["nodes"]
     last = multi_host_swarm.events("opened")[-1]
     assert set(last["text"]) == {"ann", "bob", "cid"}
-    assert {owner for of in last["owners"] for owner in of} == {"ann", "bob", "cid"}
+    assert {owner for owners in last["owners"] for owner in owners} == {"ann", "bob", "cid"}
 
     # It rejoins late.
     multi_host_swarm.start("dee")

@@ -64,7 +64,7 @@ round = {{ lease_seconds = 12.0, grace_seconds = 30.0 }}
 
 @pytest.fixture
 def swarm_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Certificates and a run file."""
+    """A directory with certificates and text."""
     lines = [path.read_text(errors="replace") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "held.txt").write_text(lines[0])

@@ -109,9 +109,9 @@ def pairs(choices: Choices) -> Iterator[Pair]:
 def all_pairs() -> list[Pair]:
     """Return all pairs of values of two factors."""
     return [
-        ((one, value), (other, other_value))
-        for one, other in combinations(PAIRED, 2)
-        for value in PAIRED[one]
+        ((factor, value), (other, other_value))
+        for factor, other in combinations(PAIRED, 2)
+        for value in PAIRED[factor]
         for other_value in PAIRED[other]
     ]
 

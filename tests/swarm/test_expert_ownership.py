@@ -81,8 +81,8 @@ def test_assign_experts_moves_minimum_number_of_experts_on_reassignment(experts,
     assert experts_per_node(after) == Counter(proportional_shares(experts * copies, experts, later))
     if replication == 1:
         kept = sum(set(a) == set(b) for a, b in zip(before, after, strict=True))
-        had, has = experts_per_node(before), experts_per_node(after)
-        assert kept == sum(min(had[node], has[node]) for node in later)
+        counts_before, counts_after = experts_per_node(before), experts_per_node(after)
+        assert kept == sum(min(counts_before[node], counts_after[node]) for node in later)
 
 
 def test_assign_experts_is_unchanged_when_nodes_are_unchanged():

@@ -23,7 +23,7 @@ from tests.helpers.small_runs import DENSE, MOE, make_trainer, save_two_checkpoi
 
 
 def write_sources(folder: Path) -> None:
-    """A directory of texts, and records next to it."""
+    """Write a directory of texts, and records next to it."""
     (folder / "texts").mkdir(parents=True)
     for number in range(40):
         (folder / "texts" / f"text{number:02}.txt").write_text(f"text {number} says hello to text {number * 7}\n" * 5)

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class RecordingProgress(ProgressDisplay):
-    """Keeps what is shown."""
+    """A progress display that records its lines."""
 
     def __init__(self) -> None:
         super().__init__(0, None, quiet=True)

@@ -25,7 +25,7 @@ TIMED = ("seconds", "per_second", "time", "mfu", "hfu", "memory")
 
 
 class StopAt(Callback):
-    """Stops the run like a signal, without waiting for the device."""
+    """A callback that stops the run like a signal, without waiting for the device."""
 
     reads_weights = False
 

@@ -1,4 +1,4 @@
-"""When checkpoints are due."""
+"""The interval between checkpoints."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
 
 
 def test_learning_rate_rewarms_when_run_resumes_with_more_ranks(text: Path, tmp_path: Path) -> None:
-    """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
-    the steps of a warm-up."""
+    """With linear scaling, 4 ranks instead of 2 train twice the tokens per step, and the learning rate rises to twice
+    its value over the steps of a warm-up."""
     training = {"training.batch_scaling": "linear", "training.base_dp_size": 2, **SHORT}
     run = small_run(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.lr_schedule": "none"})
     rank_pool(2).run(train_first_half, run)
@@ -238,7 +238,7 @@ def recorded_losses(directory: Path) -> list[tuple[int, float, float]]:
 
 
 def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, tmp_path: Path) -> None:
-    """SIGKILL to the launcher at a random step, after a checkpoint exists: its ranks end with it."""
+    """The launcher is killed at a random step after a checkpoint, and its ranks end with it."""
     changes = {"training.steps": 40, "training.precision": "fp32", "checkpoint": {"every": 4}, "model": MOE}
     uninterrupted = small_run(text, tmp_path / "whole", changes)
     killed = small_run(text, tmp_path / "killed", changes)

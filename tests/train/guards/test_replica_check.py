@@ -143,7 +143,7 @@ def test_replica_check_is_rejected_for_parameter_server(text: Path, tmp_path: Pa
 
 
 def test_replica_check_stops_run_and_names_rank_tensor_and_step(text: Path, tmp_path: Path) -> None:
-    """Real processes, as `phalanx train` starts them."""
+    """The ranks are real processes, as `phalanx train` starts them."""
     changes = {"training.replica_check_interval": 2}
     directory = create_run_directory(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
     stderr = wait_for_failure(start_faulty_run(directory, 3, "bit"))

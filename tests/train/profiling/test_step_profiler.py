@@ -54,7 +54,7 @@ def test_step_profiler_pass_spans_are_ordered_and_inside_step(text: Path, tmp_pa
     changes = {"layout.pp": 2, "layout.micro_batch_size": 1}
     for records in rank_pool(2).run(profiled_step_records, small_run(text, tmp_path, changes), range(3, 5), 4):
         record = records[-1]
-        ends = [moment for *_, begun, ended in record["spans"] for moment in (begun, ended)]
+        ends = [moment for *_, start, end in record["spans"] for moment in (start, end)]
         assert ends == sorted(ends)
         assert record["start"] <= ends[0]
         assert ends[-1] <= record["start"] + record["seconds"]["data"] + record["seconds"]["passes"]
@@ -145,7 +145,7 @@ def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, 
 
 
 class StopAfter(Callback):
-    """Stops the run like a signal, without waiting for the device."""
+    """A callback that stops the run like a signal, without waiting for the device."""
 
     reads_weights = False
 
