@@ -64,7 +64,7 @@ def test_data_sources_document_name_is_independent_of_path_spelling_and_location
     (tmp_path / "rows.jsonl").symlink_to(corpus / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     assert document_names([f"moved/{source}" for source in names]) == expected
-    # The folder above a linked one is that of the linked one.
+    # `..` of a linked folder is the parent of its target.
     linked_sources = ["link", "link/../part1/*.py", "rows.jsonl", "link/../part1/file01.py"]
     assert document_names(linked_sources) == expected
 

@@ -58,10 +58,9 @@ def test_recovery_restarts_killed_rank_with_bit_exact_losses(
     assert recorded_losses(directory) == uninterrupted
 
 
-def test_ranks_started_anew_learn_what_forked_ones_learn(
+def test_recovery_continues_bit_exact_without_warm_process(
     uninterrupted: list[tuple[float, float]], text: Path, tmp_path: Path
 ) -> None:
-    """Without its warm process, a run continues and prints this."""
     directory = tmp_path / "parity"
     with training_run(text, tmp_path, SHORT) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")

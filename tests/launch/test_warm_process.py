@@ -110,7 +110,7 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.parametrize(("fault", "message"), [(kill, "has exited"), (stop, "did not answer within 1 s")])
-def test_ranks_start_anew_when_warm_process_fails(
+def test_ranks_start_without_warm_process_that_fails(
     fault: Callable[[int], None], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.launch.warm_process.FORK_SECONDS", 1)
@@ -123,7 +123,7 @@ def test_ranks_start_anew_when_warm_process_fails(
     assert capsys.readouterr().err == f"phalanx: the warm process {message}; starting ranks without it\n"
 
 
-def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_start_without_warm_process_that_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
     warm_process, environment = WarmProcess(["json"]), {"RANK": "0"}
     starter = RankStarter(warm_process)
     try:

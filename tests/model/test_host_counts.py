@@ -44,7 +44,7 @@ def test_recomputation_takes_counts_of_its_own_forward_pass(micro_batches, backw
     assert torch.equal(recomputed, gradients(block))
 
 
-def test_counts_are_read_anew_in_each_forward_pass_without_gradients(micro_batches):
+def test_counts_are_read_again_in_each_forward_pass_without_gradients(micro_batches):
     with torch.no_grad():
         outputs = [checkpoint_with_saved_counts(CountingBlock(), x) for x in micro_batches]
     assert all(torch.equal(y, CountingBlock()(x)) for x, y in zip(micro_batches, outputs, strict=True))

@@ -31,7 +31,7 @@ def test_evaluation_names_its_held_out_text(
     assert (first["held_out_set"] == second["held_out_set"]) == is_same
 
 
-def test_evaluation_of_other_held_out_text_of_equal_length_is_told_apart(documents: Path, tmp_path: Path) -> None:
+def test_evaluations_of_different_held_out_texts_of_equal_length_differ(documents: Path, tmp_path: Path) -> None:
     other = sorted(map(str, documents.rglob("*.py")), key=lambda path: -Path(path).stat().st_size)[0]
     runs = [small_run(documents, tmp_path, {"evaluation": {"tokens": 64}})]
     train = [path for path in [*runs[0].data.train, *runs[0].data.held_out] if path != other]

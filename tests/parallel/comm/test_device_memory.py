@@ -41,7 +41,7 @@ def test_peak_memory_bytes_excludes_peak_of_parent_process() -> None:
     assert int(child.stdout) < len(held)
 
 
-def test_peak_memory_bytes_of_gpu_is_reserved_and_what_is_used_beside(monkeypatch) -> None:
+def test_peak_memory_bytes_of_gpu_includes_memory_outside_the_allocator(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (53, 100))

@@ -59,7 +59,7 @@ def test_pipeline_ends_with_kernels_loaded_and_group_per_direction(
 
 
 @pytest.mark.parametrize(("name", "pp"), PIPELINES)
-def test_pipeline_stands_still_where_first_kernel_meets_posted_receive(
+def test_pipeline_deadlocks_where_first_kernel_meets_posted_receive(
     name: str, pp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This happened on an H100, and is why a pipeline rehearses its stages."""
@@ -67,7 +67,7 @@ def test_pipeline_stands_still_where_first_kernel_meets_posted_receive(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_pipeline_stands_still_in_one_group_for_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_deadlocks_in_one_group_for_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = record_calls(monkeypatch, pipeline_schedule(name, 2), groups=("world", "world"))
     assert deadlock(ranks, loads_kernels=False) is not None
 
@@ -93,7 +93,7 @@ def test_peers_connect_in_one_order_and_have_all_communicators_of_a_step(
     assert all(step <= connected for step, connected in zip(used, communicators(ranks), strict=True))
 
 
-def test_peers_that_connect_in_another_order_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_connect_in_another_order_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = record_connections(monkeypatch, pipeline_schedule("1f1b", 4))
     middle = len(ranks[1].calls) // 2
     ranks[1].calls = ranks[1].calls[middle:] + ranks[1].calls[:middle]  # backward ahead of forward
