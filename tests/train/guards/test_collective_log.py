@@ -178,7 +178,7 @@ def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_end_of_run_compares_files_as_far_as_they_come(is_shared, tmp_path, monkeypatch):
-    """A shared file system may show a file late. Without one the file never comes, which is no difference."""
+    """A shared file system may show a file late. Without one it never appears; this does not count as a difference."""
     call = LoggedCall(kind="collective", group="0", ranks=(0, 1), signature="all_reduce of 4 float32", caller="a.py:1")
     line = call.to_json() + "\n"
     files = {rank: calls_file(tmp_path, rank) for rank in range(2)}
