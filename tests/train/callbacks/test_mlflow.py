@@ -36,7 +36,7 @@ def test_mlflow_receives_numbers_of_metrics_file_across_restart(
     directory = create_run(longer, 1, resume=True)
     assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0
     client = MlflowClient(uri)
-    (experiment,) = [each for each in client.search_experiments() if each.name == "tests"]
+    (experiment,) = [candidate for candidate in client.search_experiments() if candidate.name == "tests"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["training.seq_len"] == str(longer.training.seq_len)
