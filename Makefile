@@ -1,7 +1,7 @@
 # The two commands: `make demo` trains on this machine, `make test` proves the code. Both do all the set-up.
 # `make test-all` has more of each kind: every layout for 20 steps, every dry run, Slurm, networks, browsers (docs/contributing/tests.md).
 # Tests run in two processes, a file's in one of them: ranks that wait for each other, and tests without ranks, leave a
-# core idle. Those that measure how long something takes run after them, alone.
+# core idle. Those of `make test-all` that measure how long something takes run after the others, alone.
 PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
@@ -13,8 +13,7 @@ demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: .venv/dev
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile -m 'not alone'

@@ -20,7 +20,8 @@ from pathlib import Path
 from benchmarks.pipeline_ranks import layout_of, train, wait
 from benchmarks.shapes import SHAPES
 from phalanx.data.prepare import prepare
-from phalanx.schedule.registry import PUBLISHED, layout_schedule
+from phalanx.schedule.published import PUBLISHED
+from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.simulate import ActionTimes, Span, Timeline, simulate
 from phalanx.spec.run import DataSpec

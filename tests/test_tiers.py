@@ -34,6 +34,8 @@ def test_what_stands_for_left_out_tests_is_collected(request: pytest.FixtureRequ
     if request.config.args not in (["tests"], [str(TESTS)]):
         pytest.skip("only a session of all tests collects them all")
     collected = [item_id(item) for item in request.session.items]
+    if not request.config.getoption("all"):
+        assert not [item_id(item) for item in request.session.items if item.get_closest_marker("alone")]
     for rule in RULES:
         for start in rule.kept:
             assert any(test_id.startswith(f"{rule.tests}[{start}") for test_id in collected), f"{rule.tests}[{start}"

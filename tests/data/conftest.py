@@ -23,7 +23,7 @@ def make_data_spec(corpus, tmp_path):
 
 @pytest.fixture
 def pair_of_text(corpus, tmp_path):
-    """A pair and the file of its tokenizer."""
+    """A tokenized pair, and the file of its tokenizer."""
     tokenizer = train_bpe(["def function(x):\n"] * 50, 300)
     tokenizer.save(tmp_path / "own.json")
     write_indexed_pairs(documents([str(corpus)]), tokenizer, [tmp_path / "pair"])

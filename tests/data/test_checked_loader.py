@@ -48,7 +48,7 @@ def test_ids_of_vocabulary_and_ignored_targets_are_accepted(target: int) -> None
 @pytest.mark.parametrize("masked", [2, IGNORE_INDEX])
 def test_target_outside_vocabulary_is_refused_with_its_position(target: int, masked: int) -> None:
     data = samples(target=target)
-    data[7][1][0] = masked  # an ignored target beside it
+    data[7][1][0] = masked  # an ignored target before it
     with pytest.raises(UserError) as caught:
         read_two_steps(checked(Stream(data)))
     fix = (
@@ -111,7 +111,7 @@ def test_checked_loader_resumes_as_its_loader() -> None:
     plain: StepLoader = open_dataset(Samples(samples()), SPEC, SEQ_LEN, ROWS, seed=1)
     loader = checked(Samples(samples()))
     assert loader.state(3) == plain.state(3)
-    for each in (plain, loader):
-        each.resume(plain.state(3))
-        each.skip_steps(2)
+    for step_loader in (plain, loader):
+        step_loader.resume(plain.state(3))
+        step_loader.skip_steps(2)
     assert np.array_equal(loader.step(3).tokens, plain.step(3).tokens)

@@ -20,7 +20,7 @@ class Samples(list[Any]):
 
 
 class Stream:
-    """The same as an iterable dataset."""
+    """The same samples as an iterable dataset."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples
@@ -42,29 +42,29 @@ def loader(dataset: Any, rank: int = 0, ranks: int = 1) -> Any:
 
 @pytest.mark.parametrize("dataset", DATASETS, ids=["map", "iterable"])
 def test_ranks_share_global_batches(dataset: Any) -> None:
-    one = loader(dataset)
+    reference = loader(dataset)
     several = [loader(dataset, rank, 4) for rank in range(4)]
     for step in range(4):
-        rows = np.concatenate([each.step(step).tokens for each in several])
-        assert np.array_equal(rows, one.step(step).tokens)
+        rows = np.concatenate([part.step(step).tokens for part in several])
+        assert np.array_equal(rows, reference.step(step).tokens)
 
 
 @pytest.mark.parametrize("dataset", DATASETS, ids=["map", "iterable"])
 def test_resume_continues_after_last_sample(dataset: Any) -> None:
-    straight = loader(dataset)
-    batches = [straight.step(step).targets for step in range(5)]
+    uninterrupted = loader(dataset)
+    batches = [uninterrupted.step(step).targets for step in range(5)]
     resumed = loader(dataset)
-    resumed.resume(straight.state(2))
+    resumed.resume(uninterrupted.state(2))
     assert np.array_equal(resumed.step(2).targets, batches[2])
     skipped = loader(dataset)
-    skipped.resume(straight.state(2))
+    skipped.resume(uninterrupted.state(2))
     skipped.skip_steps(2)
     assert np.array_equal(skipped.step(2).targets, batches[4])
 
 
 def test_map_dataset_is_shuffled_in_every_epoch() -> None:
-    one = loader(Samples(samples(ROWS)))
-    first, second = (one.step(step).tokens[:, 0].tolist() for step in range(2))
+    reference = loader(Samples(samples(ROWS)))
+    first, second = (reference.step(step).tokens[:, 0].tolist() for step in range(2))
     assert sorted(first) == sorted(second) == [index * 10 for index in range(ROWS)]
     assert first != second
 

@@ -1,4 +1,4 @@
-"""The .bin/.idx pair, against an independent reader and writer of Megatron's documented format."""
+"""The .bin/.idx pair, compared with an independent reader and writer of Megatron's documented format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPE_CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
 
 def read_megatron(prefix: Path) -> tuple[int, list[list[int]]]:
-    """The dtype code and documents of a pair, by nothing but struct and the format's description."""
+    """Return the dtype code and the documents of a pair, read with struct by the format's description."""
     index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
     assert index[:9] == b"MMIDIDX\x00\x00"
     version, code, sequences, entries = struct.unpack_from("<QBQQ", index, 9)
@@ -42,7 +42,7 @@ def read_megatron(prefix: Path) -> tuple[int, list[list[int]]]:
 
 
 def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
-    """A pair whose documents may have several sequences, as Megatron writes it."""
+    """Write a pair whose documents may have several sequences, as Megatron does."""
     kind, size = DTYPE_CODES[code], struct.calcsize(DTYPE_CODES[code])
     sequences = [ids for document in documents for ids in document]
     lengths = [len(ids) for ids in sequences]
@@ -211,7 +211,7 @@ def test_prefix_of_accepts_path_with_and_without_suffix(tmp_path: Path) -> None:
 
 
 def test_indexed_dataset_fingerprint_depends_on_content_not_path(tmp_path: Path) -> None:
-    marks = []
+    fingerprints = []
     for name, documents in (
         ("a", [[1, 2, 3], [4]]),
         ("same", [[1, 2, 3], [4]]),
@@ -219,9 +219,9 @@ def test_indexed_dataset_fingerprint_depends_on_content_not_path(tmp_path: Path)
         ("cut", [[1, 2], [3, 4]]),
     ):
         write_pair(tmp_path / name, documents)
-        marks.append(IndexedDataset(tmp_path / name).fingerprint())
-    assert marks[0] == marks[1]
-    assert len(set(marks)) == 3
+        fingerprints.append(IndexedDataset(tmp_path / name).fingerprint())
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
 
 
 @settings(max_examples=40, deadline=None)
@@ -245,5 +245,5 @@ def test_split_tail_divides_tokens_by_fraction(
     parts = [part.document(i).tolist() for part in (head, tail) for i in range(len(part))]
     assert list(chain(*parts)) == flat
     # Only the document that the cut goes through is divided.
-    whole = [dataset.document(i).tolist() for i in range(len(dataset))]
-    assert len([part for part in parts if part and part not in whole]) in (0, 2)
+    documents = [dataset.document(i).tolist() for i in range(len(dataset))]
+    assert len([part for part in parts if part and part not in documents]) in (0, 2)

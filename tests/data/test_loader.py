@@ -1,4 +1,4 @@
-"""Packing, against a brute-force reference that walks the documents token by token."""
+"""Packing, compared with a brute-force reference that walks the documents token by token."""
 
 import json
 import math
@@ -20,7 +20,7 @@ lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)
 
 
 def write_dataset_of_unique_tokens(folder, lengths):
-    """Documents whose tokens are all different, so that a token says where it came from."""
+    """Write documents whose tokens are all different, so that a token identifies its position."""
     begin = 0
     with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
         for length in lengths:
@@ -30,16 +30,16 @@ def write_dataset_of_unique_tokens(folder, lengths):
 
 
 def reference_rows(dataset, sequence, seed, epoch):
-    """The rows of an epoch in the order they are seen: (tokens, targets, starts), one token after the other."""
+    """Return the rows of an epoch in their order, as (tokens, targets, starts), computed token by token."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     stream = []
     for document in generator.permutation(len(dataset)):
-        stream += [(int(token), place) for place, token in enumerate(dataset.document(document))]
+        stream += [(int(token), offset) for offset, token in enumerate(dataset.document(document))]
     rows = []
     for first in range(0, len(stream) - sequence, sequence):
         row, starts = stream[first : first + sequence + 1], []
-        for position, (_, place) in enumerate(row[:-1]):
-            starts.append(position - min(place, position))
+        for position, (_, offset) in enumerate(row[:-1]):
+            starts.append(position - min(offset, position))
         ids = [token for token, _ in row]
         rows.append((ids[:-1], ids[1:], starts))
     return [rows[i] for i in generator.permutation(len(rows))]
@@ -74,10 +74,10 @@ def test_token_loader_epoch_yields_each_token_once_except_remainder(tmp_path_fac
             for b, e, s in zip(order.document_starts, order.document_starts[1:], order.shifts, strict=False)
         ]
     )
-    kept = per_epoch * sequence
-    assert sorted(batch.tokens.ravel()) == sorted(stream[:kept])
-    assert sorted(batch.targets.ravel()) == sorted(stream[1 : kept + 1])
-    assert dataset.size - 1 - kept < sequence
+    num_targets = per_epoch * sequence
+    assert sorted(batch.tokens.ravel()) == sorted(stream[:num_targets])
+    assert sorted(batch.targets.ravel()) == sorted(stream[1 : num_targets + 1])
+    assert dataset.size - 1 - num_targets < sequence
     assert sorted(stream) == dataset.tokens.tolist()
 
 
@@ -89,12 +89,12 @@ def test_token_loader_global_batch_is_independent_of_rank_count(
     tmp_path_factory, lengths, sequence, rows_per_rank, ranks
 ):
     dataset = write_dataset_of_unique_tokens(tmp_path_factory.mktemp("data"), [*lengths, 10])
-    whole = TokenLoader(dataset, sequence, rows_per_rank * ranks, seed=5)
+    reference = TokenLoader(dataset, sequence, rows_per_rank * ranks, seed=5)
     parts = [TokenLoader(dataset, sequence, rows_per_rank * ranks, 5, rank, ranks) for rank in range(ranks)]
     for step in (0, 3, 11):
         batches = [part.step(step) for part in parts]
         assert all(batch.tokens.shape == (rows_per_rank, sequence) for batch in batches)
-        assert list(chain(*map(batch_rows, batches))) == batch_rows(whole.step(step))
+        assert list(chain(*map(batch_rows, batches))) == batch_rows(reference.step(step))
 
 
 def test_token_loader_batch_has_expected_dtypes_shapes_and_layout(write_tokens):
@@ -173,13 +173,13 @@ def test_token_loader_resumes_at_same_position_with_new_batch_size(write_tokens)
 
 def test_token_loader_skip_steps_equals_consuming_steps(write_tokens):
     dataset = write_tokens([list(range(50))])
-    whole, short = (TokenLoader(dataset, 4, 3, seed=1) for _ in range(2))
-    short.resume(whole.state(2))
-    short.skip_steps(5)
-    assert batch_rows(short.step(3)) == batch_rows(whole.step(8))
-    again = TokenLoader(dataset, 4, 3, seed=1)
-    again.resume(short.state(3))
-    assert batch_rows(again.step(3)) == batch_rows(whole.step(8))
+    consuming, skipping = (TokenLoader(dataset, 4, 3, seed=1) for _ in range(2))
+    skipping.resume(consuming.state(2))
+    skipping.skip_steps(5)
+    assert batch_rows(skipping.step(3)) == batch_rows(consuming.step(8))
+    resumed = TokenLoader(dataset, 4, 3, seed=1)
+    resumed.resume(skipping.state(3))
+    assert batch_rows(resumed.step(3)) == batch_rows(consuming.step(8))
 
 
 def test_token_loader_state_round_trips_json_and_resumes_at_any_rank_count(write_tokens):
@@ -240,20 +240,22 @@ def test_evaluation_batches_cover_every_target_once(tmp_path_factory, lengths, s
     by_rank = [list(evaluation_batches(dataset, sequence, rows, rank, ranks, limit)) for rank in range(ranks)]
     assert len({len(batches) for batches in by_rank}) == 1
     assert len(by_rank[0]) == math.ceil(math.ceil(len(wanted) / sequence) / (rows * ranks))
-    seen, begins = [], set((dataset.offsets - dataset.offsets[0]).tolist())
-    for together in zip(*by_rank, strict=True):
-        for batch in together:
+    targets_read, document_starts = [], set((dataset.offsets - dataset.offsets[0]).tolist())
+    for batches_of_step in zip(*by_rank, strict=True):
+        for batch in batches_of_step:
             assert batch.tokens.shape == (rows, sequence)
             for tokens, targets, starts in batch_rows(batch):
                 for position, target in enumerate(targets):
                     if target == IGNORE_INDEX:
                         continue
-                    place = len(seen)
-                    assert tokens[position] == flat[place]
-                    inside = [place - back for back in range(position + 1) if place - back in begins]
-                    assert starts[position] == position - (place - inside[0] if inside else position)
-                    seen.append(target)
-    assert seen == wanted
+                    index = len(targets_read)
+                    assert tokens[position] == flat[index]
+                    starts_in_row = [
+                        index - distance for distance in range(position + 1) if index - distance in document_starts
+                    ]
+                    assert starts[position] == position - (index - starts_in_row[0] if starts_in_row else position)
+                    targets_read.append(target)
+    assert targets_read == wanted
 
 
 def test_evaluation_batches_pad_with_ignore_index(write_tokens):
@@ -276,7 +278,7 @@ def test_evaluation_batches_reject_dataset_without_targets(write_tokens):
 
 
 class CountingLoader:
-    """A loader that counts what it has made and can fail."""
+    """A loader that counts its batches and can fail."""
 
     def __init__(self, fails_at=None):
         self.made, self.fails_at = [], fails_at
@@ -311,7 +313,7 @@ def test_prefetch_reads_ahead_at_most_depth_batches():
     loader = CountingLoader()
     batches = prefetch(loader, 0, 100, depth=3)
     next(batches)
-    loader.wait_for(4)  # the one that was taken, and three more while nobody asks
+    loader.wait_for(4)  # the one that was taken, and three more ahead of it
     batches.close()
     assert loader.made == [0, 1, 2, 3]
     assert prefetch_threads() == []

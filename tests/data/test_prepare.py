@@ -1,4 +1,4 @@
-"""From a DataSpec to token files: the split, the cache, and every error before any work."""
+"""From a DataSpec to token files: the split, the cache, and all errors before any work."""
 
 import errno
 import json
@@ -40,11 +40,11 @@ def test_prepare_holds_out_documents_by_name(make_data_spec, corpus, tmp_path, t
         tokenizer = str(tmp_path / "tokenizer.json")
         train_bpe(["def function(x):\n"] * 50, 300).save(tokenizer)
     prepared = prepare(make_data_spec(tokenizer=tokenizer, tokenizer_vocab=300))
-    every = list(documents([str(corpus)]))
-    held_out = [document.text for document in every if is_held_out(document.name, 0.2)]
+    all_documents = list(documents([str(corpus)]))
+    held_out = [document.text for document in all_documents if is_held_out(document.name, 0.2)]
     assert 0 < len(held_out) < 20
     assert decode_documents(prepared.held_out, prepared.tokenizer) == held_out
-    train = [document.text for document in every if not is_held_out(document.name, 0.2)]
+    train = [document.text for document in all_documents if not is_held_out(document.name, 0.2)]
     assert decode_documents(prepared.train, prepared.tokenizer) == train
 
 
@@ -134,8 +134,8 @@ def test_prepare_accepts_prepared_pairs_as_sources(make_data_spec, tmp_path):
     pairs = [write_indexed_pair(tmp_path / name, [[n] * 10 for n in range(50)]) for name in ("first", "second")]
     for sources in (pairs[:1], pairs):
         prepared = prepare(make_data_spec(train=sources))
-        again = prepare(make_data_spec(train=[prepared.train], held_out=[prepared.held_out]))
-        assert (again.train, again.held_out) == (prepared.train, prepared.held_out)
+        repeated = prepare(make_data_spec(train=[prepared.train], held_out=[prepared.held_out]))
+        assert (repeated.train, repeated.held_out) == (prepared.train, prepared.held_out)
         third = write_indexed_pair(tmp_path / "third", [[7] * 10])
         joined = prepare(make_data_spec(train=[prepared.held_out, third]))
         assert IndexedDataset(joined.train).size == round(0.8 * 100 * len(sources)) + 8
@@ -183,18 +183,18 @@ def test_prepared_pairs_are_known_to_be_of_their_tokenizer(make_data_spec, pair_
     for suffix in (".bin", ".idx", ".meta.json"):
         shutil.copy(f"{pair}{suffix}", tmp_path / f"copy{suffix}")
     prepared = prepare(make_data_spec(**sources, tokenizer=own))
-    again = {"train": [prepared.train], "held_out": [prepared.held_out]}
-    assert describe_unchecked_pairs(make_data_spec(**again, tokenizer=own)) is None
+    sources_again = {"train": [prepared.train], "held_out": [prepared.held_out]}
+    assert describe_unchecked_pairs(make_data_spec(**sources_again, tokenizer=own)) is None
     train_bpe(["return value + other"] * 50, load_tokenizer(own).vocab).save(tmp_path / "other.json")
     with pytest.raises(UserError, match="was tokenized with another tokenizer"):
-        check_sources(make_data_spec(**again, tokenizer=str(tmp_path / "other.json")))
+        check_sources(make_data_spec(**sources_again, tokenizer=str(tmp_path / "other.json")))
 
 
 def test_prepared_pairs_of_unknown_tokenizer_stay_unknown(make_data_spec, pair_of_text, tmp_path):
     pair, own = pair_of_text
     prepared = prepare(make_data_spec(train=[pair, write_indexed_pair(tmp_path / "unknown", [[1] * 9])], tokenizer=own))
-    again = make_data_spec(train=[prepared.train], held_out=[prepared.held_out], tokenizer=own)
-    assert f"{prepared.train} and 1 more" in describe_unchecked_pairs(again)
+    data = make_data_spec(train=[prepared.train], held_out=[prepared.held_out], tokenizer=own)
+    assert f"{prepared.train} and 1 more" in describe_unchecked_pairs(data)
 
 
 def test_prepare_with_streaming_writes_only_held_out_data(make_data_spec, corpus, monkeypatch):
@@ -217,7 +217,7 @@ def test_prepare_reuses_cache_on_second_call(make_data_spec, monkeypatch):
 
 def test_prepare_cache_key_depends_on_everything_that_affects_tokens(make_data_spec, corpus, tmp_path):
     (tmp_path / "t.json").write_text(train_bpe(["ab"], 300).to_json())
-    found = [
+    prefixes = [
         prepare(make_data_spec(**options)).held_out
         for options in (
             {},
@@ -229,12 +229,12 @@ def test_prepare_cache_key_depends_on_everything_that_affects_tokens(make_data_s
         )
     ]
     (tmp_path / "t.json").write_text(train_bpe(["abcd" * 9], 300).to_json())
-    found.append(prepare(make_data_spec(tokenizer=str(tmp_path / "t.json"))).held_out)
+    prefixes.append(prepare(make_data_spec(tokenizer=str(tmp_path / "t.json"))).held_out)
     os.utime(corpus / "part0" / "file00.py", ns=(1, 1))
-    found.append(prepare(make_data_spec()).held_out)
+    prefixes.append(prepare(make_data_spec()).held_out)
     (corpus / "part0" / "file00.py").write_text("other\n")
-    found.append(prepare(make_data_spec()).held_out)
-    assert len(set(found)) == len(found)
+    prefixes.append(prepare(make_data_spec()).held_out)
+    assert len(set(prefixes)) == len(prefixes)
 
 
 def test_prepare_reports_progress_counts(make_data_spec):
@@ -271,24 +271,24 @@ def test_prepare_concurrent_runs_share_one_cache_entry(make_data_spec):
     runs = [context.Process(target=prepare_after_barrier, args=(data, barrier, results)) for _ in range(2)]
     for run in runs:
         run.start()
-    found = [results.get(timeout=60) for _ in runs]
+    prepared = [results.get(timeout=60) for _ in runs]
     for run in runs:
         run.join()
-    assert found[0] == found[1] == prepare(data)
+    assert prepared[0] == prepared[1] == prepare(data)
     assert [run.exitcode for run in runs] == [0, 0]
-    assert [path.name for path in Path(data.cache).iterdir()] == [Path(found[0].train).parent.name]
+    assert [path.name for path in Path(data.cache).iterdir()] == [Path(prepared[0].train).parent.name]
 
 
 def test_prepare_uses_cache_entry_finished_by_concurrent_run(make_data_spec, monkeypatch):
-    """The other run finishes while this one is writing."""
-    real = prepare_module._write
+    """The other run finishes while this one writes."""
+    write = prepare_module._write
 
-    def slow(data, folder, progress):
-        real(data, folder, progress)
-        monkeypatch.setattr(prepare_module, "_write", real)
+    def write_after_other_run(data, folder, progress):
+        write(data, folder, progress)
+        monkeypatch.setattr(prepare_module, "_write", write)
         prepare(data)
 
-    monkeypatch.setattr(prepare_module, "_write", slow)
+    monkeypatch.setattr(prepare_module, "_write", write_after_other_run)
     prepared = prepare(make_data_spec())
     assert len(list(Path(make_data_spec().cache).iterdir())) == 1
     assert len(IndexedDataset(prepared.train)) > 0
@@ -366,9 +366,9 @@ def test_prepare_and_check_sources_reject_invalid_data_before_writing(
     write_invalid_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
     data = make_data_spec(**{"train": ["text.txt"]} | options)
-    for look in (check_sources, prepare):
+    for function in (check_sources, prepare):
         with pytest.raises(UserError, match=message) as caught:
-            look(data)
+            function(data)
         assert caught.value.field == field
         assert caught.value.fix
     assert not Path(data.cache).exists()

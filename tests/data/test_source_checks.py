@@ -1,4 +1,4 @@
-"""Checks of pairs of tokens: their tokenizer, and ids outside its vocabulary."""
+"""Checks of tokenized pairs: their tokenizer, and ids outside its vocabulary."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_check_sources_accepts_equal_tokenizer_in_another_spelling(make_data_spe
 def test_pairs_without_metadata_of_their_own_are_reported(make_data_spec, pair_of_text):
     pair, own = pair_of_text
     data = make_data_spec(train=[pair], tokenizer=own)
-    write_indexed_pair(pair, [[1, 2, 3]])  # as another program would, beside the file of the tokens before
+    write_indexed_pair(pair, [[1, 2, 3]])  # as another program would; the metadata of the earlier tokens stays
     check_sources(data)
     assert f"data.tokenizer = {own!r} matches the tokens of {pair}, because" in describe_unchecked_pairs(data)
     Path(f"{pair}.meta.json").unlink()

@@ -1,4 +1,4 @@
-"""Every kind of source, in a fixed order, and what is said of those that cannot be read."""
+"""Every kind of source, in a fixed order, and errors of sources that cannot be read."""
 
 import bz2
 import errno
@@ -31,10 +31,10 @@ def write_jsonl(path, rows):
 
 
 def test_data_sources_directory_is_sorted_and_skips_hidden_and_binary_files(corpus):
-    found = document_names([corpus])
-    assert len(found) == 40
-    assert found == sorted(found)
-    assert found[0] == "part0/file00.py"
+    names = document_names([corpus])
+    assert len(names) == 40
+    assert names == sorted(names)
+    assert names[0] == "part0/file00.py"
 
 
 def test_data_sources_sort_folders_by_name(tmp_path):
@@ -64,7 +64,7 @@ def test_data_sources_document_name_is_independent_of_path_spelling_and_location
     (tmp_path / "rows.jsonl").symlink_to(corpus / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     assert document_names([f"moved/{source}" for source in names]) == expected
-    # The folder above a linked one is that of the linked one.
+    # `..` of a linked folder is the parent of its target.
     linked_sources = ["link", "link/../part1/*.py", "rows.jsonl", "link/../part1/file01.py"]
     assert document_names(linked_sources) == expected
 
@@ -91,9 +91,9 @@ def test_data_sources_read_jsonl_records(tmp_path):
 def test_data_sources_read_parquet_column(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one", "", "two"] * 1000, "n": range(3000)}), path)
-    found = list(documents([str(path)], "body"))
-    assert len(found) == 2000
-    assert found[-1] == Document("a.parquet:3000", "two")
+    result = list(documents([str(path)], "body"))
+    assert len(result) == 2000
+    assert result[-1] == Document("a.parquet:3000", "two")
 
 
 RECORDS = [{"text": "one", "id": 1}, {"text": ""}, {"text": "fö\nur"}]
@@ -126,8 +126,8 @@ JSON_LINES = "\n".join(map(json.dumps, RECORDS)).encode()
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_data_sources_recognize_json_records_and_compression(tmp_path, name, content, in_folder):
     (tmp_path / name).write_bytes(content)
-    found = list(documents([str(tmp_path if in_folder else tmp_path / name)]))
-    assert found == [Document(f"{name}:1", "one"), Document(f"{name}:3", "fö\nur")]
+    result = list(documents([str(tmp_path if in_folder else tmp_path / name)]))
+    assert result == [Document(f"{name}:1", "one"), Document(f"{name}:3", "fö\nur")]
 
 
 def test_data_sources_read_compressed_text(tmp_path):
@@ -151,8 +151,8 @@ def test_data_sources_read_compressed_text(tmp_path):
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_data_sources_never_take_code_for_json_records(tmp_path, name, content, in_folder):
     (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
-    found = list(documents([str(tmp_path if in_folder else tmp_path / name)]))
-    assert found == [Document(name, content)]
+    result = list(documents([str(tmp_path if in_folder else tmp_path / name)]))
+    assert result == [Document(name, content)]
 
 
 def test_data_sources_read_other_json_lines_of_unknown_suffix_as_text_only_in_folder(tmp_path):
@@ -224,11 +224,11 @@ def test_data_sources_skip_metadata_of_indexed_pairs(tmp_path):
 
 
 def test_stdlib_source_equals_standard_library_files():
-    found = list_source_files(["stdlib"])
-    library = {part.name for part in found}
+    files = list_source_files(["stdlib"])
+    library = {part.name for part in files}
     assert {"os.py", os.path.join("json", "decoder.py")} <= library
     assert not any("site-packages" in name or not name.endswith(".py") for name in library)
-    (source,) = read_documents(next(part for part in found if part.name == "os.py"))
+    (source,) = read_documents(next(part for part in files if part.name == "os.py"))
     with open(os.__file__, encoding="utf-8", newline="") as file:
         assert source.text == file.read()
 
@@ -281,7 +281,7 @@ def test_data_sources_report_missing_optional_package(tmp_path, monkeypatch, sou
 
 
 class MissingPackageFinder:
-    """An import finder for which a package is not there."""
+    """An import finder that hides a package."""
 
     def __init__(self, package):
         self.package = package

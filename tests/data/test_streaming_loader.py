@@ -1,4 +1,4 @@
-"""The stream, against a reference; resumed anywhere; the same at any number of ranks."""
+"""The streaming loader equals a reference, resumes at any step, and gives the same batches at any number of ranks."""
 
 import json
 from itertools import chain
@@ -27,7 +27,7 @@ def make_streaming_loader(corpus, rank=0, ranks=1, **options):
 
 
 def reference_rows(corpus, epochs):
-    """Rows of (tokens, targets, starts) from the text itself, file by file and token by token."""
+    """Return rows of (tokens, targets, starts), computed from the text file by file and token by token."""
     rows = []
     files = list_source_files([str(corpus)])
     for epoch in range(epochs):
@@ -36,11 +36,13 @@ def reference_rows(corpus, epochs):
             for document in read_documents(files[number]):
                 if document.text and not is_held_out(document.name, 0.2):
                     ids = [*document.text.encode(), TOKENIZER.end]
-                    stream += [(token, place) for place, token in enumerate(ids)]
+                    stream += [(token, offset) for offset, token in enumerate(ids)]
         for first in range(0, len(stream) - SEQUENCE, SEQUENCE):
             row = stream[first : first + SEQUENCE + 1]
             ids = [token for token, _ in row]
-            rows.append((ids[:-1], ids[1:], [at - min(place, at) for at, (_, place) in enumerate(row[:-1])]))
+            rows.append(
+                (ids[:-1], ids[1:], [position - min(offset, position) for position, (_, offset) in enumerate(row[:-1])])
+            )
     return rows
 
 
@@ -72,16 +74,17 @@ def test_streaming_loader_resumes_exactly_from_every_state(request, kind):
     folder = request.getfixturevalue(kind)
     loader = make_streaming_loader(folder)
     states, batches = [], []
-    # How many make an epoch depends on the folder's name, by which documents are held out.
+    # The number of steps of an epoch depends on the folder's name, by which documents are held out.
     while len(states) < 25 or states[-1]["epoch"] == 0:
         states.append(json.loads(json.dumps(loader.state(len(states)))))
         batches.append(batch_rows(loader.step(len(batches))))
     assert states[3]["tokens"] == 3 * ROWS * SEQUENCE
     for step, state in enumerate(states):
-        again = make_streaming_loader(folder)
-        again.resume(state)
-        assert again.state(step) == state
-        assert [batch_rows(again.step(n)) for n in range(step, min(step + 3, len(batches)))] == batches[step : step + 3]
+        resumed = make_streaming_loader(folder)
+        resumed.resume(state)
+        assert resumed.state(step) == state
+        expected = batches[step : step + 3]
+        assert [batch_rows(resumed.step(n)) for n in range(step, step + len(expected))] == expected
 
 
 def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
@@ -94,9 +97,9 @@ def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
         "phalanx.data.streaming_loader.read_documents",
         lambda part, key: opened.append(part) or read_documents(part, key),
     )
-    again = make_streaming_loader(corpus)
-    again.resume(state)
-    again.step(4)
+    resumed = make_streaming_loader(corpus)
+    resumed.resume(state)
+    resumed.step(4)
     order = np.random.Generator(np.random.PCG64([SEED, state["epoch"]])).permutation(
         len(list_source_files([str(corpus)]))
     )
@@ -108,11 +111,11 @@ def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_streaming_loader_global_batch_is_independent_of_rank_count(lines, ranks):
-    whole = make_streaming_loader(lines)
+    reference = make_streaming_loader(lines)
     shares = [make_streaming_loader(lines, rank, ranks) for rank in range(ranks)]
     for step in range(8):
-        assert list(chain(*(batch_rows(share.step(step)) for share in shares))) == batch_rows(whole.step(step))
-        assert all(share.state(step + 1) == whole.state(step + 1) for share in shares)
+        assert list(chain(*(batch_rows(share.step(step)) for share in shares))) == batch_rows(reference.step(step))
+        assert all(share.state(step + 1) == reference.state(step + 1) for share in shares)
 
 
 def test_streaming_loader_excludes_held_out_documents(corpus):
@@ -142,23 +145,23 @@ def test_streaming_loader_rejects_repeated_step_and_unknown_state(corpus):
 
 
 def test_streaming_loader_skip_steps_equals_consuming_steps(corpus):
-    whole = make_streaming_loader(corpus)
-    batches = [whole.step(number) for number in range(8)]
-    short = make_streaming_loader(corpus)
-    short.step(0)
-    short.skip_steps(3)
-    assert batch_rows(short.step(1)) == batch_rows(batches[4])
-    assert {**short.state(2), "step": 5} == whole.state(5)
-    again = make_streaming_loader(corpus)
-    again.resume(short.state(2))
-    assert batch_rows(again.step(2)) == batch_rows(batches[5])
+    consuming = make_streaming_loader(corpus)
+    batches = [consuming.step(number) for number in range(8)]
+    skipping = make_streaming_loader(corpus)
+    skipping.step(0)
+    skipping.skip_steps(3)
+    assert batch_rows(skipping.step(1)) == batch_rows(batches[4])
+    assert {**skipping.state(2), "step": 5} == consuming.state(5)
+    resumed = make_streaming_loader(corpus)
+    resumed.resume(skipping.state(2))
+    assert batch_rows(resumed.step(2)) == batch_rows(batches[5])
 
 
 def test_streaming_loader_state_of_consumed_step_is_unaffected_by_prefetch(corpus):
-    loader, alone = make_streaming_loader(corpus), make_streaming_loader(corpus)
+    loader, without_prefetch = make_streaming_loader(corpus), make_streaming_loader(corpus)
     for step, _ in enumerate(prefetch(loader, 0, 12, depth=4)):
-        alone.step(step)
-        assert loader.state(step + 1) == alone.state(step + 1)
+        without_prefetch.step(step)
+        assert loader.state(step + 1) == without_prefetch.state(step + 1)
 
 
 def test_streaming_loader_rejects_text_shorter_than_one_sequence(tmp_path):

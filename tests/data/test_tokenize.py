@@ -1,4 +1,4 @@
-"""Long texts in pieces, order under concurrency, and what a full disk says."""
+"""Long texts in chunks, the order of documents in several threads, and errors of full disks."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def test_split_text_chunks_join_to_text_within_size_limit(text, size):
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= size for piece in pieces[:-1])
     for piece in pieces[:-1]:
-        assert piece.endswith("\n") or "\n" not in piece, "a line's end was there, and it was not taken"
+        assert piece.endswith("\n") or "\n" not in piece, "the text was not cut at a line end"
 
 
 def test_split_text_prefers_line_ends_then_spaces():
@@ -38,9 +38,9 @@ def test_split_text_prefers_line_ends_then_spaces():
 @given(texts=texts, chunk=st.integers(1, 60))
 def test_tokenize_documents_preserves_document_order(texts, chunk):
     documents = [Document(str(number), text) for number, text in enumerate(texts)]
-    done = list(tokenize_documents(documents, byte_tokenizer(), chunk))
-    assert [document for document, _ in done] == documents
-    assert [byte_tokenizer().decode(ids) for _, ids in done] == texts
+    tokenized = list(tokenize_documents(documents, byte_tokenizer(), chunk))
+    assert [document for document, _ in tokenized] == documents
+    assert [byte_tokenizer().decode(ids) for _, ids in tokenized] == texts
 
 
 def test_tokenize_documents_joins_chunks_of_long_document():
@@ -62,25 +62,26 @@ def test_tokenize_documents_propagates_reader_errors():
 
 @dataclass(frozen=True)
 class BlockingTokenizer(Tokenizer):
-    """Encodes a text of "wait" when it may."""
+    """A tokenizer that blocks at the text "wait" until it may continue."""
 
-    may: threading.Event = field(default_factory=threading.Event)
+    may_continue: threading.Event = field(default_factory=threading.Event)
 
     def encode_batch(self, texts):
         if "wait" in texts:
-            self.may.wait(60)
+            self.may_continue.wait(60)
         return super().encode_batch(texts)
 
 
 def test_tokenize_documents_close_does_not_block_on_worker_threads():
-    """The collector may run where a thread is being started, and hold what the end of another one needs."""
+    """The garbage collector may close the stream while a thread is being started, and a worker may need that lock to
+    end."""
     tokenizer = BlockingTokenizer(vocab=257, end=256)
     stream = tokenize_documents([Document("a", "first"), Document("b", "wait")], tokenizer, chunk=1)
     assert next(stream)[0].name == "a"
     closing = threading.Thread(target=stream.close, daemon=True)
     closing.start()
     closing.join(20)
-    tokenizer.may.set()
+    tokenizer.may_continue.set()
     assert not closing.is_alive()
 
 

@@ -1,4 +1,4 @@
-"""Round trips, byte counts, foreign files, and what the trained BPE reaches."""
+"""Round trips, byte counts, external files, and the compression of a trained BPE tokenizer."""
 
 import json
 import re
@@ -37,10 +37,10 @@ def bpe():
 
 @pytest.fixture(scope="module")
 def stdlib_split():
-    """A tenth of the library's documents, to learn from and to measure on."""
-    some = [document for document in documents(["stdlib"]) if is_held_out(document.name, 0.1)]
-    held_out = [document.text for document in some if is_held_out(document.name, 0.02)]
-    return [document.text for document in some if not is_held_out(document.name, 0.02)], held_out
+    """A tenth of the standard library's documents, divided into training and held-out text."""
+    sample = [document for document in documents(["stdlib"]) if is_held_out(document.name, 0.1)]
+    held_out = [document.text for document in sample if is_held_out(document.name, 0.02)]
+    return [document.text for document in sample if not is_held_out(document.name, 0.02)], held_out
 
 
 @given(text=any_text)
@@ -88,9 +88,9 @@ def test_tokenizer_save_and_load_round_trips(tmp_path, bpe, name):
     tokenizer = bpe if name == "bpe" else byte_tokenizer()
     tokenizer.save(tmp_path / "tokenizer.json")
     for path in (tmp_path / "tokenizer.json", tmp_path):
-        again = load_tokenizer(path)
-        assert (again.vocab, again.end) == (tokenizer.vocab, tokenizer.end)
-        assert again.encode_batch([SAMPLE])[0].tolist() == tokenizer.encode_batch([SAMPLE])[0].tolist()
+        loaded = load_tokenizer(path)
+        assert (loaded.vocab, loaded.end) == (tokenizer.vocab, tokenizer.end)
+        assert loaded.encode_batch([SAMPLE])[0].tolist() == tokenizer.encode_batch([SAMPLE])[0].tolist()
 
 
 def test_train_bpe_is_deterministic_across_processes(bpe):
@@ -100,14 +100,14 @@ def test_train_bpe_is_deterministic_across_processes(bpe):
 
 
 def test_train_bpe_vocab_size_equals_request_or_text_limit(stdlib_split):
-    learnt, _ = stdlib_split
-    assert train_bpe(learnt[:30], 600).vocab == 600
+    training_texts, _ = stdlib_split
+    assert train_bpe(training_texts[:30], 600).vocab == 600
     assert 257 <= train_bpe(["ab"], 600).vocab < 270
 
 
 def test_train_bpe_compresses_python_better_than_gpt2_pattern(stdlib_split):
-    learnt, held_out = stdlib_split
-    tokens = sum(map(len, train_bpe(learnt, 2048).encode_batch(held_out)))
+    training_texts, held_out = stdlib_split
+    tokens = sum(map(len, train_bpe(training_texts, 2048).encode_batch(held_out)))
     size = sum(len(text.encode("utf-8", "replace")) for text in held_out)
     assert size > 100_000
     # 3.34 today; GPT-2's pattern gives 2.84 on these files.

@@ -1,4 +1,4 @@
-"""Errors that only say that another rank is gone, and ranks that differ from most."""
+"""Errors that mean only that another rank is gone, and ranks that differ from the majority."""
 
 from __future__ import annotations
 

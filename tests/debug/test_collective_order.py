@@ -1,4 +1,4 @@
-"""Logs of collectives, compared: made-up ones of several ranks."""
+"""Comparison of the logs of collectives of several ranks, with artificial logs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logs(tmp_path: Path) -> dict[int, Path]:
 
 
 def test_three_ranks_that_wait_in_a_ring_of_groups_are_crossed(logs):
-    """No two of them share two groups."""
+    """No two of the ranks share two groups."""
     order = CollectiveOrder(logs)
     for rank, groups in enumerate((["all", "a", "c"], ["all", "b", "a"], ["all", "c", "b"])):
         write_log(logs[rank], groups[:2])
@@ -62,7 +62,7 @@ def test_rank_that_is_late_is_no_difference(logs):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_one_order_read_in_parts_has_no_difference(seed, logs):
-    """All ranks call a random sequence, each as fast as it pleases."""
+    """All ranks call a random sequence, each at its own pace."""
     dice = random.Random(seed)
     sequence = dice.choices(sorted(PAIRS), k=60)
     remaining = {rank: [group for group in sequence if rank in PAIRS[group]] for rank in logs}
@@ -78,16 +78,16 @@ def test_one_order_read_in_parts_has_no_difference(seed, logs):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_swapped_groups_are_noticed(seed, logs):
-    """One rank calls two neighboring collectives of different groups in the other order: those that share a second
-    rank are crossed."""
+    """Rank 0 calls two neighboring collectives of different groups in the other order. If both groups contain the same
+    second rank, the two ranks wait for each other."""
     dice = random.Random(seed)
     sequence = dice.choices(sorted(PAIRS), k=30)
     own = [group for group in sequence if 0 in PAIRS[group]]
-    places = [
+    candidates = [
         i for i in range(len(own) - 1) if own[i] != own[i + 1] and len(set(PAIRS[own[i]]) & set(PAIRS[own[i + 1]])) > 1
     ]
-    place = dice.choice(places)
-    own[place : place + 2] = own[place + 1], own[place]
+    index = dice.choice(candidates)
+    own[index : index + 2] = own[index + 1], own[index]
     for rank in logs:
         write_log(logs[rank], own if rank == 0 else [group for group in sequence if rank in PAIRS[group]])
     difference = CollectiveOrder(logs).first_difference()

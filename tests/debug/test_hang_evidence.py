@@ -1,4 +1,4 @@
-"""A rank's coordinates in words."""
+"""The coordinates of a rank, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the kernel killed for want of memory, from its own files and from what ranks left behind."""
+"""Kills by the kernel's OOM killer, recognized by cgroup files and by the records of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
 
 
 def fake_cgroup(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
-    """A machine whose kernel says so."""
+    """Make these files those of the cgroup of this process."""
     (folder / "cgroup").write_text(own)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def test_describe_kill_suspects_oom_when_cgroup_files_are_missing(
 
 
 def test_describe_kill_reports_source_line_of_segfault(tmp_path: Path) -> None:
-    """As Python's own faulthandler writes it."""
+    """Python's own faulthandler writes the file."""
     file = fault_file(tmp_path, 1)
     file.parent.mkdir()
     program = f"""
@@ -79,39 +79,41 @@ def harm():
     ctypes.string_at(0)
 harm()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
-    assert ended.returncode == -signal.SIGSEGV
-    said = oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV")
-    assert re.fullmatch(r"was killed by SIGSEGV: Segmentation fault in .*ctypes/__init__.py:\d+ \(string_at\)", said)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
+    assert result.returncode == -signal.SIGSEGV
+    description = oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV")
+    assert re.fullmatch(
+        r"was killed by SIGSEGV: Segmentation fault in .*ctypes/__init__.py:\d+ \(string_at\)", description
+    )
     file.write_text("")
     assert describe_fault(tmp_path, 1) is None
 
 
 def test_describe_kill_reports_last_recorded_memory_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cgroup(tmp_path, monkeypatch, "0::/\n", {"memory.max": str(2 * 10**9)})
-    told = make_dump(0, ParallelDims(dp_shard=2), [], BUSY)
-    told["oom_kills"] = 1
-    write_dump(tmp_path, told)
-    said = "was killed by SIGKILL, by the kernel's OOM killer (cgroup limit: 2.00 GB)"
-    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said
+    dump = make_dump(0, ParallelDims(dp_shard=2), [], BUSY)
+    dump["oom_kills"] = 1
+    write_dump(tmp_path, dump)
+    description = "was killed by SIGKILL, by the kernel's OOM killer (cgroup limit: 2.00 GB)"
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == description
     rank_record_file(tmp_path, 1).parent.mkdir()
     step = {"start": 0.0, "seconds": dict.fromkeys(("data", "passes", "reduce", "optimizer"), 0.1), "stages": {}}
     peaks = {1: 10**9, 2: 12 * 10**8}
     lines = [{"format": 1}, *({**step, "step": number, "peak_memory_bytes": peak} for number, peak in peaks.items())]
     rank_record_file(tmp_path, 1).write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "pe')
-    said += "; last recorded peak: 1.20 GB by step 2"
-    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said
+    description += "; last recorded peak: 1.20 GB by step 2"
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == description
 
 
 def test_format_oom_report_lists_bytes_by_part() -> None:
     held = {"parameters": 10**9, "gradients": 0, "optimizer": 2 * 10**9, "rest": 10**8, "total": 31 * 10**8, "peak": 4}
-    found = {"held_bytes": held, "wanted_bytes": 5 * 10**8, "limit_bytes": None}
-    assert oom.format_oom_report(found) == (
+    report = {"held_bytes": held, "wanted_bytes": 5 * 10**8, "limit_bytes": None}
+    assert oom.format_oom_report(report) == (
         "out of memory: 500.0 MB requested with 3.10 GB allocated: "
         "parameters 1.00 GB, gradients 0.0 MB, optimizer 2.00 GB, rest 100.0 MB"
     )
-    assert oom.format_oom_report({**found, "wanted_bytes": None}).startswith("out of memory: allocated 3.10 GB: ")
+    assert oom.format_oom_report({**report, "wanted_bytes": None}).startswith("out of memory: allocated 3.10 GB: ")
     assert oom.format_oom_report({}) == ""
-    recorded = oom.format_oom_report({**found, "snapshot": "runs/a/failures/rank-00000.pickle"})
+    recorded = oom.format_oom_report({**report, "snapshot": "runs/a/failures/rank-00000.pickle"})
     assert recorded.endswith("open runs/a/failures/rank-00000.pickle at https://pytorch.org/memory_viz")
-    assert oom.format_oom_report({**found, "snapshot": None}).endswith("--set metrics.allocation_history=true")
+    assert oom.format_oom_report({**report, "snapshot": None}).endswith("--set metrics.allocation_history=true")

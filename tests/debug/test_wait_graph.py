@@ -1,4 +1,4 @@
-"""Which ranks wait for which, and who blocks them."""
+"""The graph of ranks that wait for others, and the ranks that block them."""
 
 from __future__ import annotations
 

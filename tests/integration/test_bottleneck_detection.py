@@ -1,4 +1,4 @@
-"""Real runs, each made slow in one way: the verdict says which, and who."""
+"""Real runs that are slow for one known reason: the verdict names the reason and the rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_run_spec(out: Path, model: dict[str, Any] = MODEL, **layout: Any) -> R
     )
 
 
-# It ends on SIGTERM, or with the rank, and always leaves the rank going.
+# It ends on SIGTERM, or with the rank, and always leaves the rank running.
 PAUSER = """
 import os, signal, sys, time
 rank, ended = int(sys.argv[1]), []
@@ -84,7 +84,7 @@ def no_slowdown(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def slow_rank(trainer: Trainer) -> Iterator[None]:
-    """From a step on another process stops rank 1 half of the time."""
+    """Let another process stop rank 1 half of the time, from a step on."""
     pausers: list[subprocess.Popen[bytes]] = []
     step = trainer.launch_step
 
@@ -104,10 +104,10 @@ def slow_rank(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def starved_loader(trainer: Trainer) -> Iterator[None]:
-    """Rank 1 reads from a storage that takes its time."""
+    """Delay each read of rank 1 by twice its computing time."""
     step = trainer.loader.step
 
-    def slowly(number: int) -> Any:
+    def delayed_step(number: int) -> Any:
         computing = (
             sum(sum(kinds.values()) for kinds in trainer.step_record["stages"].values()) if trainer.step_record else 0.5
         )
@@ -115,13 +115,13 @@ def starved_loader(trainer: Trainer) -> Iterator[None]:
         return step(number)
 
     if trainer.mesh.rank == 1:
-        trainer.loader.step = slowly  # type: ignore[method-assign]
+        trainer.loader.step = delayed_step  # type: ignore[method-assign]
     yield
 
 
 @contextmanager
 def hot_expert(trainer: Trainer) -> Iterator[None]:
-    """All tokens choose expert 3, of rank 1."""
+    """Make all tokens choose expert 3, which is on rank 1."""
     for router in trainer.routers.values():
         router.bias[3] = 10.0
     yield
@@ -135,21 +135,21 @@ SLOWDOWNS: dict[str, Callable[[Trainer], Any]] = {
 }
 
 
-def train_with_slowdown(directory: Path, way: str) -> None:
-    """This rank's part of a run, made slow."""
+def train_with_slowdown(directory: Path, slowdown: str) -> None:
+    """Train this rank's part of a run that is slowed down."""
     run, data = read_run_directory(directory)
     trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
-    with SLOWDOWNS[way](trainer):
+    with SLOWDOWNS[slowdown](trainer):
         train_to_end(trainer, build_record_writers(run))
 
 
 def read_bottlenecks(directory: Path) -> tuple[Bottleneck, str]:
     recorded = read_run(directory)
-    found = step_times(recorded)
-    assert found is not None
+    times = step_times(recorded)
+    assert times is not None
     assert recorded.problems == []
-    named = find_bottlenecks(recorded, found)
-    return named[0], "\n".join(map(str, named))
+    bottlenecks = find_bottlenecks(recorded, times)
+    return bottlenecks[0], "\n".join(map(str, bottlenecks))
 
 
 @pytest.mark.parametrize(
@@ -180,25 +180,25 @@ def test_find_bottlenecks_identifies_cause_of_slowed_training_run(
     layout: dict[str, Any],
     is_expected: Callable[[Bottleneck], bool],
 ) -> None:
-    for attempt in ("first", "second"):  # others may take a core meanwhile
+    for attempt in ("first", "second"):  # another process may use a core meanwhile
         directory = create_run(build_run_spec(tmp_path / attempt, model, **layout), 2, resume=False)
         rank_pool(2).run(train_with_slowdown, directory, slowdown)
-        first, all_named = read_bottlenecks(directory)
+        first, verdicts = read_bottlenecks(directory)
         if is_expected(first):
             break
-    assert is_expected(first), all_named
+    assert is_expected(first), verdicts
 
 
 @pytest.fixture
 def slow_link_prefixes() -> Iterator[list[list[str]]]:
-    """Commands before others that give them a network each, with a link of 40 Mbit/s between the two."""
+    """Provide command prefixes that give two processes a network each, with a link of 40 Mbit/s between them."""
     try:
-        with star_network(["far"], 40) as made:
-            far = made.hosts["far"]
-            ends = ((made.hub, f"h{far.interface}"), (far, far.interface))
+        with star_network(["far"], 40) as network:
+            far = network.hosts["far"]
+            ends = ((network.hub, f"h{far.interface}"), (far, far.interface))
             yield [[*host.prefix, "env", f"GLOO_SOCKET_IFNAME={end}"] for host, end in ends]
-    except NamespacesUnavailable as none:
-        pytest.skip(f"this process may not make networks: {none}")
+    except NamespacesUnavailable as unavailable:
+        pytest.skip(f"this process may not make networks: {unavailable}")
 
 
 def test_find_bottlenecks_reports_communication_for_slow_link(
@@ -206,7 +206,7 @@ def test_find_bottlenecks_reports_communication_for_slow_link(
 ) -> None:
     directory = create_run(build_run_spec(tmp_path), 2, resume=False)
     variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    started = [
+    processes = [
         subprocess.Popen(
             [*prefix, sys.executable, "-m", "phalanx.train", str(directory)],
             env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": "0"},
@@ -217,10 +217,10 @@ def test_find_bottlenecks_reports_communication_for_slow_link(
         for rank, prefix in enumerate(slow_link_prefixes)
     ]
     try:
-        said = [process.communicate(timeout=200)[1] for process in started]
+        stderrs = [process.communicate(timeout=200)[1] for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], said
-    first, all_named = read_bottlenecks(directory)
-    assert first.kind == "communication", all_named
+    assert [process.returncode for process in processes] == [0, 0], stderrs
+    first, verdicts = read_bottlenecks(directory)
+    assert first.kind == "communication", verdicts

@@ -1,5 +1,5 @@
-"""One run through four layouts and out to Hugging Face: the parameters of each checkpoint bit for bit, and the losses
-of the run that never stopped."""
+"""One run trained in four layouts and exported to Hugging Face: parameters of every checkpoint are bit-exact, and
+losses equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,49 +31,50 @@ LEGS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def train_leg(run: RunSpec, until: int, again: Path) -> list[tuple[float, float]]:
-    """Return from the newest checkpoint, if there is one, and save it in this layout; then continue training."""
-    under_way = make_trainer(run)
-    if under_way.resume()[0]:
-        there, under_way.checkpointer.directory = under_way.checkpointer.directory, again
-        under_way.save()
-        under_way.checkpointer.wait()
-        under_way.checkpointer.directory = there
-    result = train_until(under_way, until)
-    under_way.save()
-    under_way.checkpointer.wait()
+def train_leg(run: RunSpec, until: int, resaved: Path) -> list[tuple[float, float]]:
+    """Resume from the newest checkpoint, if there is one, and save it in this layout to `resaved`; then continue
+    training."""
+    trainer = make_trainer(run)
+    if trainer.resume()[0]:
+        directory, trainer.checkpointer.directory = trainer.checkpointer.directory, resaved
+        trainer.save()
+        trainer.checkpointer.wait()
+        trainer.checkpointer.directory = directory
+    result = train_until(trainer, until)
+    trainer.save()
+    trainer.checkpointer.wait()
     return result
 
 
 def load_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
-    """All of the newest checkpoint in a folder."""
+    """Load all tensors of the newest checkpoint in a folder."""
     reader = HuggingFaceStorageReader(str(checkpoints(folder)[0]))
     entries = reader.read_metadata().state_dict_metadata.items()
-    whole = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries}
-    load(whole, storage_reader=reader, no_dist=True)
-    return whole
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def test_checkpoint_is_bit_exact_through_four_layouts_and_hf_export(tmp_path: Path) -> None:
     text = tmp_path / "text"
     shutil.copytree(Path(json.__file__).parent, text, ignore=shutil.ignore_patterns("__pycache__"))
-    whole = training_trajectory(small_run(text, tmp_path / "whole", {"model": MODEL}))
-    kept: dict[str, Tensor] = {}
+    uninterrupted = training_trajectory(small_run(text, tmp_path / "whole", {"model": MODEL}))
+    saved: dict[str, Tensor] = {}
     for number, (name, world_size, changes) in enumerate(LEGS):
         run = small_run(text, tmp_path, {"model": MODEL, **changes})
-        again = tmp_path / f"again-{number}"
-        again.mkdir()
-        got = rank_pool(world_size).run(train_leg, run, 5 * (number + 1), again)[0]
-        assert got == [pytest.approx(step, rel=1e-10) for step in whole[5 * number : 5 * (number + 1)]], name
-        if kept:
-            held = load_checkpoint_tensors(again)
-            assert held.keys() == kept.keys(), name
-            assert all(torch.equal(held[key], kept[key]) for key in kept), name
-        kept = load_checkpoint_tensors(tmp_path / "parity" / "checkpoints")
+        resaved = tmp_path / f"resaved-{number}"
+        resaved.mkdir()
+        losses = rank_pool(world_size).run(train_leg, run, 5 * (number + 1), resaved)[0]
+        assert losses == [pytest.approx(step, rel=1e-10) for step in uninterrupted[5 * number : 5 * (number + 1)]], name
+        if saved:
+            resaved_tensors = load_checkpoint_tensors(resaved)
+            assert resaved_tensors.keys() == saved.keys(), name
+            assert all(torch.equal(resaved_tensors[key], saved[key]) for key in saved), name
+        saved = load_checkpoint_tensors(tmp_path / "parity" / "checkpoints")
 
-    model = {key.removeprefix("model."): tensor for key, tensor in kept.items() if key.startswith("model.")}
+    model = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}
     folder = tmp_path / "hf"
     export_hf(run.model, model, folder, Path(prepare(run.data).tokenizer), 0, "fp32")
-    read = open_hf_weights(folder, run.model)
+    read_weight = open_hf_weights(folder, run.model)
     for key, tensor in model.items():
-        assert torch.equal(read(key, tensor.shape), tensor.float()), key
+        assert torch.equal(read_weight(key, tensor.shape), tensor.float()), key

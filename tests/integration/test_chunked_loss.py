@@ -1,4 +1,4 @@
-"""Memory and traffic of runs whose loss never has all logits in memory, against their prediction."""
+"""Memory and traffic of runs with a chunked loss, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_memory_and_traffic_match_prediction_with_chunked_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sequences = 8 if "layout.pp" in changes else 4
-    numbers = {"training.precision": precision, "training.tokens_per_step": sequences * 256}
-    run = small_run(documents, tmp_path, {**SETTINGS, **numbers, **changes})
+    settings = {"training.precision": precision, "training.tokens_per_step": sequences * 256}
+    run = small_run(documents, tmp_path, {**SETTINGS, **settings, **changes})
     measured = rank_pool(world_size).run(measure_in_chunks, run) if world_size > 1 else [measure_in_chunks(run)]
     limit_chunks(monkeypatch, run)
     for row in compare_with_prediction(run, world_size, dict(enumerate(measured))):

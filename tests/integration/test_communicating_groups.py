@@ -1,4 +1,4 @@
-"""Which ranks communicate in a run, against the groups that a placement spreads its bytes over."""
+"""Collectives that real runs record, compared with the groups and bytes that a placement assumes."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def predict_bytes_by_group(run: RunSpec, world_size: int) -> Groups:
-    """Bytes that a member sends, by operation and group."""
-    sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, tuple[int, ...]], float](float)
-    for place, rows in enumerate(traffic_by_group(run, world_size).values()):
+    """Return the bytes that a member sends, by operation and group."""
+    sizes = parallel_dims(run.layout, world_size)
+    bytes_by_group: Groups = defaultdict(float)
+    for stage, rows in enumerate(traffic_by_group(run, world_size).values()):
         for row in (row for row in rows if row.operation != "send"):
             for group in communication_groups(run, sizes, row.group_kind):
-                if group[0] // (sizes.cp * sizes.tp) % sizes.pp == place:
-                    found[row.operation, group] += row.bytes
-    return found
+                if group[0] // (sizes.cp * sizes.tp) % sizes.pp == stage:
+                    bytes_by_group[row.operation, group] += row.bytes
+    return bytes_by_group
 
 
 @pytest.mark.parametrize(("model", "changes"), LAYOUTS, ids=str)
 def test_communicating_groups_match_recorded_collectives(
     model: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """To 1 %, but for some hundred bytes of sums and norms. What experts exchange is the mean of a group's members,
-    since they are not balanced in the first steps."""
-    numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
-    run = small_run(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
+    """Bytes agree to 1 %; 500 bytes are allowed for loss sums and gradient norms. Expert traffic is averaged over the
+    members of a group, because experts are not balanced in the first steps."""
+    settings = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
+    run = small_run(Path(json.__file__).parent, tmp_path, {**settings, **changes})
     measured: Groups = defaultdict(float)
-    for of_rank in rank_pool(4).run(measure_steady_step, run):
-        for row in of_rank["collectives"]:
+    for rank_record in rank_pool(4).run(measure_steady_step, run):
+        for row in rank_record["collectives"]:
             group = tuple(sorted(row["group"]))
             measured[row["operation"], group] += row["sent_bytes"] / len(group)
     expected = predict_bytes_by_group(run, 4)

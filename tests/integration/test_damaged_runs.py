@@ -1,4 +1,4 @@
-"""Every program that reads a run directory, after damage of any of its files."""
+"""Every program that reads a run directory, with any of its files damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READS = 240
 """Damaged reads of `make test`."""
 ALL_READS = 3000
 MAX_SECONDS = 30
-"""Time after which a read hangs; a read takes some hundredths of a second."""
+"""Time after which a read counts as hung; a read takes some hundredths of a second."""
 READERS_PER_DAMAGE = 4
 ESCAPES = "\x1b]8;;\x1b[2J\x9b"
 
@@ -64,7 +64,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _read(reader: str, directory: Path) -> None:
-    """Read a directory; a UserError is an answer, and any other exception is none."""
+    """Read a directory; only a UserError is allowed."""
     try:
         with _limited_time():
             output = READERS[reader](directory)
@@ -90,13 +90,13 @@ def test_no_reader_raises_exception_for_damaged_file(kind, seed, intact, tmp_pat
     while reads > 0:
         name = random.choice(files)
         damage_seed = random.randrange(10**9)
-        done = damage(directory / name, Random(damage_seed))
+        description = damage(directory / name, Random(damage_seed))
         for reader in random.sample(readers_of(kind), READERS_PER_DAMAGE):
             reads -= 1
             try:
                 _read(reader, directory)
             except (Exception, pytest.fail.Exception) as error:
-                error.add_note(f"{reader} of {kind}/{name}, damage seed {damage_seed}: {done}")
+                error.add_note(f"{reader} of {kind}/{name}, damage seed {damage_seed}: {description}")
                 raise
         remove_entry(directory / name)
         for changed in (name, *Path(name).parent.glob("SHA256SUMS")):
@@ -104,15 +104,15 @@ def test_no_reader_raises_exception_for_damaged_file(kind, seed, intact, tmp_pat
 
 
 def test_every_damage_of_every_file_changes_it(intact, tmp_path):
-    """The drawing above would prove nothing otherwise."""
+    """Otherwise the test above would read intact files."""
     random = Random(0)
-    counts = []
+    changed = []
     for file in _files(intact):
         copied = Path(shutil.copy(file, tmp_path / file.name))
         damage(copied, random)
-        counts.append(copied.is_symlink() or not copied.is_file() or copied.read_bytes() != file.read_bytes())
+        changed.append(copied.is_symlink() or not copied.is_file() or copied.read_bytes() != file.read_bytes())
         remove_entry(copied)
-    assert sum(counts) / len(counts) > 0.9
+    assert sum(changed) / len(changed) > 0.9
 
 
 DAMAGED: dict[str, tuple[str, bytes, str]] = {

@@ -1,4 +1,4 @@
-"""Runs of real processes that stand still: a rank is stopped, late, or calls other collectives than the others."""
+"""Real runs that hang: a rank is stopped or late, or calls other collectives than the others."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.helpers.faulty_runs import TIMEOUT_SECONDS, create_run_directory, sta
 from tests.helpers.training_processes import wait_for_steps
 
 
-def checked_explanation(directory: Path, said: str) -> Explanation:
-    print(said)
-    found = explain_run(directory)
-    assert f"why: {found.verdict.summary}" in said
-    assert f"phalanx debug {directory}" in said
-    assert said.count("phalanx: ") == 1
-    print(found)
-    return found
+def checked_explanation(directory: Path, stderr: str) -> Explanation:
+    print(stderr)
+    explanation = explain_run(directory)
+    assert f"why: {explanation.verdict.summary}" in stderr
+    assert f"phalanx debug {directory}" in stderr
+    assert stderr.count("phalanx: ") == 1
+    print(explanation)
+    return explanation
 
 
 def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: Path) -> None:
@@ -40,18 +40,18 @@ def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: 
     try:
         wait_for_steps(process, directory, 3)
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
-        begun = time.monotonic()
+        start = time.monotonic()
         while not list((directory / "hangs").glob("rank-00000.json")):
-            assert time.monotonic() < begun + WAIT_SECONDS
+            assert time.monotonic() < start + WAIT_SECONDS
             time.sleep(0.02)
-        print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT_SECONDS}")
-        found = explain_run(directory).verdict
-        assert (found.kind, found.ranks) == ("stopped", (1,))
+        print(f"named after {time.monotonic() - start:.1f} s of {TIMEOUT_SECONDS}")
+        verdict = explain_run(directory).verdict
+        assert (verdict.kind, verdict.ranks) == ("stopped", (1,))
     finally:
-        said = wait_for_failure(process)
-    found = checked_explanation(directory, said)
-    assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
-    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.summary
+        stderr = wait_for_failure(process)
+    explanation = checked_explanation(directory, stderr)
+    assert (explanation.verdict.kind, explanation.verdict.ranks) == ("stopped", (1,))
+    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in explanation.verdict.summary
 
 
 @pytest.mark.parametrize(
@@ -63,24 +63,24 @@ def test_hang_diagnosis_names_late_rank_as_absent(
     layout: dict[str, Any], axis: str, pending_call: str, text: Path, tmp_path: Path
 ) -> None:
     directory = create_run_directory(text, tmp_path, 2, layout)
-    found = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 2, "late")))
-    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
-    assert f"rank 1 ({axis}=1) was in helpers/faulty_rank.py" in found.verdict.summary
-    assert f"rank 0 ({axis}=0) waited in {pending_call}" in found.verdict.summary
+    explanation = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 2, "late")))
+    assert (explanation.verdict.kind, explanation.verdict.ranks, explanation.step) == ("absent", (1,), 3)
+    assert f"rank 1 ({axis}=1) was in helpers/faulty_rank.py" in explanation.verdict.summary
+    assert f"rank 0 ({axis}=0) waited in {pending_call}" in explanation.verdict.summary
 
 
 def test_watchdog_discards_hang_dumps_when_run_continues(text: Path, tmp_path: Path) -> None:
     directory = create_run_directory(text, tmp_path, 2, {"training.steps": 6})
     process = start_faulty_run(directory, 2, "pause")
     try:
-        seen, deadline = False, time.monotonic() + WAIT_SECONDS
+        has_dump, deadline = False, time.monotonic() + WAIT_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
-            seen = seen or bool(list((directory / "hangs").glob("*.json")))
+            has_dump = has_dump or bool(list((directory / "hangs").glob("*.json")))
             time.sleep(0.02)
     finally:
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert seen, "it was longer than the watchdog's patience"
-    assert process.returncode == 0, said
+        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert has_dump, "the pause exceeds the watchdog's timeout"
+    assert process.returncode == 0, stderr
     assert not (directory / "hangs").exists()
 
 
@@ -98,33 +98,33 @@ def test_hang_diagnosis_names_rank_with_mismatched_collective(
     directory = create_run_directory(
         text, tmp_path, 3, {"layout.data_parallel": "zero1", "training.tokens_per_step": 288}
     )
-    found = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 3, fault)))
-    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
-    assert f"rank 1 (dp=1) called {faulty_call}" in found.verdict.summary
-    assert f"called {peer_call} at helpers/faulty_rank.py" in found.verdict.summary
+    explanation = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 3, fault)))
+    assert (explanation.verdict.kind, explanation.verdict.ranks, explanation.step) == ("mismatch", (1,), 3)
+    assert f"rank 1 (dp=1) called {faulty_call}" in explanation.verdict.summary
+    assert f"called {peer_call} at helpers/faulty_rank.py" in explanation.verdict.summary
 
 
 def test_sigterm_waits_for_slow_checkpoint_beyond_collective_timeout(text: Path, tmp_path: Path) -> None:
-    """Also longer than collectives may take, since it waits for none."""
+    """Saving takes longer than the collective timeout, which does not apply because no collective waits."""
     directory = create_run_directory(text, tmp_path, 2, {})
     process = start_faulty_run(directory, 2, "disk")
     try:
         wait_for_steps(process, directory, 5)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=WAIT_SECONDS)
+        _, stderr = process.communicate(timeout=WAIT_SECONDS)
     finally:
         process.kill()
-    assert process.returncode == EXIT_STOPPED, said
-    assert checkpoints(directory / "checkpoints")[0].name == f"step-{read_metrics(directory)[-1]['step']:08d}", said
+    assert process.returncode == EXIT_STOPPED, stderr
+    assert checkpoints(directory / "checkpoints")[0].name == f"step-{read_metrics(directory)[-1]['step']:08d}", stderr
     assert not (directory / "hangs").exists()
 
 
 def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path: Path) -> None:
-    """While it reads where the run is, which may take minutes."""
+    """The signal comes while the rank reads its checkpoint, which may take minutes."""
     directory = create_run_directory(text, tmp_path, 1, {})
     command = [sys.executable, "-m", "tests.helpers.faulty_rank", "signaled early", str(directory)]
-    one = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2]) as process:
         try:
             assert process.wait(timeout=WAIT_SECONDS) == EXIT_STOPPED
         finally:
@@ -141,54 +141,52 @@ def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path:
 )
 def test_failure_report_names_rank_that_aborted(fault: str, cause: str, text: Path, tmp_path: Path) -> None:
     directory = create_run_directory(text, tmp_path, 2, {})
-    said = wait_for_failure(start_faulty_run(directory, 2, fault))
-    print(said)
-    assert "phalanx: rank 1 was killed by SIGABRT: Aborted in helpers/faulty_rank.py" in said
-    assert "why:" not in said, "nobody left a collective out"
-    found = explain_run(directory).verdict
-    assert (found.kind, found.ranks) == ("killed", (1,))
-    assert f"rank 1 (dp=1) {cause}" in found.summary
+    stderr = wait_for_failure(start_faulty_run(directory, 2, fault))
+    print(stderr)
+    assert "phalanx: rank 1 was killed by SIGABRT: Aborted in helpers/faulty_rank.py" in stderr
+    assert "why:" not in stderr, "no rank left out a collective"
+    verdict = explain_run(directory).verdict
+    assert (verdict.kind, verdict.ranks) == ("killed", (1,))
+    assert f"rank 1 (dp=1) {cause}" in verdict.summary
 
 
 def test_hang_diagnosis_reports_mismatch_when_pythonfaulthandler_is_set(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    directory = create_run_directory(
-        text, tmp_path, 2, {"training.collective_timeout_seconds": 60.0}
-    )  # long after it was aborted
-    found = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 2, "shape"))).verdict
-    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+    # Longer than the time after which the rank is aborted.
+    directory = create_run_directory(text, tmp_path, 2, {"training.collective_timeout_seconds": 60.0})
+    verdict = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 2, "shape"))).verdict
+    assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
 
 
 def test_oom_report_lists_resident_bytes_of_failed_rank(text: Path, tmp_path: Path) -> None:
     directory = create_run_directory(text, tmp_path, 2, {})
-    said = wait_for_failure(start_faulty_run(directory, 2, "memory"))
-    print(said)
-    assert "rank 1 failed after step 3: out of memory: 1.07 GB requested with" in said
-    left = read_failures(directory)[1]
-    held = left["held_bytes"]
-    assert left["wanted_bytes"] == 2**30
+    stderr = wait_for_failure(start_faulty_run(directory, 2, "memory"))
+    print(stderr)
+    assert "rank 1 failed after step 3: out of memory: 1.07 GB requested with" in stderr
+    failure = read_failures(directory)[1]
+    held = failure["held_bytes"]
+    assert failure["wanted_bytes"] == 2**30
     assert held["parameters"] == 4 * 32_000
     assert held["optimizer"] == 2 * held["parameters"]  # AdamW's two moments; gradients were dropped before
     assert sum(held[part] for part in ("parameters", "gradients", "optimizer", "rest")) == held["total"]
     assert 0 < held["total"] <= held["peak"]
-    found = explain_run(directory).verdict
-    assert (found.kind, found.ranks) == ("error", (1,))
+    verdict = explain_run(directory).verdict
+    assert (verdict.kind, verdict.ranks) == ("error", (1,))
 
 
 def test_failure_report_names_rank_killed_by_kernel_oom_killer(text: Path, tmp_path: Path) -> None:
-    changes = {
-        "training.collective_timeout_seconds": 60.0
-    }  # the kernel first takes back what else the group holds, which is slow
+    # The kernel first reclaims other memory of the group, which is slow.
+    changes = {"training.collective_timeout_seconds": 60.0}
     directory = create_run_directory(text, tmp_path, 2, changes)
     try:
         with memory_limited(3 * 2**29) as join:
-            said = wait_for_failure(start_faulty_run(directory, 2, "much", lambda: join(os.getpid())))
+            stderr = wait_for_failure(start_faulty_run(directory, 2, "much", lambda: join(os.getpid())))
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
-    print(said)
-    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel's OOM killer" in said
-    found = explain_run(directory).verdict
-    assert (found.kind, found.ranks) == ("killed", (1,))
-    assert "by the kernel's OOM killer" in found.summary
+    print(stderr)
+    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel's OOM killer" in stderr
+    verdict = explain_run(directory).verdict
+    assert (verdict.kind, verdict.ranks) == ("killed", (1,))
+    assert "by the kernel's OOM killer" in verdict.summary

@@ -1,4 +1,4 @@
-"""Copies in memory: a lost rank costs no more than a step, and its state comes from whoever has it."""
+"""In-memory checkpoints: a lost rank costs at most one step, and its state is restored from a rank that has a copy."""
 
 from __future__ import annotations
 
@@ -39,38 +39,42 @@ NUM_KILLS = 2
 
 @given(st.data())
 def test_latest_common_step_is_newest_step_available_for_all_ranks(data: st.DataObject) -> None:
-    """However copies lie around: the newest step that is whole, and only holders that hold it."""
+    """For any distribution of copies, each rank gets its state from a rank that has it, itself if possible."""
     world = data.draw(st.integers(1, 5))
     copies = st.tuples(st.integers(0, 3), st.integers(0, world - 1))
-    told = data.draw(st.lists(st.lists(copies, max_size=4), min_size=world, max_size=world))
-    whole = [step for step in range(4) if all(any((step, rank) in held for held in told) for rank in range(world))]
-    found = latest_common_step(told)
-    if found is None:
-        assert not whole
+    copies_by_rank = data.draw(st.lists(st.lists(copies, max_size=4), min_size=world, max_size=world))
+    complete_steps = [
+        step
+        for step in range(4)
+        if all(any((step, rank) in available for available in copies_by_rank) for rank in range(world))
+    ]
+    latest = latest_common_step(copies_by_rank)
+    if latest is None:
+        assert not complete_steps
         return
-    step, holders = found
-    assert step == max(whole)
+    step, holders = latest
+    assert step == max(complete_steps)
     for rank, holder in enumerate(holders):
-        assert (step, rank) in told[holder]
-        assert holder == rank or (step, rank) not in told[rank]
+        assert (step, rank) in copies_by_rank[holder]
+        assert holder == rank or (step, rank) not in copies_by_rank[rank]
 
 
 def train_and_restore(run: RunSpec, memory: str, lost: int | None, last: int) -> list[tuple[float, float]]:
-    """Train, lose what one rank has of itself, and go on in another trainer with what was kept."""
+    """Train, lose a rank's own copies, and continue in another trainer from the copies that are left."""
     os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "1"  # each rank is a node
-    under_way = make_trainer(run)
-    found = []
+    trainer = make_trainer(run)
+    losses = []
     for step in range(1, last + 1):
-        found += train_until(under_way, step)
-        under_way.save_in_memory()
-    assert under_way.in_memory_checkpointer is not None
-    if lost is not None and under_way.mesh.rank == lost:
-        for place in under_way.in_memory_checkpointer._slots:
-            place.invalidate()
-    again = make_trainer(run)
-    again.resume()
-    assert again.step == last
-    return found + train_until(again, 2 * last)
+        losses += train_until(trainer, step)
+        trainer.save_in_memory()
+    assert trainer.in_memory_checkpointer is not None
+    if lost is not None and trainer.mesh.rank == lost:
+        for slot in trainer.in_memory_checkpointer._slots:
+            slot.invalidate()
+    resumed = make_trainer(run)
+    resumed.resume()
+    assert resumed.step == last
+    return losses + train_until(resumed, 2 * last)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,7 @@ def train_and_restore(run: RunSpec, memory: str, lost: int | None, last: int) ->
     ids=["ddp", "zero1-bf16", "zero3", "zero2-offload", "tp-muon", "ep-zero1", "pp-zero1"],
 )
 def test_in_memory_checkpoint_restore_is_bit_exact(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
-    """Also that of a rank that has lost it, from the neighbor."""
+    """A rank that has lost its copy restores it from its neighbor."""
     shared_data_cache()
     run = small_run(TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, **changes})
     prepare(run.data)
@@ -95,9 +99,9 @@ def test_in_memory_checkpoint_restore_is_bit_exact(changes: dict[str, Any], coun
     memory = os.environ.pop(SLOTS_ENV)
     last = 3
     for lost in (None, 1):
-        for told in rank_pool(count).run(train_and_restore, run, memory, lost, last):
-            whole = rank_pool(count).run(train_uninterrupted, small_run(TEXT, tmp_path, changes), 2 * last)[0]
-            assert told == whole
+        for losses in rank_pool(count).run(train_and_restore, run, memory, lost, last):
+            uninterrupted = rank_pool(count).run(train_uninterrupted, small_run(TEXT, tmp_path, changes), 2 * last)[0]
+            assert losses == uninterrupted
 
 
 def train_uninterrupted(run: RunSpec, last: int) -> list[tuple[float, float]]:
@@ -108,87 +112,88 @@ def test_in_memory_checkpoint_loses_at_most_one_step_per_killed_rank(tmp_path: P
     directory, kills = tmp_path / "parity", random.Random(7)
     with training_run(TEXT, tmp_path, {**SHORT, **IN_MEMORY_CHECKPOINTS_ONLY, "training.steps": 60}) as process:
         for number in range(NUM_KILLS):
-            began = (events_of_kind(directory, "started") or [{"step": 0}])[-1]["step"]
-            wait_until(has_reached_step(directory, began + kills.randint(4, 9)), "some steps")
+            start_step = (events_of_kind(directory, "started") or [{"step": 0}])[-1]["step"]
+            wait_until(has_reached_step(directory, start_step + kills.randint(4, 9)), "some steps")
             os.kill(rank_pids(directory)[kills.randint(0, 1)], signal.SIGKILL)
             wait_until(lambda number=number: len(events_of_kind(directory, "started")) > number + 1, "a start")
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 0, said
-    failed, (_, *again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
-    assert len(failed) == len(again) == NUM_KILLS
-    assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, again, strict=True))
+        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, stderr
+    failed, (_, *restarts) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
+    assert len(failed) == len(restarts) == NUM_KILLS
+    assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, restarts, strict=True))
     with training_run(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
         process.communicate(timeout=WAIT_SECONDS)
     assert recorded_losses(directory) == recorded_losses(tmp_path / "whole" / "parity")
 
 
 def test_in_memory_checkpoint_of_lost_node_is_restored_from_peer(tmp_path: Path) -> None:
-    """Nothing was ever written to disk: the other node had it."""
+    """No checkpoint is written to disk."""
     directory = tmp_path / "parity"
-    with multi_node_run(tmp_path, IN_MEMORY_CHECKPOINTS_ONLY, "2") as at:
-        at.start("first")
-        at.start("second")
+    with multi_node_run(tmp_path, IN_MEMORY_CHECKPOINTS_ONLY, "2") as nodes:
+        nodes.start("first")
+        nodes.start("second")
         wait_until(has_reached_step(directory, 5), "some steps")
-        at.kill("second")
-        last = recorded_losses(directory)
-        at.start("second")
+        nodes.kill("second")
+        losses_before = recorded_losses(directory)
+        nodes.start("second")
         wait_until(lambda: len(events_of_kind(directory, "started")) > 1, "a start of both")
-        first, again = events_of_kind(directory, "started")
-        assert (first["ranks"], again["ranks"]) == (4, 4)
-        assert again["step"] >= len(last) - 1
-        wait_until(has_reached_step(directory, again["step"] + 3), "some more steps")
-    learned = recorded_losses(directory)
-    assert learned == single_process_losses(tmp_path, TRAINING_CHANGES, len(learned))
+        first, restarted = events_of_kind(directory, "started")
+        assert (first["ranks"], restarted["ranks"]) == (4, 4)
+        assert restarted["step"] >= len(losses_before) - 1
+        wait_until(has_reached_step(directory, restarted["step"] + 3), "some more steps")
+    losses = recorded_losses(directory)
+    assert losses == single_process_losses(tmp_path, TRAINING_CHANGES, len(losses))
 
 
 def test_in_memory_checkpoint_recovers_single_rank_run_after_sigkill(tmp_path: Path) -> None:
-    """Its launcher starts it again, where it was, and it learns what one that never failed does."""
+    """The launcher restarts the rank where it was, and losses equal those of an uninterrupted run."""
     directory = tmp_path / "parity"
     with training_run(TEXT, tmp_path, {**SHORT, **IN_MEMORY_CHECKPOINTS_ONLY}, 1) as process:
         wait_until(has_reached_step(directory, 4), "some steps")
         os.kill(rank_pids(directory)[0], signal.SIGKILL)
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 0, said
-    assert "rank 0 was killed by SIGKILL" in said
-    [failed], (_, again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
-    assert failed["step"] - again["step"] <= 1
+        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, stderr
+    assert "rank 0 was killed by SIGKILL" in stderr
+    [failed], (_, restarted) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
+    assert failed["step"] - restarted["step"] <= 1
     assert recorded_losses(directory) == train_until(
         make_trainer(small_run(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"]
     )
 
 
 def test_in_memory_checkpoint_works_with_one_rank_and_no_restarts(tmp_path: Path) -> None:
-    """They are the launcher's, which one rank would otherwise do without."""
+    """Copies are in the launcher's memory, and such a run otherwise has no launcher."""
     with training_run(
         TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, "training.steps": 4, "recovery.max_restarts": 0}, 1
     ) as process:
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 0, said
+        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, stderr
     assert len(recorded_losses(tmp_path / "parity")) == 4
 
 
 def save_and_permute_ranks(run: RunSpec, memories: list[str], last: int) -> list[int]:
-    """Ranks change places between starts, twice before a step is won, and one node's memory is new: copies go
-    to the ranks that need them."""
+    """Move ranks to other nodes between starts, twice before a step is trained, and give one node new memory; return
+    the steps that were restored."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
     os.environ[SLOTS_ENV] = memories[rank]
-    under_way = make_trainer(run)
+    trainer = make_trainer(run)
     for step in range(1, last + 1):
-        train_until(under_way, step)
-        under_way.save_in_memory()
-    found = []
+        train_until(trainer, step)
+        trainer.save_in_memory()
+    steps = []
     for moved in (1, 2, 3):
         os.environ[SLOTS_ENV] = memories[-1] if rank == 3 else memories[(rank + moved) % 3]
-        again = make_trainer(run)
-        again.resume()
-        found.append(again.step)
-    return found
+        resumed = make_trainer(run)
+        resumed.resume()
+        steps.append(resumed.step)
+    return steps
 
 
 @pytest.mark.parametrize("last", [3, 4])
 def test_in_memory_checkpoint_is_found_when_ranks_change_nodes(last: int, tmp_path: Path) -> None:
-    """Three nodes of four have moved up by one, the last is new; in either of the two places a copy may be."""
+    """Three of four nodes move up by one rank, and the last is new. A copy may be in either of its two slots, depending
+    on `last`."""
     shared_data_cache()
     run = small_run(TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, "layout.data_parallel": "zero3"})
     prepare(run.data)
@@ -210,12 +215,12 @@ def test_in_memory_checkpoint_is_ignored_when_saved_before_rollback(tmp_path: Pa
 
 def save_and_roll_back(run: RunSpec, memory: str) -> int:
     os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
-    under_way = make_trainer(run)
-    train_until(under_way, 3)
-    under_way.save_in_memory()
-    if under_way.is_main:
-        record_rollback(under_way.directory, 3, 0, "a spike")
+    trainer = make_trainer(run)
+    train_until(trainer, 3)
+    trainer.save_in_memory()
+    if trainer.is_main:
+        record_rollback(trainer.directory, 3, 0, "a spike")
     dist.barrier()
-    again = make_trainer(run)
-    again.resume()
-    return again.step
+    resumed = make_trainer(run)
+    resumed.resume()
+    return resumed.step

@@ -1,4 +1,4 @@
-"""Optimizer state on disk, end to end: a run whose state is larger than its memory, and a disk that is full."""
+"""Optimizer state on disk, end to end: a run whose state is larger than its memory limit, and a full disk."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MODEL = {
 }
 SMALL_MODEL = {**MODEL, "hidden_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 512}
 HEADROOM_BYTES = 150 * 2**20
-"""For activations, the pieces under way, what a busy disk has not taken yet, and whatever else is neither weights nor
-the base of Python and torch."""
+"""Memory for everything except weights and the base of Python and torch: activations, pieces in transfer, and pages
+that a busy disk has not written yet."""
 
 
 def write_run_file(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
-    """The file of a short run."""
-    rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
+    """Write the run file of a short run."""
+    offload_fields = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
     run = run_from_table(
         {
             "name": name,
@@ -48,11 +48,16 @@ def write_run_file(directory: Path, name: str, model: dict[str, int], offload: P
             "model": model,
             "data": {"train": [str(Path(json.__file__).parent)], "tokenizer": "bytes", "cache": str(directory)},
             "training": {"steps": 2, "seq_len": 8, "tokens_per_step": 32, **training},
-            "layout": {"data_parallel": "zero2", "micro_batch_size": 2, "activation_checkpointing": "full", **rests},
+            "layout": {
+                "data_parallel": "zero2",
+                "micro_batch_size": 2,
+                "activation_checkpointing": "full",
+                **offload_fields,
+            },
             "optimizer": {"warmup_steps": 1},
             "evaluation": {"tokens": 16},
             "cluster": {"device": "cpu", "nproc_per_node": 1, "peak_flops": 1e12},
-            "recovery": {"max_restarts": 0},  # no launcher, which would take a base of its own
+            "recovery": {"max_restarts": 0},  # no launcher, which would need memory of its own
         }
     )
     file = directory / f"{name}.toml"
@@ -66,7 +71,7 @@ def run_train(file: Path, *options: str, prefix: list[str] | None = None) -> sub
 
 
 def recorded_metrics(directory: Path, name: str) -> list[tuple[Any, ...]]:
-    """What a run learned, to the last bit."""
+    """Return the exact losses and gradient norms that a run recorded."""
     records = map(json.loads, (directory / name / "metrics.jsonl").read_text().splitlines())
     return [(record.get("loss"), record.get("grad_norm"), record.get("held_out_loss")) for record in records]
 
@@ -74,7 +79,7 @@ def recorded_metrics(directory: Path, name: str) -> list[tuple[Any, ...]]:
 @pytest.mark.timeout(1800)  # four runs, of which two write and read gigabytes
 def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -> None:
     """The limit is the base of Python and torch, the bf16 weights, and HEADROOM_BYTES. The optimizer state is larger
-    than all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
+    than this limit (four times as large in `benchmarks/offload.py`)."""
     if not sys.platform.startswith("linux"):
         pytest.skip("neither cgroups nor a working RLIMIT_DATA on this system")
     total = count_parameters(run_from_table({"model": MODEL}).model).total
@@ -86,8 +91,8 @@ def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -
     assert state_bytes > 1.4 * limit_bytes
 
     with memory_limit(limit_bytes) as limit:
-        ended = run_train(write_run_file(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
-        assert ended.returncode == 0, ended.stderr
+        result = run_train(write_run_file(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
+        assert result.returncode == 0, result.stderr
         peak = limit.peak_bytes()
         assert peak is None or peak <= limit_bytes
     [checkpoint] = checkpoints(tmp_path / "disk" / "checkpoints")
@@ -95,9 +100,9 @@ def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -
     assert len(list(checkpoint.glob("shard-*"))) > 5  # none of which was large
 
     with memory_limit(limit_bytes) as limit:
-        more = write_run_file(tmp_path, "disk", MODEL, tmp_path, steps=3)
-        ended = run_train(more, "--resume", prefix=limit.prefix)
-        assert ended.returncode == 0, ended.stderr
+        longer = write_run_file(tmp_path, "disk", MODEL, tmp_path, steps=3)
+        result = run_train(longer, "--resume", prefix=limit.prefix)
+        assert result.returncode == 0, result.stderr
     in_memory = write_run_file(tmp_path, "refused", MODEL, None)
     with memory_limit(limit_bytes) as limit:
         refused = run_train(in_memory, prefix=limit.prefix)
@@ -108,16 +113,16 @@ def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -
 
 
 @contextmanager
-def mounted_tmpfs(place: Path, size_bytes: int) -> Iterator[None]:
-    """A filesystem of its own, in memory."""
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(place)]
+def mounted_tmpfs(directory: Path, size_bytes: int) -> Iterator[None]:
+    """Mount a file system of this size in memory."""
+    directory.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(directory)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("this process may not mount a filesystem")
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(directory)], check=True)
 
 
 def start_resume(file: Path) -> subprocess.Popen[str]:
@@ -127,34 +132,34 @@ def start_resume(file: Path) -> subprocess.Popen[str]:
 def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Path) -> None:
     offload = tmp_path / "offload"
     first = write_run_file(tmp_path, "run", SMALL_MODEL, offload)
-    in_files = rank_memory(load_run(first, environment={}), 1)["rank"].on_disk
-    with mounted_tmpfs(offload, 2 * in_files):
+    bytes_on_disk = rank_memory(load_run(first, environment={}), 1)["rank"].on_disk
+    with mounted_tmpfs(offload, 2 * bytes_on_disk):
         assert run_train(first).returncode == 0
     [checkpoint] = checkpoints(tmp_path / "run" / "checkpoints")
-    more = write_run_file(tmp_path, "run", SMALL_MODEL, offload, steps=4)
+    longer = write_run_file(tmp_path, "run", SMALL_MODEL, offload, steps=4)
 
-    with mounted_tmpfs(offload, in_files // 2):
-        too_small = run_train(more, "--resume")
+    with mounted_tmpfs(offload, bytes_on_disk // 2):
+        too_small = run_train(longer, "--resume")
     assert too_small.returncode == 2
     assert f"layout.offload_directory = '{offload}'" in too_small.stderr
     assert "for optimizer state" in too_small.stderr
 
-    with mounted_tmpfs(offload, 2 * in_files):
-        begun = start_resume(more)
-        wait_until(  # the run is checked then, and not built
+    with mounted_tmpfs(offload, 2 * bytes_on_disk):
+        process = start_resume(longer)
+        wait_until(  # by then the run is checked, but not built
             lambda: "steps = 4" in (tmp_path / "run" / "run.toml").read_text(), "run.toml has the new steps"
         )
-        # Room for the state that the checkpoint brings, and not for the gradients of the first step.
+        # Enough space for the checkpoint's state, but not for the gradients of the first step.
         state_bytes = checkpoint_bytes(run_from_table({"model": SMALL_MODEL}))
-        (offload / "others").write_bytes(b"0" * (2 * in_files - state_bytes - 500_000))
-        _, said = begun.communicate(timeout=200)
-    assert begun.returncode == 2
-    assert "failed after step 2" in said
-    assert f"{offload}" in said
-    assert "has no space for" in said
-    assert "GB free" in said
-    assert "the last checkpoint is valid" in said
+        (offload / "others").write_bytes(b"0" * (2 * bytes_on_disk - state_bytes - 500_000))
+        _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert "failed after step 2" in stderr
+    assert f"{offload}" in stderr
+    assert "has no space for" in stderr
+    assert "GB free" in stderr
+    assert "the last checkpoint is valid" in stderr
     assert checkpoints(tmp_path / "run" / "checkpoints") == [checkpoint]
     assert find_damage(checkpoint) is None
-    with mounted_tmpfs(offload, 2 * in_files):
-        assert run_train(more, "--resume").returncode == 0
+    with mounted_tmpfs(offload, 2 * bytes_on_disk):
+        assert run_train(longer, "--resume").returncode == 0

@@ -1,4 +1,4 @@
-"""What ranks really hold and send, against the formulas that `phalanx memory` prints."""
+"""Memory and traffic of real ranks, compared with the formulas that `phalanx memory` prints."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def is_within_bound(row: Comparison) -> bool:
-    """Whether the buffers of communication are within their bound."""
+    """Return whether the communication buffers are within their bound."""
     return bool(row.measured <= 1.1 * row.predicted + 1000)
 
 
 MOE_RUNS = [("moe", "bf16", None, "adamw"), ("moe", "bf16", None, "muon")]
-# Every two of layout, precision and micro-batch meet: the micro-batches take turns.
+# Any two of layout, precision and micro-batch occur together: micro-batches alternate.
 DATA_PARALLEL_RUNS = [
     (layout, *numbers)
-    for place, layout in enumerate(LAYOUTS)
+    for index, layout in enumerate(LAYOUTS)
     for numbers in (
-        ("dense", "bf16", (None, 1)[place % 2], "adamw"),
-        ("dense", "fp32", (1, None)[place % 2], "adamw"),
+        ("dense", "bf16", (None, 1)[index % 2], "adamw"),
+        ("dense", "fp32", (1, None)[index % 2], "adamw"),
         *MOE_RUNS,
     )
 ]
@@ -85,7 +85,7 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
     changes = {**changes, **({"layout.micro_batch_size": micro_batch} if micro_batch else {})}
     numbers = {"training.precision": precision, "optimizer.name": optimizer}
     run = small_run(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
-    for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
+    for _ in range(3):  # a thread of gloo may free a buffer some time after the wait for it
         measured = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
         rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
         if all(is_within_bound(row) for row in rows if row.quantity == "communication"):
@@ -99,12 +99,12 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
             assert row.measured == pytest.approx(row.predicted, rel=0.01), row
         elif row.quantity == "communication":
             assert is_within_bound(row), row
-            if "powersgd" in layout:  # what it did not send: as much as the gradients
+            if "powersgd" in layout:  # the error feedback, as large as the gradients
                 assert row.measured >= 4 * count_parameters(run.model).block_matrices, row
 
 
 LONG_SEQUENCES = {"training.seq_len": 1024, "data.mask_documents": False}
-"""Sequences so long that activations outweigh what is as large as the weights."""
+"""Sequences so long that activations are larger than everything of the size of the weights."""
 PIPELINE_RUNS = [
     (2, {"layout.schedule": schedule, **choices})
     for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
@@ -116,7 +116,7 @@ MODEL_PARALLEL_RUNS = [
     *[(n, {"layout.pp": 2, **choices}) for n, choices in PIPELINE_RUNS],
     (4, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
     (4, {"layout.pp": 2, "layout.tp": 2}),
-    *[(2, {"layout.tp": 2, "layout.sequence_parallel": whole}) for whole in (True, False)],
+    *[(2, {"layout.tp": 2, "layout.sequence_parallel": is_on}) for is_on in (True, False)],
     (
         2,
         {
@@ -140,7 +140,7 @@ MODEL_PARALLEL_RUNS += [
 ]
 
 
-@pytest.mark.alone  # beside other work a tensor on its way is held a little longer
+@pytest.mark.alone  # on a busy machine, a tensor in transfer is held a little longer
 @pytest.mark.parametrize(
     ("world_size", "changes", "precision"),
     [
@@ -152,9 +152,10 @@ MODEL_PARALLEL_RUNS += [
 def test_memory_matches_prediction_for_model_parallel_layouts(
     world_size: int, changes: dict[str, Any], precision: str, text: Path, tmp_path: Path
 ) -> None:
-    """State to the byte; activations and buffers no more than 3 % above; in pipelines, whose micro-batches in flight
-    outweigh buffers, no more than 3 % below either. (8 % in bf16: casts, and temporary tensors of norms and attention,
-    are not counted one by one.) Elsewhere buffers are an upper estimate: 2 to 24 % below were seen."""
+    """State is exact. Activations and buffers are at most 3 % above the prediction (8 % in bf16, where casts, and
+    temporary tensors of norms and attention, are not counted one by one). In pipelines, where micro-batches in flight
+    are larger than buffers, they are also at most as much below. Elsewhere buffers are an upper estimate: 2 to 24 %
+    below was measured."""
     model = {
         **(MOE if "layout.ep" in changes else changes.get("model", DENSE)),
         "hidden_size": 64,
@@ -175,9 +176,9 @@ def test_memory_matches_prediction_for_model_parallel_layouts(
         if row.quantity in STATE:
             assert row.measured == row.predicted, row
         elif row.quantity == "working":
-            off = 0.08 if precision == "bf16" else 0.03
-            least = 1 - off if (2, changes) in MODEL_PARALLEL_RUNS[: len(PIPELINE_RUNS)] else 0.75
-            assert least * row.predicted <= row.measured <= (1 + off) * row.predicted, row
+            tolerance = 0.08 if precision == "bf16" else 0.03
+            least = 1 - tolerance if (2, changes) in MODEL_PARALLEL_RUNS[: len(PIPELINE_RUNS)] else 0.75
+            assert least * row.predicted <= row.measured <= (1 + tolerance) * row.predicted, row
 
 
 REALISTIC_MODEL = {
@@ -189,7 +190,7 @@ REALISTIC_MODEL = {
     "max_seq_len": 256,
     "tie_embeddings": False,
 }
-"""As models of use are: no tensor is a large part of the whole."""
+"""A model in which, as in real ones, no tensor has a large share of the memory."""
 PEAK_MEMORY_RUNS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"layout.activation_checkpointing": "full"}),
@@ -221,15 +222,15 @@ PEAK_MEMORY_RUNS += [
 def test_peak_memory_is_within_5_percent_of_prediction(
     world_size: int, changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
-    """Gradients come while activations go, and buffers are there at their own times: all together are much less than
-    the most of each."""
+    """The peak is much less than the sum of the parts' peaks: gradients are allocated while activations are freed, and
+    buffers at other times."""
     shared = changes.get("layout.pp", 1) * changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     sequences = 2 * world_size // shared
     numbers = {"training.precision": "fp32", "training.seq_len": 256, "training.tokens_per_step": sequences * 256}
     numbers |= {"layout.micro_batch_size": 2, "data.mask_documents": False, "model": REALISTIC_MODEL}
     numbers |= {"cluster.device": "cpu"}
     run = small_run(text, tmp_path, {**numbers, **changes})
-    for _ in range(3):  # as above
+    for _ in range(3):  # as above, buffers may be freed late
         rows = [
             row
             for row in compare_with_prediction(
@@ -259,13 +260,13 @@ TRAFFIC_RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep-full": (2, MOE, {"layout.ep": 2, "layout.activation_checkpointing": "full"}),
     "ep-cp-zero3": (4, MOE, {"layout.ep": 4, "layout.cp": 2, "layout.data_parallel": "zero3"}),
 }
-"""In addition to the layouts that `tests/verify` compares with the plan call by call."""
+"""Layouts in addition to those that `tests/verify` compares with the plan call by call."""
 
 
 @pytest.mark.parametrize("case", TRAFFIC_RUNS)
 def test_traffic_matches_prediction_for_model_parallel_layouts(case: str, text: Path, tmp_path: Path) -> None:
-    """To 1 %, but for some hundred bytes of sums and norms. Experts are not balanced in the first steps: of what they
-    exchange the mean over ranks is as predicted."""
+    """Bytes agree to 1 %; 500 bytes are allowed for loss sums and gradient norms. Expert traffic is averaged over
+    ranks, because experts are not balanced in the first steps."""
     world_size, model, changes = TRAFFIC_RUNS[case]
     replicas = world_size // (changes.get("layout.tp", 1) * changes.get("layout.cp", 1))
     numbers = {
@@ -277,22 +278,26 @@ def test_traffic_matches_prediction_for_model_parallel_layouts(case: str, text: 
     run = small_run(text, tmp_path, {**numbers, **changes})
     measured = rank_pool(world_size).run(measure_steady_step, run)
     for role, traffic in traffic_by_role(run, world_size).items():
-        expected, mine = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
-        seen = {row["operation"] for rank in mine for row in measured[rank]["collectives"]}
-        for operation in {*expected, *seen} - {"recv"}:
-            sent = [bytes_sent_by_operation(measured[rank]["collectives"], operation) for rank in mine]
-            got = sum(sent) / len(sent) if run.layout.ep > 1 else max(sent)
-            assert got == pytest.approx(expected.get(operation, 0), rel=0.01, abs=500), (role, operation)
+        expected, ranks = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
+        operations = {row["operation"] for rank in ranks for row in measured[rank]["collectives"]}
+        for operation in {*expected, *operations} - {"recv"}:
+            sent = [bytes_sent_by_operation(measured[rank]["collectives"], operation) for rank in ranks]
+            measured_bytes = sum(sent) / len(sent) if run.layout.ep > 1 else max(sent)
+            assert measured_bytes == pytest.approx(expected.get(operation, 0), rel=0.01, abs=500), (role, operation)
 
 
 def test_model_state_bytes_match_zero_paper_formulas(text: Path, tmp_path: Path) -> None:
-    """Mixed precision with Adam: 16; 4 + 12/N; 2 + 14/N; 16/N (arXiv 1910.02054, section 3.1), at N = 4."""
+    """Bytes per parameter with mixed precision and Adam are 16, 4 + 12/N, 2 + 14/N and 16/N (arXiv 1910.02054, section
+    3.1), here with N = 4."""
     published = {"ddp": 16.0, "zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
     model = {**MODELS["dense"], "vocab_size": 1024}
     for data, per_parameter in published.items():
         run = small_run(text, tmp_path, {"model": model, "training.precision": "bf16", "layout.data_parallel": data})
-        held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in rank_pool(4).run(measure_steady_step, run)]
-        assert held == pytest.approx([per_parameter * count_parameters(run.model).total] * 4, rel=0.01)
+        state_bytes = [
+            sum(rank_record["held_bytes"].get(part, 0) for part in STATE)
+            for rank_record in rank_pool(4).run(measure_steady_step, run)
+        ]
+        assert state_bytes == pytest.approx([per_parameter * count_parameters(run.model).total] * 4, rel=0.01)
 
 
 def test_train_measure_memory_prints_predicted_and_measured(text: Path, tmp_path: Path) -> None:
@@ -301,9 +306,9 @@ def test_train_measure_memory_prints_predicted_and_measured(text: Path, tmp_path
     )
     (tmp_path / "run.toml").write_text(to_toml(run))
     command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.toml"), "--nproc", "2", "--profile-memory"]
-    shown = run_python(command, check=True, text=True, timeout=120).stdout
+    stdout = run_python(command, check=True, text=True, timeout=120).stdout
     folder = tmp_path / "parity" / "measured"
     rows = json.loads((folder / "comparison.json").read_text())
     for row in rows:
-        assert f"{row['quantity']:14} {row['predicted']:>14,} {row['measured']:>14,}" in shown
+        assert f"{row['quantity']:14} {row['predicted']:>14,} {row['measured']:>14,}" in stdout
     assert sorted(path.name for path in folder.iterdir()) == ["comparison.json", "rank-00000.json", "rank-00001.json"]

@@ -1,4 +1,4 @@
-"""What `phalanx launch --to slurm` writes, run by a real Slurm on this machine."""
+"""Batch scripts of `phalanx launch --to slurm`, run by a real Slurm on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.testing.processes import wait_until
 from tests.helpers.cli_runner import command_output
 
 JOB_TIMEOUT_SECONDS = 150.0
-"""For a job, on a machine that does much else."""
+"""Limit for a job on a busy machine."""
 MODEL = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -38,10 +38,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"  # where `phalanx` is
     try:
-        with local_slurm(tmp_path_factory.mktemp("slurm"), nodes=2) as found:
-            yield found
-    except SlurmUnavailable as none:
-        pytest.skip(f"there is no Slurm: {none}")
+        with local_slurm(tmp_path_factory.mktemp("slurm"), nodes=2) as slurm:
+            yield slurm
+    except SlurmUnavailable as unavailable:
+        pytest.skip(f"there is no Slurm: {unavailable}")
     finally:
         os.environ["PATH"] = path
 
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
 def write_batch_script(
     directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
 ) -> Path:
-    """A batch script next to its run file."""
+    """Write a run file and its batch script."""
     run = run_from_table(
         {
             "name": name,
@@ -72,13 +72,13 @@ def write_batch_script(
 
 @contextmanager
 def mounted_shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator[list[str]]:
-    """Another /dev/shm for what a node runs, which its daemon alone sees; yields what to put before a command there."""
-    there = ["nsenter", "--mount", "--target", (cluster.directory / f"slurmd-{node}.pid").read_text().strip()]
-    subprocess.run([*there, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+    """Mount another /dev/shm that only the daemon of a node sees; yield the prefix of commands that see it too."""
+    prefix = ["nsenter", "--mount", "--target", (cluster.directory / f"slurmd-{node}.pid").read_text().strip()]
+    subprocess.run([*prefix, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
     try:
-        yield there
+        yield prefix
     finally:
-        subprocess.run([*there, "umount", "/dev/shm"], check=True)
+        subprocess.run([*prefix, "umount", "/dev/shm"], check=True)
 
 
 def recorded_steps(directory: Path, name: str) -> list[int]:
@@ -93,15 +93,15 @@ def is_finished(job: dict[str, str]) -> bool:
 
 @pytest.mark.timeout(400)
 def test_slurm_job_trains_to_completion(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """On a node of which `phalanx doctor` has no more to say than a warning."""
-    with mounted_shared_memory(cluster, cluster.nodes[0], "8g") as there:
+    """`phalanx doctor` reports a warning for the node, and no failure."""
+    with mounted_shared_memory(cluster, cluster.nodes[0], "8g") as prefix:
         subprocess.run(
-            [*there, "dd", "if=/dev/zero", "of=/dev/shm/left", "bs=1M", "count=16", "status=none"], check=True
+            [*prefix, "dd", "if=/dev/zero", "of=/dev/shm/left", "bs=1M", "count=16", "status=none"], check=True
         )
         job = cluster.submit(write_batch_script(tmp_path, "whole", steps=4, check=True))
-        ended = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
+        info = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"whole-{job}.log").read_text()
-    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert (info["JobState"], info["ExitCode"]) == ("COMPLETED", "0:0"), log
     assert re.search(r"^WARN +host.shm_free ", log, re.MULTILINE)
     assert "on 2 ranks (cpu)" in log
     assert recorded_steps(tmp_path, "whole") == [1, 2, 3, 4]
@@ -111,25 +111,25 @@ def test_slurm_job_trains_to_completion(cluster: LocalSlurm, tmp_path: Path) -> 
 
 @pytest.mark.timeout(400)
 def test_slurm_job_excludes_node_that_fails_check(cluster: LocalSlurm, tmp_path: Path) -> None:
-    sick = cluster.nodes[1]
+    failing_node = cluster.nodes[1]
     batches = [
         write_batch_script(tmp_path, name, steps=4, options=("--nodes", nodes, "--nproc", "1"), check=True)
         for name, nodes in (("one", "1:2"), ("both", "2"))
     ]
-    with mounted_shared_memory(cluster, cluster.nodes[0], "16g"), mounted_shared_memory(cluster, sick, "64m"):
+    with mounted_shared_memory(cluster, cluster.nodes[0], "16g"), mounted_shared_memory(cluster, failing_node, "64m"):
         one, both = (cluster.wait(cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS) for batch in batches)
     logs = [(tmp_path / f"{job['JobName']}-{job['JobId']}.log").read_text() for job in (one, both)]
     assert (one["NumNodes"], one["JobState"], one["ExitCode"]) == ("2", "COMPLETED", "0:0"), logs[0]
     assert started_rank_counts(tmp_path, "one") == [1]
     assert (both["JobState"], both["ExitCode"]) == ("FAILED", "1:0"), logs[1]
-    assert f"phalanx: healthy nodes: 1, required: 2. Submit with --exclude={sick}\n" in logs[1]
+    assert f"phalanx: healthy nodes: 1, required: 2. Submit with --exclude={failing_node}\n" in logs[1]
     assert all(len(re.findall(r"^FAIL +host.shm ", log, re.MULTILINE)) == 1 for log in logs)
     assert not (tmp_path / "both").exists()
 
 
 @pytest.mark.timeout(400)
 def test_slurm_job_excludes_node_whose_check_hangs(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """As one on which Python hangs for its disk: in a minute, the least that Slurm counts."""
+    """A node whose disk hangs does not answer. The check's time limit is a minute, the shortest that Slurm has."""
     batch = write_batch_script(tmp_path, "hangs", steps=4, options=("--nodes", "1:2", "--nproc", "1"), check=True)
     real, hung = Path(sys.executable).with_name("phalanx"), f'[ "$1 $SLURMD_NODENAME" = "doctor {cluster.nodes[1]}" ]'
     (tmp_path / "phalanx").write_text(f'#!/bin/bash\n{hung} && exec sleep 600\nexec {real} "$@"\n')
@@ -137,9 +137,9 @@ def test_slurm_job_excludes_node_whose_check_hangs(cluster: LocalSlurm, tmp_path
     text = batch.read_text().replace("--time=5", "--time=1").replace("set -u", f"PATH={tmp_path}:$PATH\nset -u")
     batch.write_text(text)
     with mounted_shared_memory(cluster, cluster.nodes[0], "16g"):
-        ended = cluster.wait(job := cluster.submit(batch), is_finished, 2 * JOB_TIMEOUT_SECONDS)
+        info = cluster.wait(job := cluster.submit(batch), is_finished, 2 * JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"hangs-{job}.log").read_text()
-    assert (ended["NumNodes"], ended["JobState"], ended["ExitCode"]) == ("2", "COMPLETED", "0:0"), log
+    assert (info["NumNodes"], info["JobState"], info["ExitCode"]) == ("2", "COMPLETED", "0:0"), log
     assert f"phalanx: excluded nodes, which failed phalanx doctor or did not answer: {cluster.nodes[1]}\n" in log
     assert started_rank_counts(tmp_path, "hangs") == [1]
 
@@ -148,9 +148,9 @@ def test_slurm_job_excludes_node_whose_check_hangs(cluster: LocalSlurm, tmp_path
 def test_slurm_job_does_not_blame_nodes_when_run_file_is_missing(cluster: LocalSlurm, tmp_path: Path) -> None:
     batch = write_batch_script(tmp_path, "elsewhere", steps=4, check=True)
     batch.with_suffix(".toml").unlink()
-    ended = cluster.wait(job := cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
+    info = cluster.wait(job := cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"elsewhere-{job}.log").read_text()
-    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), log
+    assert (info["JobState"], info["ExitCode"]) == ("FAILED", "2:0"), log
     assert "elsewhere.toml in " in log
     assert "--exclude" not in log
 
@@ -161,9 +161,8 @@ def test_slurm_job_saves_on_scancel_and_resumes_when_resubmitted(cluster: LocalS
     job = cluster.submit(batch)
     wait_until(lambda: len(recorded_steps(tmp_path, "stopped")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", job)
-    assert (
-        cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)["JobState"] == "CANCELLED"
-    )  # and is not put into the queue again
+    info = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
+    assert info["JobState"] == "CANCELLED", "it is not requeued"
     wait_until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved", JOB_TIMEOUT_SECONDS)
     [saved] = checkpoints(tmp_path / "stopped" / "checkpoints")
     assert find_damage(saved) is None
@@ -184,14 +183,14 @@ def test_slurm_job_saves_on_scancel_and_resumes_when_resubmitted(cluster: LocalS
 def test_slurm_job_exits_with_2_on_user_error(
     cluster: LocalSlurm, tmp_path: Path, right: str, wrong: str, message: str
 ) -> None:
-    """Noticed when it is to begin, or before nodes are looked at: of these none is well."""
+    """The error is found at the start of training, or before the check of the nodes, none of which is healthy."""
     batch = write_batch_script(tmp_path, "wrong", steps=4, check="step" in wrong)
     file = batch.with_suffix(".toml")
     file.write_text(file.read_text().replace(right, wrong))
     with mounted_shared_memory(cluster, cluster.nodes[0], "64m"):
-        ended = cluster.wait(job := cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
+        info = cluster.wait(job := cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"wrong-{job}.log").read_text()
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "2:0", "0"), log
     assert message in log
     assert "--exclude" not in log
 
@@ -202,7 +201,7 @@ def is_requeued(job: dict[str, str]) -> bool:
 
 @pytest.mark.timeout(600)
 def test_slurm_job_saves_and_is_requeued_on_sigterm(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """With the signal that `#SBATCH --signal` sends before the time limit: to the steps, not to the script."""
+    """`#SBATCH --signal` sends SIGTERM before the time limit, to the steps and not to the script."""
     job = cluster.submit(write_batch_script(tmp_path, "again", steps=100_000))
     wait_until(lambda: len(recorded_steps(tmp_path, "again")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", "--signal=TERM", job)
@@ -212,15 +211,15 @@ def test_slurm_job_saves_and_is_requeued_on_sigterm(cluster: LocalSlurm, tmp_pat
 
     write_batch_script(tmp_path, "again", steps=step + 2)
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # rather than two minutes later
-    ended = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    info = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert f"resumed after step {step}" in (tmp_path / f"again-{job}.log").read_text()
     assert recorded_steps(tmp_path, "again") == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(600)
 def test_slurm_job_continues_when_one_of_two_nodes_goes_down(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """And what becomes of it is decided by the node that stays, not by what srun says of the other."""
+    """The remaining node decides how the job ends, not srun's status of the other."""
     job = cluster.submit(write_batch_script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
     wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     assert cluster.job_info(job)["NumNodes"] == "2"

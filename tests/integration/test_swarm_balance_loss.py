@@ -11,7 +11,7 @@ from tests.helpers.local_swarm import NODES, WorkerThreads, serve_local_swarm, t
 
 
 class StepsWithChoiceWeights(list[dict[str, Any]]):
-    """The log of a node's steps, and how often each expert was chosen in them."""
+    """Records of a node's steps, each with the choice weights (`relief`) of its routers."""
 
     def __init__(self, node: SwarmWorker) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class StepsWithChoiceWeights(list[dict[str, Any]]):
     def append(self, record: dict[str, Any]) -> None:
         assert self.node.trainer is not None
         reliefs = [router.relief for router in self.node.trainer.routers.values()]
-        super().append({**record, "relief": [None if each is None else each.tolist() for each in reliefs]})
+        super().append({**record, "relief": [None if relief is None else relief.tolist() for relief in reliefs]})
 
 
 class ChoiceWeightRecordingWorkerThreads(WorkerThreads):
@@ -31,7 +31,7 @@ class ChoiceWeightRecordingWorkerThreads(WorkerThreads):
 
 @pytest.mark.parametrize("swarm_options", [{}, {"delay": 1}, {"fragments": 3}], ids=str)
 def test_swarm_balance_loss_ratio_follows_step_number_across_rounds(tmp_path, swarm_options):
-    """0.4 at first, 1 from half of the 12 steps on."""
+    """The ratio is 0.4 at first and rises linearly to 1 over half of the 12 steps."""
     run = tiny_swarm_run(tmp_path, balance={"local_expert_weight": 0.4, "fraction": 0.5}, **swarm_options)
     with serve_local_swarm(run, tmp_path) as swarm:
         members = ChoiceWeightRecordingWorkerThreads(swarm, tmp_path, NODES[:2])

@@ -1,4 +1,5 @@
-"""Data parallelism over the wire: nodes tell gradients, and the coordinator steps as one process would."""
+"""Data parallelism over the network: nodes send gradients, and the coordinator runs the optimizer as one process
+would."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ ROUNDS = 6
 CLIP_NORM = 0.05
 """Far below the norm of any gradient here: every step is clipped."""
 EPS = 1e-4
-"""Where terms of a gradient cancel, AdamW divides what rounding left by its own root: this keeps that small."""
+"""Where terms of a gradient cancel, AdamW would scale the remaining rounding error to a full step. This prevents it."""
 
 
 def swarm_ddp_run(folder: Path, nodes: int, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
@@ -48,26 +49,27 @@ def swarm_ddp_run(folder: Path, nodes: int, changes: dict[str, Any] | None = Non
     return tiny_swarm_run(folder, table, method="ddp", every=1, nodes=nodes, **swarm)
 
 
-def max_difference_is_within(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) -> bool:
-    return max(float((found[key] - value).abs().max()) for key, value in expected.items()) <= most
+def max_difference_is_within(weights: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> bool:
+    return max(float((weights[key] - value).abs().max()) for key, value in expected.items()) <= limit
 
 
 def test_single_node_swarm_ddp_equals_plain_training_bitwise(tmp_path):
-    """Bit for bit: a gradient is divided by the same tokens, and stepped by the same optimizer, if in pieces."""
+    """The coordinator divides gradients by the same number of tokens and runs the same optimizer, piece by piece."""
     run = swarm_ddp_run(tmp_path, 1)
-    found, _ = train_local_swarm(run, tmp_path, NODES[:1])
+    weights, _ = train_local_swarm(run, tmp_path, NODES[:1])
     expected = train_without_swarm(run, tmp_path)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
 
 
 def test_single_node_swarm_ddp_gradient_clipping_matches_plain_training(tmp_path):
-    """To rounding: a trainer divides by tokens and clips at once, by a norm that it sums in fp32."""
+    """Results agree up to rounding: a trainer divides by tokens and clips in one operation, with a norm that it sums in
+    fp32."""
     run = swarm_ddp_run(tmp_path, 1, {"optimizer.max_grad_norm": CLIP_NORM, "optimizer.eps": EPS})
-    found, members = train_local_swarm(run, tmp_path, NODES[:1])
+    weights, members = train_local_swarm(run, tmp_path, NODES[:1])
     assert min(record["grad_norm"] for record in members.steps["ann"]) > 10 * CLIP_NORM
-    assert max_difference_is_within(found, train_without_swarm(run, tmp_path), 1e-6)
-    free = swarm_ddp_run(tmp_path, 1, {"optimizer.eps": EPS})
-    assert not max_difference_is_within(found, train_without_swarm(free, tmp_path), 1e-4)
+    assert max_difference_is_within(weights, train_without_swarm(run, tmp_path), 1e-6)
+    unclipped = swarm_ddp_run(tmp_path, 1, {"optimizer.eps": EPS})
+    assert not max_difference_is_within(weights, train_without_swarm(unclipped, tmp_path), 1e-4)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, CLIP_NORM])
@@ -75,10 +77,14 @@ def test_single_node_swarm_ddp_gradient_clipping_matches_plain_training(tmp_path
 def test_swarm_ddp_matches_single_process_with_n_times_the_batch_size(tmp_path, nodes, clip_norm):
     changes = {"optimizer.max_grad_norm": clip_norm, "optimizer.eps": EPS}
     run = swarm_ddp_run(tmp_path, nodes, changes)
-    found, _ = train_local_swarm(run, tmp_path, NODES[:nodes])
-    larger = {**changes, "training.tokens_per_step": nodes * run.training.tokens_per_step}
-    assert max_difference_is_within(found, train_without_swarm(swarm_ddp_run(tmp_path, 1, larger), tmp_path), 1e-6)
-    assert not max_difference_is_within(found, train_without_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path), 1e-4)
+    weights, _ = train_local_swarm(run, tmp_path, NODES[:nodes])
+    larger_batch = {**changes, "training.tokens_per_step": nodes * run.training.tokens_per_step}
+    assert max_difference_is_within(
+        weights, train_without_swarm(swarm_ddp_run(tmp_path, 1, larger_batch), tmp_path), 1e-6
+    )
+    assert not max_difference_is_within(
+        weights, train_without_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path), 1e-4
+    )
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -94,20 +100,20 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def run_worker_rank(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[int]:
-    """A node's rank; the sizes of optimizer state that it holds in the end."""
+    """Run a rank of a node, and return the sizes of the optimizer state that it has at the end."""
     link = None
     if dist.get_rank() == 0:
         link = SwarmClient(f"127.0.0.1:{port}", certificate)
         link.join_message = {"capacity": 4, "text": "text"}
         link.join(**link.join_message)
     node = SwarmWorker(run, open_training_data(run, prepare(run.data)), folder, torch.device("cpu"), "ann", link)
-    node.participate([], None, lambda said: None)
+    node.participate([], None, lambda message: None)
     return [tensor.numel() for tensor in optimizer_state_tensors(node.trainer.optimizers)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_swarm_ddp_node_with_any_layout_matches_single_process(tmp_path, layout):
-    """Their gradients, summed and brought together, are those of one process; no rank holds optimizer state."""
+    """The gathered gradients equal those of one process, and no rank has optimizer state."""
     changes = {
         "training.precision": "fp64",
         "training.steps": 3,
@@ -117,15 +123,15 @@ def test_swarm_ddp_node_with_any_layout_matches_single_process(tmp_path, layout)
     with serve_local_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path) as swarm:
         run = swarm_ddp_run(tmp_path, 1, changes | {f"layout.{name}": value for name, value in layout.items()})
         (tmp_path / "ann").mkdir()
-        held = rank_pool(2).run(run_worker_rank, run, tmp_path / "ann", swarm.port, certificates() / "ann")
-        assert held == [[], []]
+        state_sizes = rank_pool(2).run(run_worker_rank, run, tmp_path / "ann", swarm.port, certificates() / "ann")
+        assert state_sizes == [[], []]
         assert max_difference_is_within(
             swarm.base(), train_without_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path), 1e-6
         )
 
 
 def test_swarm_ddp_traffic_equals_round_bytes_formula(tmp_path):
-    """Up 4M and down 4M to the byte; only what names the tensors comes on top, of what is sent."""
+    """Both directions have 4 bytes per parameter; an upload adds only the names of the tensors."""
     run = swarm_ddp_run(tmp_path, 2)
     _, members = train_local_swarm(run, tmp_path, NODES[:2])
     expected = round_bytes(node_share(run.model, "ddp"), "ddp")
@@ -134,8 +140,8 @@ def test_swarm_ddp_traffic_equals_round_bytes_formula(tmp_path):
         path = node.directory / "update"
         with TensorFile(path) as update:
             assert sum(update.locate(key)[1] for key in update.shapes) == expected.up
-        for spent in members.rounds[name][1:]:  # before the first the whole model comes
-            assert (spent["sent_bytes"], spent["received_bytes"]) == (path.stat().st_size, expected.down)
+        for record in members.rounds[name][1:]:  # the first round downloads the whole model
+            assert (record["sent_bytes"], record["received_bytes"]) == (path.stat().st_size, expected.down)
 
 
 def test_swarm_ddp_node_memory_equals_weights_and_gradients(tmp_path):
@@ -150,7 +156,7 @@ def test_swarm_ddp_node_memory_equals_weights_and_gradients(tmp_path):
 
 
 def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
-    """Bit for bit as if it had never been away, and as plain training."""
+    """Weights are bitwise those of plain training."""
     run = swarm_ddp_run(tmp_path, 1, {"training.steps": 30})
     swarm = LocalSwarm(run, tmp_path / "lead")
     members = WorkerThreads(swarm, tmp_path, NODES[:1])
@@ -160,16 +166,16 @@ def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
     swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)
     try:
         members.wait_all()
-        found = swarm.base()
+        weights = swarm.base()
     finally:
         swarm.stop()
     expected = train_without_swarm(run, tmp_path)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
 
 
 def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_path):
-    """One node's does not hold up the others; of all nodes', the round is skipped as a trainer skips it: neither
-    weights nor moments change, nor does AdamW count it, but the schedule advances."""
+    """A node without tokens does not hold up the others. If all have none, the round is skipped as a trainer skips a
+    step: weights, moments and AdamW's count of steps stay, but the schedule advances."""
     run = swarm_ddp_run(tmp_path, 2)
     items = model_pieces(run.model)
     with serve_local_swarm(run, tmp_path) as swarm:
@@ -178,7 +184,7 @@ def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_pa
         def exchange(number: int, tokens: dict[str, int]) -> dict[str, Tensor]:
             for name, link in links.items():
                 link.wait(round=number)
-                path, value = tmp_path / f"{name}.told", float(tokens[name])
+                path, value = tmp_path / f"{name}.update", float(tokens[name])
                 with TensorFile.create(path, {item.key: (4 * item.num_elements,) for item in items}, "U8") as file:
                     for item in items:
                         file.write_raw(item.key, encode(torch.full(item.shape, value), "fp32"))
@@ -190,18 +196,18 @@ def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_pa
         parameter = torch.nn.Parameter(swarm.base()[key])
         reference = torch.optim.AdamW([parameter], 0.0, spec.betas, spec.eps, spec.weight_decay)
         for number, (ann, bob, mean) in enumerate([(100, 0, 100), (0, 0, None), (100, 50, 250 / 3)]):
-            found = exchange(number, {"ann": ann, "bob": bob})
+            weights = exchange(number, {"ann": ann, "bob": bob})
             if mean is not None:
                 reference.param_groups[0]["lr"] = spec.learning_rate * learning_rate_factor(spec, number, ROUNDS)
                 parameter.grad = torch.full_like(parameter, mean)
                 reference.step()
-            torch.testing.assert_close(found[key], parameter.detach(), rtol=1e-6, atol=1e-8)
-        kept = read_pieces(run, swarm.folder / "model" / "exp_avg.safetensors")[key]
-        torch.testing.assert_close(kept, reference.state[parameter]["exp_avg"])
+            torch.testing.assert_close(weights[key], parameter.detach(), rtol=1e-6, atol=1e-8)
+        moments = read_pieces(run, swarm.folder / "model" / "exp_avg.safetensors")[key]
+        torch.testing.assert_close(moments, reference.state[parameter]["exp_avg"])
 
 
 def test_swarm_ddp_node_reports_zero_tokens_when_gradient_is_nonfinite(tmp_path):
-    """A model that cannot be computed: no tokens, and weights that stay."""
+    """A weight of the model is NaN: updates have no tokens, and the other weights stay."""
     run = swarm_ddp_run(tmp_path, 1, {"training.steps": 4})
     with serve_local_swarm(run, tmp_path) as swarm:
         before = swarm.base()
@@ -212,6 +218,6 @@ def test_swarm_ddp_node_reports_zero_tokens_when_gradient_is_nonfinite(tmp_path)
         members = WorkerThreads(swarm, tmp_path, NODES[:1])
         members.wait_all()
         after = swarm.base()
-        assert [spent["tokens"] for spent in members.rounds["ann"]] == [0] * 4
-        assert not any(spent["refused"] for spent in members.rounds["ann"])
+        assert [record["tokens"] for record in members.rounds["ann"]] == [0] * 4
+        assert not any(record["refused"] for record in members.rounds["ann"])
         assert all(torch.equal(after[key], value) for key, value in before.items() if key != broken.key)

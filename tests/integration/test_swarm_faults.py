@@ -1,5 +1,5 @@
-"""Nodes that die, come late, are slow or lie; links and coordinators that break: the others go on, what was accepted
-counts, and who lied is named."""
+"""Faults of a swarm: nodes that die, join late, are slow or send invalid updates, and links and coordinators that
+break. The others continue, accepted updates count, and the sender of an invalid update is named."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from tests.helpers.local_swarm import (
 )
 from tests.helpers.swarm_updates import current_owners, join_and_wait_for_round, write_node_update
 
-# -- who lies ----------------------------------------------------------------------------------------------------------
+# -- invalid updates ---------------------------------------------------------------------------------------------------
 
 
 def test_coordinator_rejects_update_of_experts_owned_by_another_node(tmp_path):
-    """Its certificate says who it is: another's experts are refused, its own are not."""
+    """The certificate identifies the node. An update of its own experts is accepted afterwards."""
     run = tiny_swarm_run(tmp_path, codec="fp32")
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
-        others = experts_of(current_owners(swarm), "bob")
+        foreign_experts = experts_of(current_owners(swarm), "bob")
         with pytest.raises(UpdateRejected, match=r"foreign: it contains .*, which the node does not train"):
-            links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
+            links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", experts=foreign_experts), 0, 100, 3)
         links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann"), 0, 100, 3)
         (ann, _) = swarm.coordinator.status()["nodes"]
         assert (ann["node"], ann["has_update"], ann["refused"]) == ("ann", True, {"foreign": 1})
@@ -77,29 +77,29 @@ INVALID_UPDATES: dict[str, tuple[str, Callable[[LocalSwarm, Path], Path]]] = {
 
 
 def _write_raw_file(folder: Path, content: bytes) -> Path:
-    path = folder / "lie"
+    path = folder / "invalid"
     path.write_bytes(content)
     return path
 
 
 def _write_single_piece(folder: Path) -> Path:
     item = model_pieces(TINY_RUN.model)[0]
-    TensorFile.create(folder / "lie", {item.key: (encoded_bytes(item.num_elements, "fp32"),)}, "U8").close()
-    return folder / "lie"
+    TensorFile.create(folder / "invalid", {item.key: (encoded_bytes(item.num_elements, "fp32"),)}, "U8").close()
+    return folder / "invalid"
 
 
 @pytest.mark.parametrize("invalid_update", INVALID_UPDATES)
 def test_coordinator_rejects_invalid_update_and_records_its_sender(tmp_path, invalid_update):
     run = tiny_swarm_run(tmp_path, codec="fp32")
-    said, make = INVALID_UPDATES[invalid_update]
+    message, make = INVALID_UPDATES[invalid_update]
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
-        with pytest.raises(UpdateRejected, match=said):
+        with pytest.raises(UpdateRejected, match=message):
             links["ann"].upload_update(make(swarm, tmp_path), 0, 100, 3)
         assert sum(swarm.coordinator.state.refused.values()) == 1
         assert {node for node, _ in swarm.coordinator.state.refused} == {"ann"}
         before = swarm.base()
-        for name, link in links.items():  # it may still tell the truth
+        for name, link in links.items():  # a valid update of the same node is accepted
             link.upload_update(write_node_update(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
         links["ann"].wait(committed=1)
         for item in model_pieces(run.model):
@@ -108,7 +108,7 @@ def test_coordinator_rejects_invalid_update_and_records_its_sender(tmp_path, inv
 
 
 def send_raw_update(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
-    """As nobody's client does it."""
+    """Upload bytes in a way that no client does."""
     digest = pack({"checksum": head.get("checksum", xxhash.xxh3_128(content).hexdigest())})
     link._channel.stream_unary(f"/{SERVICE}/put")(iter([pack(head), content, digest]), timeout=TIMEOUT_SECONDS)
 
@@ -170,8 +170,8 @@ def test_coordinator_rejects_outlier_update(tmp_path):
 
 
 def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path):
-    """Nothing is known yet when it comes; when the round closes it is, and it does not count. It learns that by what it
-    receives: its own experts, too."""
+    """When the first update arrives, there is nothing to compare it with; it is excluded when the round closes. Its
+    node learns this from the download."""
     run = tiny_swarm_run(tmp_path, codec="fp32", nodes=4)
     with serve_local_swarm(run, tmp_path) as swarm:
         links, before = join_and_wait_for_round(run, swarm, NODES), swarm.base()
@@ -181,19 +181,19 @@ def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path
         links["ann"].wait(committed=1)
         assert swarm.coordinator.state.refused["ann", "outlying"] == 1
         for item in model_pieces(run.model):
-            moved = 0.0 if item.expert is not None and "ann" in current_owners(swarm)[item.expert] else 0.01
-            torch.testing.assert_close(swarm.base()[item.key], before[item.key] + moved, rtol=0, atol=1e-6)
+            change = 0.0 if item.expert is not None and "ann" in current_owners(swarm)[item.expert] else 0.01
+            torch.testing.assert_close(swarm.base()[item.key], before[item.key] + change, rtol=0, atol=1e-6)
         sizes = {item.key: (4 * item.num_elements,) for item in model_pieces(run.model)}
         for name in ("ann", "bob"):
-            own = [
+            own_experts = [
                 item.key
                 for item in pieces_sent_by(model_pieces(run.model), current_owners(swarm), name)
                 if item.expert is not None
             ]
-            links[name].download_round(tmp_path / f"{name}-down", 0, own, sizes.__getitem__)
+            links[name].download_round(tmp_path / f"{name}-down", 0, own_experts, sizes.__getitem__)
             assert links[name].was_included == (name != "ann")
             with TensorFile(tmp_path / f"{name}-down") as down:
-                assert not set(own) & set(down.shapes)
+                assert not set(own_experts) & set(down.shapes)
 
 
 def test_coordinator_retains_one_partial_update_file_per_node(tmp_path):
@@ -217,19 +217,19 @@ def test_swarm_trimmed_mean_bounds_effect_of_poisoned_update(tmp_path):
         links["ann"].wait(committed=1)
         for item in model_pieces(run.model):
             if item.expert is None:
-                moved = swarm.base()[item.key] - before[item.key]
-                torch.testing.assert_close(moved, torch.full_like(moved, 0.025), rtol=0, atol=1e-5)
+                difference = swarm.base()[item.key] - before[item.key]
+                torch.testing.assert_close(difference, torch.full_like(difference, 0.025), rtol=0, atol=1e-5)
 
 
-# -- who dies, comes late, or is slow ------------------------------------------------------------------------------
+# -- dead, late and slow nodes -----------------------------------------------------------------------------------------
 
 
 def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_path):
-    """The divisor is the number of nodes with an update; its experts stay as they were for that round."""
+    """The mean is over the nodes that sent an update; the experts of the dead node do not change in this round."""
     run = tiny_swarm_run(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm, NODES[:3])
-        before, lost = swarm.base(), experts_of(current_owners(swarm), "cid")
+        before, lost_experts = swarm.base(), experts_of(current_owners(swarm), "cid")
         for name, change in (("ann", 0.01), ("bob", 0.03)):
             links[name].upload_update(write_node_update(swarm, tmp_path, name, change), 0, 100, 3)
         wait_until(
@@ -238,17 +238,17 @@ def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_pa
         )
         base = swarm.base()
         for item in model_pieces(run.model):
-            moved = base[item.key] - before[item.key]
-            expected = 0.02 if item.expert is None else 0.0 if item.expert in lost else None
+            difference = base[item.key] - before[item.key]
+            expected = 0.02 if item.expert is None else 0.0 if item.expert in lost_experts else None
             if expected is not None:
-                torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=0, atol=1e-6)
+                torch.testing.assert_close(difference, torch.full_like(difference, expected), rtol=0, atol=1e-6)
         links["ann"].wait(round=1)
         assert current_owners(swarm)
-        assert {node for of in current_owners(swarm) for node in of} == {"ann", "bob"}
+        assert {node for owners in current_owners(swarm) for node in owners} == {"ann", "bob"}
 
 
 def test_swarm_node_rejoins_after_its_lease_expired(tmp_path):
-    """Its link was cut for longer than its lease: it joins by itself, and is in the round after."""
+    """Its link was cut for longer than its lease: it joins again by itself, and takes part in the next round."""
     run = tiny_swarm_run(
         tmp_path, {"training.steps": 60}, codec="fp32", round={"lease_seconds": 1.0, "grace_seconds": 30}
     )
@@ -259,16 +259,16 @@ def test_swarm_node_rejoins_after_its_lease_expired(tmp_path):
             lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.state.members, "the lease of ann ends"
         )
         links["bob"].wait(round=1)
-        back = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
+        rejoined = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
         wait_until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.state.members, "ann is back")
         links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 1, 100, 3)
-        wait_until(lambda: links["bob"].heartbeat() and back.done(), "ann is in a round")
-        assert back.result().round == 2
-        assert len(back.result().owned) == 2
+        wait_until(lambda: links["bob"].heartbeat() and rejoined.done(), "ann is in a round")
+        assert rejoined.result().round == 2
+        assert len(rejoined.result().owned) == 2
 
 
 def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
-    """Nothing changes in it, and those who come later go on."""
+    """The weights do not change, and nodes that join later continue."""
     run = tiny_swarm_run(tmp_path, codec="fp32", round={"lease_seconds": 0.5, "grace_seconds": 30})
     with serve_local_swarm(run, tmp_path) as swarm:
         join_and_wait_for_round(run, swarm)
@@ -283,8 +283,8 @@ def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
 
 
 def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_path):
-    """Three sent an update; after the grace period the round is closed. An update that comes then is
-    late; in the next round it is smaller."""
+    """After three of four updates and the grace period, the round closes, and the fourth update is rejected. In the
+    next round, the late node sends an update of fewer tokens."""
     run = tiny_swarm_run(
         tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "timeout_multiplier": 3.0, "lease_seconds": 60}
     )
@@ -296,55 +296,55 @@ def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_pa
         wait_until(lambda: swarm.coordinator.state.committed == 1, "the round is committed")
         with pytest.raises(UpdateRejected, match="closed"):
             links["dee"].upload_update(late, 0, 100, 3)
-        assert links["dee"].wait(round=1).closes_in_seconds is not None  # it is told how long there is
+        assert links["dee"].wait(round=1).closes_in_seconds is not None  # it receives the time that is left
         before = swarm.base()
         for name in NODES[:3]:
             links[name].upload_update(write_node_update(swarm, tmp_path, name, 0.04), 1, 300, 3)
         links["dee"].upload_update(write_node_update(swarm, tmp_path, "dee", 0.0), 1, 100, 1)
         links["dee"].wait(committed=2)
         item = model_pieces(run.model)[0]
-        moved = swarm.base()[item.key] - before[item.key]
-        torch.testing.assert_close(moved, torch.full_like(moved, 0.04 * 900 / 1000), rtol=0, atol=1e-6)
+        difference = swarm.base()[item.key] - before[item.key]
+        torch.testing.assert_close(difference, torch.full_like(difference, 0.04 * 900 / 1000), rtol=0, atol=1e-6)
 
 
 def test_swarm_node_joins_running_swarm_at_round_boundary(tmp_path):
-    """While others learn; its experts are theirs until then."""
+    """The other nodes train meanwhile, and own its experts until then."""
     run = tiny_swarm_run(tmp_path, {"training.steps": 45})
     with serve_local_swarm(run, tmp_path) as swarm:
         members = WorkerThreads(swarm, tmp_path, NODES[:2])
         wait_until(lambda: swarm.coordinator.state.committed >= 1, "a round is committed")
         later = WorkerThreads(swarm, tmp_path, ["cid"])
-        for each in (members, later):
-            each.wait_all()
-        rounds = [spent["round"] for spent in later.rounds["cid"]]
+        for threads in (members, later):
+            threads.wait_all()
+        rounds = [record["round"] for record in later.rounds["cid"]]
         assert rounds == list(range(rounds[0], 15))
         assert rounds[0] >= 1
         assert later.evaluations["cid"]["held_out_loss"] == pytest.approx(
             members.evaluations["ann"]["held_out_loss"], rel=1e-6
         )
         opened = swarm.events("opened")
-        assert {node for of in opened[0]["owners"] for node in of} == {"ann", "bob"}
-        assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob", "cid"}
+        assert {node for owners in opened[0]["owners"] for node in owners} == {"ann", "bob"}
+        assert {node for owners in opened[-1]["owners"] for node in owners} == {"ann", "bob", "cid"}
 
 
 def test_coordinator_restart_resumes_open_round_with_accepted_updates(tmp_path):
-    """With what was accepted before; the nodes notice a pause."""
+    """The update that was accepted before the restart counts; nodes notice only a pause."""
     run = tiny_swarm_run(tmp_path, {"training.steps": 24}, codec="fp32")
     swarm = LocalSwarm(run, tmp_path / "lead")
     links = join_and_wait_for_round(run, swarm)
     links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", 0.01), 0, 100, 3)
-    told = write_node_update(swarm, tmp_path, "bob", 0.03)
+    update = write_node_update(swarm, tmp_path, "bob", 0.03)
     before, owners, port = swarm.base(), current_owners(swarm), swarm.port
     swarm.stop()
     swarm = LocalSwarm(run, tmp_path / "lead", port)
     try:
         assert current_owners(swarm) == owners
         assert set(swarm.coordinator.state.round.updates) == {"ann"}
-        links["bob"].upload_update(told, 0, 100, 3)
+        links["bob"].upload_update(update, 0, 100, 3)
         links["bob"].wait(committed=1)
         item = model_pieces(run.model)[0]
-        moved = swarm.base()[item.key] - before[item.key]
-        torch.testing.assert_close(moved, torch.full_like(moved, 0.02), rtol=0, atol=1e-6)
+        difference = swarm.base()[item.key] - before[item.key]
+        torch.testing.assert_close(difference, torch.full_like(difference, 0.02), rtol=0, atol=1e-6)
     finally:
         swarm.stop()
 
@@ -359,38 +359,38 @@ def test_swarm_workers_continue_training_through_coordinator_restart(tmp_path):
     try:
         members.wait_all()
         assert swarm.coordinator.state.done
-        assert [spent["round"] for spent in members.rounds["ann"]] == list(range(10))
+        assert [record["round"] for record in members.rounds["ann"]] == list(range(10))
     finally:
         swarm.stop()
 
 
 @pytest.mark.parametrize("crash_point", ["before the journal", "after the journal"])
 def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_path, monkeypatch, crash_point):
-    """It does again what it had not done, and comes to the same."""
+    """The coordinator repeats what was interrupted."""
     run = tiny_swarm_run(tmp_path)
-    found = []
-    for dies in (False, True):
-        folder = tmp_path / str(dies)
+    weights = []
+    for crashes in (False, True):
+        folder = tmp_path / str(crashes)
         folder.mkdir()
         swarm = LocalSwarm(run, folder / "lead")
         links = join_and_wait_for_round(run, swarm)
-        if dies:
+        if crashes:
             swarm.over.set()
             swarm.ticking.join(TIMEOUT_SECONDS)
         for name, link in links.items():
             link.upload_update(write_node_update(swarm, folder, name), 0, 100, 3)
-        if dies:
-            point = "apply_round" if crash_point == "after the journal" else "aggregate_round"
+        if crashes:
+            method = "apply_round" if crash_point == "after the journal" else "aggregate_round"
             with monkeypatch.context() as patched:
-                patched.setattr(f"phalanx.swarm.coordinator.store.SwarmStore.{point}", _raise_keyboard_interrupt)
+                patched.setattr(f"phalanx.swarm.coordinator.store.SwarmStore.{method}", _raise_keyboard_interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     swarm.coordinator.tick()
             swarm.stop()
             swarm = LocalSwarm(run, folder / "lead", swarm.port)
         wait_until(lambda swarm=swarm: swarm.coordinator.state.committed == 1, "the round is committed")
-        found.append(swarm.base())
+        weights.append(swarm.base())
         swarm.stop()
-    assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
+    assert all(torch.equal(weights[1][key], value) for key, value in weights[0].items())
 
 
 def _raise_keyboard_interrupt(*_: Any, **__: Any) -> None:
@@ -413,33 +413,34 @@ def test_swarm_client_resumes_interrupted_upload_at_offset(tmp_path):
 
 
 def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
-    """The link breaks after a few tensors, and a round ends before it is back: the rest is of the same weights."""
+    """The link breaks after a few tensors, and a round ends before it works again: the remaining tensors are of the
+    same weights as the first ones."""
     run = tiny_swarm_run(tmp_path)
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
         before, shapes = swarm.base(), parameter_shapes(run.model)
-        into, came = SwarmClient._receive_tensor, list[str]()
+        receive_tensor, keys = SwarmClient._receive_tensor, list[str]()
 
-        def breaks(self: SwarmClient, file: TensorFile, key: str, *rest: Any, **named: Any) -> memoryview:
-            came.append(key)
-            if len(came) == 4:
+        def receive_or_break(self: SwarmClient, file: TensorFile, key: str, *rest: Any, **named: Any) -> memoryview:
+            keys.append(key)
+            if len(keys) == 4:
                 for name, link in links.items():
                     link.upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
                 links["ann"].wait(committed=1)
                 raise UnavailableRpcError
-            return into(self, file, key, *rest, **named)
+            return receive_tensor(self, file, key, *rest, **named)
 
-        monkeypatch.setattr(SwarmClient, "_receive_tensor", breaks)
+        monkeypatch.setattr(SwarmClient, "_receive_tensor", receive_or_break)
         newcomer = swarm.client("cid")
         assert newcomer.download_round(tmp_path / "weights", None, (), shapes.__getitem__) == 0
-        assert sorted(came) == sorted([*shapes, came[3]])
-        found = read_pieces(run, tmp_path / "weights")
-        assert all(torch.equal(found[key], value) for key, value in before.items())
-        assert any(not torch.equal(found[key], value) for key, value in swarm.base().items())
+        assert sorted(keys) == sorted([*shapes, keys[3]])
+        received = read_pieces(run, tmp_path / "weights")
+        assert all(torch.equal(received[key], value) for key, value in before.items())
+        assert any(not torch.equal(received[key], value) for key, value in swarm.base().items())
 
 
 class UnavailableRpcError(grpc.RpcError):
-    """As gRPC tells of one."""
+    """An RPC error as gRPC raises it for a broken link."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
@@ -448,7 +449,7 @@ class UnavailableRpcError(grpc.RpcError):
         return "the link broke"
 
 
-# -- who may talk at all -------------------------------------------------------------------------------------------
+# -- authentication ----------------------------------------------------------------------------------------------------
 
 
 def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_path, monkeypatch):
@@ -475,9 +476,9 @@ def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_p
 
 def test_certificate_member_rejects_expired_certificate(tmp_path, monkeypatch):
     create_certificate_authority(tmp_path / "certs")
-    place = issue_certificate(tmp_path / "certs", "old", [], days=-0.02)
+    directory = issue_certificate(tmp_path / "certs", "old", [], days=-0.02)
     with pytest.raises(UserError, match="expired on"):
-        certificate_member(place)
+        certificate_member(directory)
 
 
 def test_swarm_client_reports_address_without_listener(monkeypatch):

@@ -1,4 +1,4 @@
-"""Fragments that are exchanged in turn, and updates that are under way while nodes learn on (Streaming DiLoCo)."""
+"""Streaming DiLoCo: fragments that are exchanged in turn, and updates that are exchanged while nodes train."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_swarm_round_changes_only_pieces_of_its_fragment(tmp_path):
             links["ann"].wait(committed=number + 1)
             after = swarm.base()
             changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
-            turn = {item.key for item in model_pieces(run.model) if fragment_index(item, 2) == number}
-            assert changed == turn
+            fragment_keys = {item.key for item in model_pieces(run.model) if fragment_index(item, 2) == number}
+            assert changed == fragment_keys
             before = after
             links["ann"].wait(round=number + 1)
 
 
 def _filter_update(path, keys):
-    """Leave of an update some pieces."""
+    """Remove all pieces from an update except these."""
     with TensorFile(path) as file:
         kept = {key: file.raw(key) for key in file.shapes if key in keys}
     with TensorFile.create(path, {key: (len(data),) for key, data in kept.items()}, "U8") as file:
@@ -62,8 +62,8 @@ def test_swarm_with_fragments_or_delay_reduces_loss_and_syncs_base_models(tmp_pa
     run = tiny_swarm_run(tmp_path, **swarm)
     base, members = train_local_swarm(run, tmp_path, NODES[:2])
     for node in members.nodes.values():
-        mine = read_pieces(run, node.directory / "base.safetensors")
-        assert all(torch.equal(mine[key], value) for key, value in base.items())
+        node_base = read_pieces(run, node.directory / "base.safetensors")
+        assert all(torch.equal(node_base[key], value) for key, value in base.items())
     for name in NODES[:2]:
         losses = [record["loss"] for record in members.steps[name]]
         assert len(losses) == run.training.steps

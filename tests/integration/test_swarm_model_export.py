@@ -1,4 +1,4 @@
-"""`phalanx generate` and `phalanx export` of what a swarm has learned."""
+"""`phalanx generate` and `phalanx export` of a swarm's model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.local_swarm import tiny_swarm_run
 
 
 def create_coordinator(run: RunSpec) -> Path:
-    """A coordinator's directory, as it is at the start."""
+    """Create the directory of a coordinator as it is at the start of a swarm."""
     directory = swarm_directory(run)
     Coordinator(run, directory, initial_pieces(run)).journal.close()
     return directory
@@ -36,9 +36,9 @@ def test_load_trained_model_returns_weights_of_swarm_coordinator(coordinator_dir
     model, tokenizer, step = trained.module, trained.tokenizer_file, trained.step
     assert step is None
     base = load_file(coordinator_directory / "model" / "base.safetensors")
-    found = dict(model.named_parameters())
-    assert set(found) == set(base)
-    assert all(torch.equal(found[name], weight) for name, weight in base.items())
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == set(base)
+    assert all(torch.equal(parameters[name], weight) for name, weight in base.items())
     assert tokenizer.read_text() == byte_tokenizer().to_json()
 
 
@@ -47,16 +47,17 @@ def test_generate_output_is_equal_for_swarm_coordinator_and_node(coordinator_dir
     node.mkdir()
     shutil.copy(coordinator_directory / "run.toml", node)
     shutil.copy(coordinator_directory / "model" / "base.safetensors", node)
-    said = [
-        command_output("generate", place, "--prompt", "def ", "--tokens", 20) for place in (coordinator_directory, node)
+    outputs = [
+        command_output("generate", directory, "--prompt", "def ", "--tokens", 20)
+        for directory in (coordinator_directory, node)
     ]
-    assert said[0] == said[1]
-    assert said[0].startswith("def ")
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("def ")
 
 
 def test_export_writes_swarm_model_in_hugging_face_format(tmp_path):
-    plain = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}  # a mixture that transformers knows
-    lead = create_coordinator(tiny_swarm_run(tmp_path, {"name": "lead", "model.moe": plain}))
+    moe = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}  # a mixture of experts that transformers supports
+    lead = create_coordinator(tiny_swarm_run(tmp_path, {"name": "lead", "model.moe": moe}))
     assert "parameters in fp32" in command_output("export", lead, tmp_path / "out")
     base, out = load_file(lead / "model" / "base.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(out["model.embed_tokens.weight"], base["embedding.weight"])
@@ -76,11 +77,11 @@ def test_generate_from_coordinator_requires_tokenizer_copied_from_node(tmp_path)
 
 def test_load_trained_model_rejects_damaged_or_mismatched_swarm_weights(coordinator_directory):
     weights = coordinator_directory / "model" / "base.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-40])
+    intact = weights.read_bytes()
+    weights.write_bytes(intact[:-40])
     with pytest.raises(UserError, match=r"does not contain the weights of the model in run\.toml"):
         load_trained_model(coordinator_directory)
-    weights.write_bytes(whole)
+    weights.write_bytes(intact)
     load_trained_model(coordinator_directory)
     (coordinator_directory / "run.toml").write_text(
         (coordinator_directory / "run.toml").read_text().replace("hidden_size = 32", "hidden_size = 64")

@@ -1,4 +1,4 @@
-"""While a node learns on, its word goes out and what came of the round comes in; neither keeps a node from stopping."""
+"""Exchanges of rounds that overlap with training, and errors of a node while a round is open."""
 
 from __future__ import annotations
 
@@ -18,33 +18,38 @@ from tests.helpers.local_swarm import NODES, WorkerThreads, serve_local_swarm, t
 def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
     tmp_path: Path, monkeypatch: Any, delay: int
 ) -> None:
-    """Once, by the sender; except for the last round, after which nothing is learned."""
-    received: list[tuple[str, int, str]] = []
-    get = RoundExchange._download_round
+    """Each node downloads each round once; with a delay, the exchange thread does it, except for the last round, after
+    which no training follows."""
+    downloads: list[tuple[str, int, str]] = []
+    download_round = RoundExchange._download_round
 
-    def noted(exchange: RoundExchange, number: int, told: bool, spent: RoundRecord) -> None:
-        received.append((exchange.name, number, threading.current_thread().name.partition("_")[0]))
-        get(exchange, number, told, spent)
+    def record_download(exchange: RoundExchange, number: int, was_accepted: bool, round_record: RoundRecord) -> None:
+        downloads.append((exchange.name, number, threading.current_thread().name.partition("_")[0]))
+        download_round(exchange, number, was_accepted, round_record)
 
-    monkeypatch.setattr(RoundExchange, "_download_round", noted)
+    monkeypatch.setattr(RoundExchange, "_download_round", record_download)
     train_local_swarm(tiny_swarm_run(tmp_path, delay=delay), tmp_path, NODES[:2])
-    assert sorted(place[:2] for place in received) == [(node, number) for node in NODES[:2] for number in range(4)]
-    beside = {number for _, number, thread in received if thread == "swarm exchange"}
-    assert beside == (set(range(3)) if delay else set())
+    assert sorted(download[:2] for download in downloads) == [
+        (node, number) for node in NODES[:2] for number in range(4)
+    ]
+    overlapped = {number for _, number, thread in downloads if thread == "swarm exchange"}
+    assert overlapped == (set(range(3)) if delay else set())
 
 
 def test_swarm_worker_raises_training_error_without_waiting_for_open_round(tmp_path: Path, monkeypatch: Any) -> None:
-    """The round of its update stays open for a minute."""
-    learn = SwarmWorker._train_steps
+    """The round would stay open for a minute, because the other node sends no update."""
+    train_steps = SwarmWorker._train_steps
 
-    def fails(node: SwarmWorker, steps: int, spent: RoundRecord, logs: Any, in_time: bool = False) -> int:
+    def fail_before_deadline(
+        node: SwarmWorker, steps: int, round_record: RoundRecord, loggers: Any, in_time: bool = False
+    ) -> int:
         if not in_time:
             raise MemoryError("no room")
-        return learn(node, steps, spent, logs, in_time)
+        return train_steps(node, steps, round_record, loggers, in_time)
 
-    monkeypatch.setattr(SwarmWorker, "_train_steps", fails)
+    monkeypatch.setattr(SwarmWorker, "_train_steps", fail_before_deadline)
     with serve_local_swarm(tiny_swarm_run(tmp_path, delay=2), tmp_path) as swarm:
-        swarm.joined_client(NODES[1])  # and never tells
+        swarm.joined_client(NODES[1])  # and never sends an update
         members = WorkerThreads(swarm, tmp_path, NODES[:1])
         members.threads[0].join(30)
         assert not members.threads[0].is_alive()

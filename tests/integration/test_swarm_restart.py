@@ -1,4 +1,4 @@
-"""A coordinator that was down, whose files were damaged meanwhile, or whose first member had the wrong text."""
+"""Coordinators that were down or have damaged files, and swarms whose first member had the wrong text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.swarm_updates import join_and_wait_for_round, write_node_upda
 
 @pytest.fixture
 def simulated_coordinator(tmp_path: Path) -> Iterator[SimulatedCoordinator]:
-    """In the second round, after a first one with updates after ten seconds."""
+    """A coordinator in its second round, after a first round with updates after ten seconds."""
     run = tiny_swarm_run(tmp_path, round={"grace_seconds": 5.0, "lease_seconds": 60.0})
     simulated = SimulatedCoordinator(run, tmp_path)
     simulated.tick_until(10.0)
@@ -125,7 +125,7 @@ def test_coordinator_refuses_to_start_with_damaged_model_until_it_is_restored(
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_coordinator_does_not_send_damaged_weights_and_says_so(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """The joining node ends with an error instead of asking for ever; after a repair the same command succeeds."""
+    """The joining node ends with an error instead of asking forever; after a repair the same command succeeds."""
     run = tiny_swarm_run(tmp_path, {"training.steps": 12})
     shapes = parameter_shapes(run.model)
     with serve_local_swarm(run, tmp_path) as swarm:
@@ -139,15 +139,15 @@ def test_coordinator_does_not_send_damaged_weights_and_says_so(tmp_path: Path, d
         if damage is not remove_file:
             assert "base.safetensors" in swarm.coordinator.status()["problem"]
             assert "ask the operator to restore" in str(rejection_error("host:1", rejected.value))
-            said: list[str] = []
+            messages: list[str] = []
             node = swarm.joined_client("ann")
-            node._log = said.append
+            node._log = messages.append
             node.heartbeat()
-            assert "nodes cannot receive" in said[0]
+            assert "nodes cannot receive" in messages[0]
         shutil.copyfile(tmp_path / "copy", base)
         swarm.client("cid").download_round(tmp_path / "weights", None, (), shapes.__getitem__)
-        found = read_pieces(run, tmp_path / "weights")
-        assert all((found[key] == value).all() for key, value in expected.items())
+        received = read_pieces(run, tmp_path / "weights")
+        assert all((received[key] == value).all() for key, value in expected.items())
         assert not swarm.coordinator.status()["problem"]
 
 

@@ -1,4 +1,5 @@
-"""What nodes make of a run together, over the real wire: the same to the bit, and as data parallelism would."""
+"""Swarms over real connections: coordinator and nodes have bitwise equal weights, which match data-parallel
+training."""
 
 from __future__ import annotations
 
@@ -15,12 +16,11 @@ from tests.helpers.local_swarm import NODES, read_pieces, tiny_swarm_run, train_
 
 @pytest.mark.parametrize("method", ["fedavg", "spes", "spes+"])
 def test_single_node_swarm_equals_plain_training_bitwise(tmp_path, method):
-    """Bit for bit, in fp32."""
     run = tiny_swarm_run(tmp_path, method=method, nodes=1, codec="fp32")
-    found, _ = train_local_swarm(run, tmp_path, NODES[:1])
+    weights, _ = train_local_swarm(run, tmp_path, NODES[:1])
     expected = train_without_swarm(run, tmp_path)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-    assert not list(tmp_path.rglob("*error_feedback*")), "fp32 leaves nothing out"
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
+    assert not list(tmp_path.rglob("*error_feedback*")), "fp32 has no quantization error"
 
 
 CASES: list[dict[str, Any]] = [
@@ -41,25 +41,24 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_swarm_coordinator_and_nodes_have_equal_weights_after_training(tmp_path, case):
-    """Coordinator and nodes, to the bit; and what nodes compute with is that."""
+    """The parameters of the nodes' trainers are compared too, except experts, of which a node trains only some."""
     names = NODES[:3] if "robust" in case else NODES[:2]
     run = tiny_swarm_run(tmp_path, **{**case, "nodes": len(names)})
     base, members = train_local_swarm(run, tmp_path, names)
     for name, node in members.nodes.items():
-        mine = read_pieces(run, node.directory / "base.safetensors")
-        assert all(torch.equal(mine[key], value) for key, value in base.items()), name
+        node_base = read_pieces(run, node.directory / "base.safetensors")
+        assert all(torch.equal(node_base[key], value) for key, value in base.items()), name
         for key, parameter in node.trainer.strategy.trainable_parameters.items():
             if ".experts." not in key:
                 assert torch.equal(parameter.detach(), base[key]), (name, key)
     losses = [evaluation["held_out_loss"] for evaluation in members.evaluations.values()]
-    frozen_differ = case.get("frozen_expert_codec", "fp32") != "fp32"  # each has other experts in fewer bits
+    frozen_differ = case.get("frozen_expert_codec", "fp32") != "fp32"  # each node has other experts in fewer bits
     assert max(losses) - min(losses) < (1e-2 if frozen_differ else 1e-6)
     first = members.steps[names[0]]
     assert first[-1]["loss"] < first[0]["loss"]
 
 
 def test_spes_experts_equal_last_update_of_their_owner(tmp_path):
-    """SPES in fp32: all nodes have the last update of each node's experts."""
     run = tiny_swarm_run(tmp_path, method="spes")
     base, members = train_local_swarm(run, tmp_path, NODES[:2])
     seen = set()
@@ -74,20 +73,20 @@ def test_spes_experts_equal_last_update_of_their_owner(tmp_path):
 
 @pytest.mark.parametrize(("method", "steps"), [("fedavg", 6), ("spes", 1)])
 def test_swarm_with_one_sgd_step_per_round_matches_data_parallel_training(tmp_path, method, steps):
-    """Two nodes that average after every step are one process with twice the batch; of spes the shared part is: its
-    gradients are those of all nodes' text, for routing is not masked."""
+    """Two nodes that average after every step equal one process with twice the batch. With spes, this holds for shared
+    parameters, whose gradients come from the text of all nodes, because routing is not masked."""
     changes = {
         "optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "max_grad_norm": 0.0},
         "training.precision": "fp64",
         "training.steps": steps,
     }
     run = tiny_swarm_run(tmp_path, changes, method=method, every=1)
-    found, _ = train_local_swarm(run, tmp_path, NODES[:2])
+    weights, _ = train_local_swarm(run, tmp_path, NODES[:2])
     doubled = {**changes, "training.tokens_per_step": 2 * run.training.tokens_per_step}
     expected = train_without_swarm(tiny_swarm_run(tmp_path, doubled, method="fedavg", every=1), tmp_path)
     for item in model_pieces(run.model):
         if item.expert is None or method == "fedavg":
-            torch.testing.assert_close(found[item.key], expected[item.key], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(weights[item.key], expected[item.key], rtol=1e-4, atol=1e-6)
 
 
 def test_swarm_nodes_read_disjoint_data_and_traffic_matches_formulas(tmp_path):
@@ -101,6 +100,6 @@ def test_swarm_nodes_read_disjoint_data_and_traffic_matches_formulas(tmp_path):
     node = node_share(run.model, "spes+", 1)
     expected = round_bytes(node, "spes+", "fp32")
     for rounds in members.rounds.values():
-        for spent in rounds[1:]:  # before the first the whole model comes
-            assert spent["sent_bytes"] == pytest.approx(expected.up, abs=6000)  # names and places of tensors
-            assert spent["received_bytes"] == pytest.approx(expected.down, abs=1)
+        for record in rounds[1:]:  # the first round downloads the whole model
+            assert record["sent_bytes"] == pytest.approx(expected.up, abs=6000)  # names and offsets of tensors
+            assert record["received_bytes"] == pytest.approx(expected.down, abs=1)

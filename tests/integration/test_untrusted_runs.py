@@ -236,7 +236,7 @@ IMPORTERS = {
     "launch/fork_server.py": "modules that the launcher names",
     "train/components.py": "components of the user, after require_trusted",
 }
-"""Modules of Phalanx that import a module by a name that is not written there."""
+"""Modules of Phalanx that import a module whose name is not a constant."""
 
 
 def test_only_the_importer_of_components_imports_by_name() -> None:

@@ -1,4 +1,5 @@
-"""Commands in wrong places: each ends in one clear message, and nothing of the user's is changed."""
+"""Commands with wrong paths or in wrong directories: each ends with one clear message and changes no file of the
+user."""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moved_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of that run, moved away with all that is in it, and made the current one."""
+    """The trained folder, moved elsewhere with its contents; it is the current directory."""
     folder = tmp_path / "moved"
     shutil.copytree(trained, folder)
     away = trained.rename(trained.with_name("away"))
@@ -139,9 +140,9 @@ def moved_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def run_main(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command in this process; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["phalanx", *words])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         main()
-    return int(ended.value.code or 0)
+    return int(raised.value.code or 0)
 
 
 SOURCES_HERE = ("--set", "data.train=['texts']")
@@ -191,10 +192,10 @@ for words in {commands!r}:
 
 
 def test_run_of_another_user_is_read_and_never_changed(trained: Path, tmp_path: Path) -> None:
-    """Root without the right to write everywhere, in the folder of somebody else's run."""
+    """The commands run as root, without its right to read and write every file, in the folder of another user's run."""
     setpriv = shutil.which("setpriv")
     if setpriv is None or os.getuid() != 0:
-        pytest.skip("needs root and setpriv, to have a run of somebody else's")
+        pytest.skip("needs root and setpriv, for a run of another user")
     for name, mode in (("theirs", 0o755), ("closed", 0o700)):
         shutil.copytree(trained, tmp_path / name)
         for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
@@ -214,20 +215,20 @@ def test_run_of_another_user_is_read_and_never_changed(trained: Path, tmp_path: 
     before = [contents(tmp_path / name) for name in ("theirs", "closed")]
     program = AS_ANOTHER_USER.format(commands=commands)
     dropped = "-dac_override,-dac_read_search"
-    ended = subprocess.run(
+    result = subprocess.run(
         [setpriv, "--bounding-set", dropped, "--inh-caps", dropped, sys.executable, "-c", program],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "Traceback" not in ended.stderr
-    exit_codes = [line for line in ended.stderr.splitlines() if line.startswith("exit")]
-    assert exit_codes == ["exit 2", "exit 2", "exit 2", "exit 0", *["exit 2"] * 4], ended.stderr
-    assert ended.stderr.count("is not a writable directory") == 2
-    assert "report.html': cannot be written: Permission denied" in ended.stderr
-    assert "directory = 'theirs/export': is not writable" in ended.stderr
-    assert ended.stderr.count("permission denied\n  fix: ") == 3
+    assert "Traceback" not in result.stderr
+    exit_codes = [line for line in result.stderr.splitlines() if line.startswith("exit")]
+    assert exit_codes == ["exit 2", "exit 2", "exit 2", "exit 0", *["exit 2"] * 4], result.stderr
+    assert result.stderr.count("is not a writable directory") == 2
+    assert "report.html': cannot be written: Permission denied" in result.stderr
+    assert "directory = 'theirs/export': is not writable" in result.stderr
+    assert result.stderr.count("permission denied\n  fix: ") == 3
     assert [contents(tmp_path / name) for name in ("theirs", "closed")] == before
     assert (out / "config.json").is_file()
 
@@ -242,11 +243,11 @@ def test_command_in_wrong_place_says_so_and_changes_nothing(
 ) -> None:
     before = contents(places)
     exit_code = run_main(words, monkeypatch)
-    said = capsys.readouterr().err
-    assert exit_code == 2, said
-    assert expected_text in said
-    assert "fix: " in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert exit_code == 2, stderr
+    assert expected_text in stderr
+    assert "fix: " in stderr
+    assert "Traceback" not in stderr
     assert contents(places) == before
 
 
@@ -271,7 +272,7 @@ def test_torchrun_rank_leaves_no_failure_in_folder_that_phalanx_did_not_make(pla
 
 
 def test_run_directory_without_marker_is_known_by_its_data(places: Path) -> None:
-    """As those made before there was one; it gets one at the next start."""
+    """Earlier versions wrote no marker; the next start adds it."""
     old = places / "old"
     old.mkdir()
     (old / "run.toml").write_text(RUN)

@@ -27,7 +27,7 @@ def make_report(step: int = 5, is_local: bool = True, **first: Any) -> FailureRe
     ("first", "local", "essential", "expected"),
     [
         ({}, 1, False, (RESTART, 1, False)),
-        ({}, 4, False, (LEAVE, 1, False)),  # one node fails again and again: the others go on
+        ({}, 4, False, (LEAVE, 1, False)),  # one node fails again and again: the others continue
         ({}, 4, True, (STOP, 1, False)),
         ({"code": 2}, 1, False, (STOP, 2, True)),  # an error that the user must fix, on every node
         ({"code": 2, "storage": "full"}, 1, False, (LEAVE, 1, True)),  # the disk of this node alone

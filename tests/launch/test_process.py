@@ -1,4 +1,4 @@
-"""What a rank sets before it trains."""
+"""Settings of a rank before it trains."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_gpu_without_float8_products_is_rejected(text: Path, tmp_path: Path, mon
 
 
 def write_nvidia_smi(folder: Path, output: str) -> None:
-    """A program that prints `output`, and leaves its arguments in the file "arguments"."""
+    """Write a program that prints `output`, and writes its arguments to the file "arguments"."""
     script = folder / "nvidia-smi"
     script.write_text(f"#!/bin/sh\necho \"$@\" > {folder}/arguments\nprintf '{output}'\n")
     script.chmod(0o755)

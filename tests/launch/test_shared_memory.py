@@ -1,4 +1,4 @@
-"""Slots of a launcher's memory."""
+"""Slots of in-memory checkpoints, in memory that the launcher owns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that has imported what ranks need, and forks them."""
+"""A process that has imported what ranks need, and starts them by forking."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def warm_process() -> Iterator[WarmProcess]:
 
 
 def describe_child(
-    start: Callable[..., subprocess.Popen[str]], way: str, folder: Path, **variables: str
+    start: Callable[..., subprocess.Popen[str]], mode: str, folder: Path, **variables: str
 ) -> tuple[Any, ...]:
-    """What a process says of its start, in the file it was given, and on stderr; and how it ended."""
+    """Start a process; return its description of its start, what it wrote to a file that it was given, its last words
+    on stderr, and its exit code."""
     reading_end, writing_end = os.pipe()
-    command = [sys.executable, "-m", "tests.helpers.described_process", str(writing_end), way]
+    command = [sys.executable, "-m", "tests.helpers.described_process", str(writing_end), mode]
     (folder / "stdin").write_text("from the parent")
     with (folder / "stdin").open() as stdin:
         process = start(
@@ -54,20 +55,21 @@ def describe_child(
         return json.loads(stdout), file.read(), stderr.splitlines()[-1:], process.returncode
 
 
-@pytest.mark.parametrize("way", ["0", "75", "message", "error"])
-def test_forked_process_starts_and_ends_like_new_one(warm_process: WarmProcess, way: str, tmp_path: Path) -> None:
-    """Arguments, environment, directory, session, parent, command line, files, signals, exit code and last words."""
-    variables = {"PYTHONUNBUFFERED": "1" if way == "0" else ""}
-    description, *ending = describe_child(partial(ForkedProcess, warm_process), way, tmp_path, **variables)
-    expected_description, *expected_ending = describe_child(subprocess.Popen, way, tmp_path, **variables)
-    for found, expected in zip(description.items(), expected_description.items(), strict=True):
-        assert found == expected
+@pytest.mark.parametrize("mode", ["0", "75", "message", "error"])
+def test_forked_process_starts_and_ends_like_new_one(warm_process: WarmProcess, mode: str, tmp_path: Path) -> None:
+    """The comparison includes arguments, environment, directory, session, parent, command line, files, signals, exit
+    code and last words."""
+    variables = {"PYTHONUNBUFFERED": "1" if mode == "0" else ""}
+    description, *ending = describe_child(partial(ForkedProcess, warm_process), mode, tmp_path, **variables)
+    expected_description, *expected_ending = describe_child(subprocess.Popen, mode, tmp_path, **variables)
+    for actual, expected in zip(description.items(), expected_description.items(), strict=True):
+        assert actual == expected
     assert ending == expected_ending
     assert description["mark"] == "here"
 
 
 def test_forked_process_ignores_what_its_parent_ignores(warm_process: WarmProcess, tmp_path: Path) -> None:
-    """As of nohup."""
+    """nohup makes a launcher ignore SIGHUP."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         description, *_ = describe_child(partial(ForkedProcess, warm_process), "0", tmp_path)
@@ -77,7 +79,7 @@ def test_forked_process_ignores_what_its_parent_ignores(warm_process: WarmProces
 
 
 def test_forked_process_forks_its_own_warm_process(warm_process: WarmProcess) -> None:
-    """A launcher that was forked has all imports, and need not wait for them again."""
+    """A launcher that was forked has all imports, and does not load them again."""
     command = [sys.executable, "-m", "tests.helpers.described_process", "fork"]
     process = ForkedProcess(warm_process, command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     stdout, _ = process.communicate(timeout=60)
@@ -108,7 +110,7 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.parametrize(("fault", "message"), [(kill, "has exited"), (stop, "did not answer within 1 s")])
-def test_ranks_start_anew_when_warm_process_fails(
+def test_ranks_start_without_warm_process_that_fails(
     fault: Callable[[int], None], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.launch.warm_process.FORK_SECONDS", 1)
@@ -121,7 +123,7 @@ def test_ranks_start_anew_when_warm_process_fails(
     assert capsys.readouterr().err == f"phalanx: the warm process {message}; starting ranks without it\n"
 
 
-def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_start_without_warm_process_that_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
     warm_process, environment = WarmProcess(["json"]), {"RANK": "0"}
     starter = RankStarter(warm_process)
     try:
@@ -143,8 +145,8 @@ def test_working_directory_provides_no_module_to_ranks(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     warm = WarmProcess(["json"])
     try:
-        for started in (warm, None):
-            rank = RankStarter(started).start(["json.tool", "--help"], {"RANK": "0"})
+        for warm_process in (warm, None):
+            rank = RankStarter(warm_process).start(["json.tool", "--help"], {"RANK": "0"})
             assert rank.wait(timeout=60) == 0
     finally:
         warm.close()

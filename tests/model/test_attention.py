@@ -28,8 +28,8 @@ def test_attention_mask_makes_packed_documents_independent(build_model, tokens, 
     starts = torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])
     packed, _ = model(tokens, locate_documents(starts))
     for row, sizes in enumerate(lengths):
-        alone = [model(document[None])[0][0] for document in tokens[row].split(sizes)]
-        torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-12)
+        separate = [model(document[None])[0][0] for document in tokens[row].split(sizes)]
+        torch.testing.assert_close(packed[row], torch.cat(separate), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", MODEL_VARIANTS)
@@ -50,16 +50,16 @@ def test_attention_is_causal(build_model, tokens, kind):
 
 
 def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, monkeypatch):
-    """What CUDA computes, on the CPU: outputs and gradients."""
+    """Outputs and gradients of the code path for CUDA, computed on the CPU."""
     starts = torch.tensor([0, 9, 20]).repeat_interleave(torch.tensor([9, 11, 4])).expand(2, -1)
 
-    def computed():
+    def compute_logits_and_gradients():
         model = build_model(**MODEL_VARIANTS["gqa"])
         logits = model(tokens, locate_documents(starts))[0]
         logits.square().mean().backward()
         return logits, *(parameter.grad for parameter in model.parameters())
 
-    by_document = computed()
+    by_document = compute_logits_and_gradients()
     calls = []
     attend = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(attention, "choose_backend", lambda *_, **__: AttentionBackend.SDPA_MASKED)
@@ -70,7 +70,7 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, 
             calls.append((q.shape, k.shape, options["enable_gqa"])) or attend(q, k, v, **options)
         ),
     )
-    torch.testing.assert_close(computed(), by_document, rtol=0, atol=1e-12)
+    torch.testing.assert_close(compute_logits_and_gradients(), by_document, rtol=0, atol=1e-12)
     assert calls
     assert all(query == key and not grouped for query, key, grouped in calls)
 
@@ -100,20 +100,20 @@ def test_attention_by_document_equals_dense_mask_in_fp64(lengths, heads, head_di
     qkv = [torch.randn(*starts.shape, count, head_dim, dtype=dtype) for count in (query_heads, kv_heads, kv_heads)]
     gradient = torch.randn(*starts.shape, query_heads, head_dim, dtype=dtype)
 
-    def computed(mask: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    def compute_output_and_gradients(mask: Tensor, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in qkv]
         out = Attention.attend(*leaves, mask)
         out.backward(gradient.to(dtype))
         return [out, *(leaf.grad for leaf in leaves)]
 
-    exact = computed(document_mask(documents.starts), torch.float64)
-    for ours, expected in zip(computed(documents.bounds, dtype), exact, strict=True):
+    exact = compute_output_and_gradients(document_mask(documents.starts), torch.float64)
+    for ours, expected in zip(compute_output_and_gradients(documents.bounds, dtype), exact, strict=True):
         error = (ours.double() - expected).norm() / max(expected.norm(), gradient.double().norm())
         assert error < 4 * torch.finfo(dtype).eps
 
 
 def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
-    """Tensors without numbers stand for a GPU's: whatever would read one raises."""
+    """Meta tensors stand for a GPU's: reading a value of one raises an error."""
     monkeypatch.setattr(attention, "choose_backend", lambda *_, **__: AttentionBackend.VARLEN)
     monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")

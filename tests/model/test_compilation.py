@@ -1,4 +1,4 @@
-"""Compiled parts of a transformer, against the eager ones. The compiler makes no kernels here."""
+"""Compiled parts of a transformer, compared with eager ones. The compiler generates no kernels here."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def without_kernels():
 @pytest.mark.parametrize("tokens", [[3, 5]])
 def test_compiled_activation_equals_eager(activation: Activation, tokens: list[int]) -> None:
     count = 2 if activation is SWIGLU else 1
-    for number in tokens:
-        inputs = [torch.randn(number, 8, dtype=torch.float64) for _ in range(count)]
-        gradient = torch.randn(number, 8, dtype=torch.float64)
+    for rows in tokens:
+        inputs = [torch.randn(rows, 8, dtype=torch.float64) for _ in range(count)]
+        gradient = torch.randn(rows, 8, dtype=torch.float64)
         expected, expected_gradients = activation.forward_and_vjp(*inputs)
-        got, gradients = compiled_activation(activation).forward_and_vjp(*inputs)
-        torch.testing.assert_close(got, expected)
+        output, gradients = compiled_activation(activation).forward_and_vjp(*inputs)
+        torch.testing.assert_close(output, expected)
         torch.testing.assert_close(gradients(gradient.clone()), expected_gradients(gradient.clone()))
 
 
@@ -49,5 +49,5 @@ def test_compiled_blocks_equal_eager(model, whole):
     expected = loss_and_gradients(build_model(**model), tokens)
     compiled = build_model(**model)
     compile_blocks(compiled.blocks.children(), whole)
-    for got, right in zip(loss_and_gradients(compiled, tokens), expected, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10)
+    for result, expected_result in zip(loss_and_gradients(compiled, tokens), expected, strict=True):
+        torch.testing.assert_close(result, expected_result, rtol=1e-10, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Attention by document and block of a window equals attention from all scores."""
+"""Attention by document and by block of a window equals attention from all scores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_window_blocks_contain_each_visible_pair_once() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"full_attention_layers": [0]}, {"attention_sinks": True}])
 def test_tokens_outside_of_window_have_no_effect(build_model, tokens, changes) -> None:
-    """Two layers of 4 keys: a token reaches 6 later ones, and with a full layer all."""
+    """With two layers of 4 keys, a token reaches 6 later ones; with a full-attention layer, all of them."""
     model = build_model(sliding_window=4, **changes)
     changed = tokens.clone()
     changed[:, 2] = (changed[:, 2] + 1) % 53

@@ -16,7 +16,7 @@ from tests.helpers.reference_attention import CASES, AttentionCase, attend_to_al
 
 @pytest.fixture(autouse=True)
 def _gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without compilation the gradients are right on a CPU too, but PyTorch refuses them."""
+    """Allow gradients on a CPU, which are right without compilation although PyTorch refuses them."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
 

@@ -20,14 +20,14 @@ from tests.helpers.small_runs import MOE
 
 CAST_ERROR = 2**-4
 PRODUCT_ERROR = 2 * CAST_ERROR + CAST_ERROR**2
-"""Of a term of a sum with two cast operands, relative."""
+"""Relative error of a term of a sum whose two operands are cast."""
 BF16_ERROR = 2**-8
 SUBNORMAL_ERROR = 2**-10 / 224
 """Half a step between e4m3's smallest numbers, relative to a row's maximum, which is scaled to 224 at least."""
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
-    """Rows of normal numbers whose sizes differ by powers of `spread`."""
+    """Return rows of normal numbers whose sizes differ by powers of `spread`."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
     return (x * spread ** torch.randn(*shape[:-1], 1, generator=generator)).bfloat16()
@@ -56,15 +56,15 @@ def test_nonfinite_row_stays_nonfinite_and_others_are_unchanged(value: float) ->
     assert torch.equal(product[1], torch.full((16,), 16.0))
 
 
-def assert_within_cast_error(found: Tensor, left: Tensor, right: Tensor, error: float = PRODUCT_ERROR) -> None:
+def assert_within_cast_error(product: Tensor, left: Tensor, right: Tensor, error: float = PRODUCT_ERROR) -> None:
     """Compare with left right^T in fp64; each term may be wrong by `error`, and sums are rounded to bf16."""
     left, right = left.double(), right.double()
     exact, terms = left @ right.mT, left.abs() @ right.abs().mT
     maxima = left.abs().amax(-1, keepdim=True) * right.abs().amax(-1)[..., None, :]
     small = 3 * left.shape[-1] * SUBNORMAL_ERROR * maxima
     limit = (error + 2 * BF16_ERROR) * terms + (small if error else 0)
-    assert bool(((found - exact).abs() <= limit).all())
-    assert (found - exact).norm() < (0.06 if error else 0.005) * exact.norm()
+    assert bool(((product - exact).abs() <= limit).all())
+    assert (product - exact).norm() < (0.06 if error else 0.005) * exact.norm()
 
 
 def test_product_and_gradients_are_within_cast_error_of_fp64() -> None:
@@ -100,7 +100,7 @@ def test_bias_is_added_to_product() -> None:
 
 @pytest.mark.parametrize("run", [fp8_linear, fp8_grouped_linear])
 def test_operands_have_shapes_and_strides_of_cuda_products(run: Callable[..., Tensor]) -> None:
-    """Without a GPU: PyTorch checks the arguments of its CUDA products with tensors that have no data."""
+    """PyTorch checks the arguments of its CUDA products with tensors that have no data, so no GPU is needed."""
     experts = (4,) if run is fp8_grouped_linear else ()
     with FakeTensorMode():
         x = torch.empty(64, 32, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Counts that the host reads once, also where a block is computed twice."""
+"""Token counts that the host reads once, even where a block is recomputed."""
 
 from unittest.mock import patch
 
@@ -11,7 +11,8 @@ from phalanx.model.host_counts import checkpoint_with_saved_counts, read_counts,
 
 
 class CountingBlock(nn.Module):
-    """Scales its rows by how many numbers of each of two groups of columns are positive, as the host reads it."""
+    """A block that scales its rows by the number of positive values in each of two groups of columns, as the host reads
+    it."""
 
     def forward(self, x: Tensor) -> Tensor:
         for half in (x[:, :3], x[:, 3:]):
@@ -27,7 +28,7 @@ def micro_batches() -> list[Tensor]:
 
 @pytest.mark.parametrize("backward_order", [(0, 1, 2), (2, 0, 1), (1, 0, 1, 2)], ids=str)
 def test_recomputation_takes_counts_of_its_own_forward_pass(micro_batches, backward_order):
-    """Also with other micro-batches between, and where the backward pass of one is done in two parts."""
+    """Other micro-batches come in between, and the backward pass of one may come in two parts."""
     block = CountingBlock()
 
     def gradients(call):
@@ -38,12 +39,12 @@ def test_recomputation_takes_counts_of_its_own_forward_pass(micro_batches, backw
         return torch.stack([x.grad for x in inputs])
 
     with patch.object(host_counts, "read_counts", side_effect=read_counts) as read:
-        found = gradients(lambda x: checkpoint_with_saved_counts(block, x))
+        recomputed = gradients(lambda x: checkpoint_with_saved_counts(block, x))
         assert read.call_count == 2 * len(micro_batches)
-    assert torch.equal(found, gradients(block))
+    assert torch.equal(recomputed, gradients(block))
 
 
-def test_counts_are_read_anew_in_each_forward_pass_without_gradients(micro_batches):
+def test_counts_are_read_again_in_each_forward_pass_without_gradients(micro_batches):
     with torch.no_grad():
         outputs = [checkpoint_with_saved_counts(CountingBlock(), x) for x in micro_batches]
     assert all(torch.equal(y, CountingBlock()(x)) for x, y in zip(micro_batches, outputs, strict=True))

@@ -43,16 +43,16 @@ def test_moe_output_equals_weighted_sum_of_expert_outputs(variant):
     layer, x = randomize_parameters(MoE(spec, moe)), random_inputs(2, 7)
     out, _ = layer(x)
     expected = torch.zeros_like(x)
-    for place in [(b, t) for b in range(2) for t in range(7)]:
-        logits = layer.router.gate.weight @ x[place]
+    for index in [(b, t) for b in range(2) for t in range(7)]:
+        logits = layer.router.gate.weight @ x[index]
         score = logits.softmax(0) if moe.router_score == "softmax" else logits.sigmoid()
         chosen = sorted(range(8), key=lambda e: -score[e].item())[: moe.top_k]
         total = sum(score[e] for e in chosen) if moe.normalize_top_k else 1.0
         for e in chosen:
             gate, up, down = layer.experts.gate[e], layer.experts.up[e], layer.experts.down[e]
-            expected[place] += score[e] / total * (down @ (F.silu(gate @ x[place]) * (up @ x[place])))
+            expected[index] += score[e] / total * (down @ (F.silu(gate @ x[index]) * (up @ x[index])))
         if moe.num_shared_experts:
-            expected[place] += layer.shared(x[place])
+            expected[index] += layer.shared(x[index])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
@@ -103,17 +103,17 @@ def test_router_update_bias_evens_expert_load():
     spec, moe = build_specs(bias_update_rate=0.004)
     router, x = randomize_parameters(Router(spec, moe)), random_inputs(4, 64) + 0.5
 
-    def busiest():
+    def max_load_ratio():
         router.load.zero_()
         router(x)
         return (router.load.max() / router.load.mean()).item()
 
-    first = busiest()
+    first = max_load_ratio()
     for _ in range(150):
         router(x)
         router.update_bias()
     assert first > 1.5
-    assert busiest() < 1.2
+    assert max_load_ratio() < 1.2
 
 
 def test_router_load_counts_training_tokens_only():
@@ -153,37 +153,40 @@ def test_z_loss_equals_scaled_squared_logsumexp():
 def test_sequence_balance_loss_is_independent_of_micro_batch_split(build_model):
     tokens = torch.randint(0, 53, (4, 16), generator=torch.Generator().manual_seed(0))
 
-    def difference(over):
+    def difference(scope):
         moe = {
             "num_experts": 4,
             "top_k": 2,
             "expert_ffn_size": 24,
-            "balance_loss_scope": over,
+            "balance_loss_scope": scope,
             "balance_loss_coef": 1.0,
         }
         model = build_model(moe=moe)
-        whole = model(tokens)[1]
-        return (whole - sum(model(part)[1] for part in tokens.split([1, 2, 1]))).abs().item() / whole.item()
+        full_batch_loss = model(tokens)[1]
+        sum_of_parts = sum(model(part)[1] for part in tokens.split([1, 2, 1]))
+        return (full_batch_loss - sum_of_parts).abs().item() / full_batch_loss.item()
 
     assert difference("sequence") < 1e-14
     assert difference("micro_batch") > 1e-3
 
 
 def test_expert_capacity_drops_latest_tokens_of_each_sequence():
-    """Each expert keeps its first choices of every sequence, ceil(factor x T k / E) of them; what is dropped adds
-    nothing, and the other choices keep their weights."""
+    """Each expert keeps its first ceil(factor x T k / E) choices of every sequence. Dropped choices add nothing, and
+    the others keep their weights."""
     spec, moe = build_specs(capacity_factor=0.5, top_k=2, num_shared_experts=0)
     layer, x = randomize_parameters(MoE(spec, moe)), random_inputs(3, 16)
-    whole = randomize_parameters(MoE(spec.model_copy(update={"moe": (free := build_specs(top_k=2)[1])}), free))
-    weights, chosen, _ = whole.router(x)
+    unlimited = randomize_parameters(
+        MoE(spec.model_copy(update={"moe": (unlimited_moe := build_specs(top_k=2)[1])}), unlimited_moe)
+    )
+    weights, chosen, _ = unlimited.router(x)
     capacity = 2  # ceil(0.5 x 16 x 2 / 8)
     expected, dropped = torch.zeros_like(x), 0
     for b in range(3):
-        taken = [0] * 8
+        num_choices = [0] * 8
         for t in range(16):
             for weight, e in zip(weights[b, t], chosen[b, t].tolist(), strict=True):
-                taken[e] += 1
-                if taken[e] > capacity:
+                num_choices[e] += 1
+                if num_choices[e] > capacity:
                     dropped += 1
                     continue
                 hidden = F.silu(layer.experts.gate[e] @ x[b, t]) * (layer.experts.up[e] @ x[b, t])
@@ -196,6 +199,6 @@ def test_expert_capacity_drops_latest_tokens_of_each_sequence():
 
 def test_expert_capacity_drops_no_tokens_when_large():
     spec, moe = build_specs(capacity_factor=8.0)
-    layer, free = randomize_parameters(MoE(spec, moe)), randomize_parameters(MoE(*build_specs()))
-    assert torch.equal(layer(random_inputs(2, 16))[0], free(random_inputs(2, 16))[0])
+    layer, unlimited = randomize_parameters(MoE(spec, moe)), randomize_parameters(MoE(*build_specs()))
+    assert torch.equal(layer(random_inputs(2, 16))[0], unlimited(random_inputs(2, 16))[0])
     assert layer.router.dropped == 0

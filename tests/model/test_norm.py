@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU, in chunks of rows, against PyTorch's in fp64."""
+"""RMSNorm on a CPU, in chunks of rows, compared with PyTorch's in fp64."""
 
 import pytest
 import torch

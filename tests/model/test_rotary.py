@@ -42,7 +42,7 @@ def test_rotary_attention_score_depends_only_on_relative_position():
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(at_q, at_k):
-        tables = [rotary_table(RopeSpec(), 32, torch.tensor([[place]]), torch.float64) for place in (at_q, at_k)]
+        tables = [rotary_table(RopeSpec(), 32, torch.tensor([[position]]), torch.float64) for position in (at_q, at_k)]
         return (apply_rotary(q, tables[0]) * apply_rotary(k, tables[1])).sum().item()
 
     assert score(5, 2) == pytest.approx(score(1005, 1002), rel=1e-9)

@@ -17,7 +17,7 @@ def seeded_generator(seed=0):
 
 
 def next_number_model(vocab=10):
-    """A model that is sure of the next number, and its calls."""
+    """Return a model that predicts the next number with certainty, and a list of the shapes of its calls."""
     calls = []
 
     def model(tokens):
@@ -37,8 +37,8 @@ def test_generate_is_greedy_at_temperature_0(build_model):
 
 def test_generate_is_reproducible_per_seed(build_model):
     model = build_model()
-    first, again, other = (generate(model, PROMPT, 20, generator=seeded_generator(seed)) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
+    first, repeated, other = (generate(model, PROMPT, 20, generator=seeded_generator(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, repeated)
     assert not torch.equal(first, other)
 
 
@@ -88,7 +88,7 @@ def test_generate_with_zero3_equals_single_process():
 
 
 def test_generate_draws_only_tokens_that_the_tokenizer_has() -> None:
-    """A model may have more: bytes have 257, and its vocabulary is often a multiple of 64."""
+    """A model may have more: the byte tokenizer has 257 tokens, and vocabularies are often multiples of 64."""
 
     def uniform_model(tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(*tokens_BT.shape, 512), torch.zeros(())

@@ -1,4 +1,4 @@
-"""A mixture of experts that starts from a dense checkpoint: it says what the dense model says."""
+"""Upcycling: a mixture of experts that starts from a dense checkpoint computes what the dense model computes."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def compute_logits(run: RunSpec) -> Tensor:
     ids=str,
 )
 def test_upcycled_moe_equals_dense_model_with_normalized_scores(dense_checkpoint, moe):
-    expected, found = (
+    expected, logits = (
         compute_logits(build_run_from_checkpoint(dense_checkpoint, moe=None)),
         compute_logits(build_run_from_checkpoint(dense_checkpoint, moe={**EXPERTS, **moe})),
     )
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     assert expected.std() > 0.1
     assert (
         compute_logits(
@@ -72,7 +72,8 @@ def test_upcycled_moe_equals_dense_model_with_normalized_scores(dense_checkpoint
 def test_upcycled_moe_scales_mlp_output_by_unnormalized_scores(dense_checkpoint):
     run = build_run_from_checkpoint(dense_checkpoint, moe={**EXPERTS, "normalize_top_k": False})
     layer, mlp = (
-        make_trainer(each).module.blocks[0].mlp for each in (run, build_run_from_checkpoint(dense_checkpoint, moe=None))
+        make_trainer(source_run).module.blocks[0].mlp
+        for source_run in (run, build_run_from_checkpoint(dense_checkpoint, moe=None))
     )
     x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -91,9 +92,9 @@ def test_replicate_mlp_reinitializes_same_hidden_units_in_all_matrices():
     ]
     units = [torch.stack([e != dense for e in stack]) for stack, dense in zip(stacks, (gate, up, down), strict=True)]
     changed = [units[0].all(2), units[1].all(2), units[2].all(1)]
-    for found, any_changed in zip(changed, (units[0].any(2), units[1].any(2), units[2].any(1)), strict=True):
-        assert torch.equal(found, any_changed)
-        assert torch.equal(found, changed[0])
+    for units_of_matrix, any_changed in zip(changed, (units[0].any(2), units[1].any(2), units[2].any(1)), strict=True):
+        assert torch.equal(units_of_matrix, any_changed)
+        assert torch.equal(units_of_matrix, changed[0])
     assert changed[0].sum(1).tolist() == [100] * 3
     assert not torch.equal(changed[0][0], changed[0][1])
     for stack, moved, mean, deviation in ((stacks[0], units[0], 1, 0.5), (stacks[2], units[2], 3, 0.1)):
@@ -113,7 +114,7 @@ def test_replicate_mlp_depends_only_on_seed_layer_and_expert_index():
 
 
 def gather_initial_weights(run: RunSpec) -> dict[str, Tensor]:
-    """What a rank trains at first, put together again."""
+    """Return the full initial weights, gathered from all ranks."""
     strategy = make_trainer(run).strategy
     parts = {
         name: strategy.model_parallel.as_global_dtensor(name, parameter.detach())
@@ -126,34 +127,34 @@ def gather_initial_weights(run: RunSpec) -> dict[str, Tensor]:
     "layout", [{"ep": 2}, {"tp": 2}, {"data_parallel": "zero3"}, {"data_parallel": "zero1"}], ids=str
 )
 def test_upcycled_initial_weights_are_equal_in_every_layout(dense_checkpoint, layout):
-    whole = gather_initial_weights(build_run_from_checkpoint(dense_checkpoint, {"upcycle_reinit_fraction": 0.5}))
+    expected = gather_initial_weights(build_run_from_checkpoint(dense_checkpoint, {"upcycle_reinit_fraction": 0.5}))
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    for found in rank_pool(2).run(
+    for weights in rank_pool(2).run(
         gather_initial_weights, build_run_from_checkpoint(dense_checkpoint, {"upcycle_reinit_fraction": 0.5}, **changes)
     ):
-        assert found.keys() == whole.keys()
-        assert all(torch.equal(found[name], value) for name, value in whole.items())
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_swarm_initial_pieces_equal_upcycled_weights(dense_checkpoint):
-    """Coordinators take it piece by piece; nodes hold some experts apart."""
+    """A coordinator reads the weights by piece; a node stores the experts that it does not train separately."""
     run = build_run_from_checkpoint(
         dense_checkpoint, {"upcycle_reinit_fraction": 0.5}, **{"training.precision": "fp32"}
     )
-    pieces, whole, router = initial_pieces(run), gather_initial_weights(run), "blocks.1.mlp.router.gate.weight"
+    pieces, weights, router = initial_pieces(run), gather_initial_weights(run), "blocks.1.mlp.router.gate.weight"
     for item in model_pieces(run.model):
-        tensor = whole[item.name]
+        tensor = weights[item.name]
         tensor = tensor if item.expert is None else tensor[item.expert]
         rows = slice(None) if item.first_row is None else slice(item.first_row, item.first_row + item.shape[0])
         assert torch.equal(pieces(item), tensor[rows]), item.key
-    assert torch.equal(whole[router], initial_weight(run.model, router, whole[router].shape, run.training.seed))
+    assert torch.equal(weights[router], initial_weight(run.model, router, weights[router].shape, run.training.seed))
     corpus = make_trainer(run).corpus
     node = Trainer(
         run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), trained_experts=TrainedExperts((1, 3))
     )
     experts = node.module.blocks[1].mlp.experts
-    assert torch.equal(experts.down.detach(), whole["blocks.1.mlp.experts.down"][[1, 3]])
-    assert torch.equal(experts.frozen["down"].numbers, whole["blocks.1.mlp.experts.down"][[0, 2]])
+    assert torch.equal(experts.down.detach(), weights["blocks.1.mlp.experts.down"][[1, 3]])
+    assert torch.equal(experts.frozen["down"].numbers, weights["blocks.1.mlp.experts.down"][[0, 2]])
 
 
 def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build_model):

@@ -24,6 +24,6 @@ def test_activation_checkpointing_gradients_are_bitwise_identical(build_model, t
 
     expected = gradients("none")
     for mode in ("norms", "selective", "full", "offload"):
-        found = gradients(mode)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        recomputed = gradients(mode)
+        assert recomputed.keys() == expected.keys()
+        assert all(torch.equal(recomputed[name], gradient) for name, gradient in expected.items())

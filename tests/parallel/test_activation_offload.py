@@ -20,7 +20,7 @@ def gradients(model):
 
 
 def test_micro_batches_in_flight_keep_their_own_inputs(build_model, tokens):
-    """Backward passes in any order, as in pipelines."""
+    """As in pipelines, the order of backward passes differs from that of forward passes."""
 
     def train(mode, order):
         model = build_model(num_layers=3)
@@ -51,11 +51,11 @@ def test_backward_pass_fetches_one_block_ahead_and_frees_host_copies(build_model
     blocks = offloads(model)
     logits, _ = model(tokens)
     stored = [block.newest() for block in blocks]
-    assert all(one.host_copy is not None and one.fetched is None for one in stored)
+    assert all(block_input.host_copy is not None and block_input.fetched is None for block_input in stored)
     states = []
     for block in model.blocks:  # recomputed blocks run again, the last first
         block._checkpoint_wrapped_module.register_forward_pre_hook(
-            lambda *_: states.append([one.host_copy is not None for one in stored])
+            lambda *_: states.append([block_input.host_copy is not None for block_input in stored])
         )
     logits.sum().backward()
     assert states == [[True, False, False], [False, False, False], [False, False, False]]

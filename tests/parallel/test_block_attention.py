@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, and the parts of a ring."""
+"""Attention to a part of the keys, and the blocks that each step of a ring computes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ring_blocks_cover_each_visible_pair_once(ring: tuple[int, int, list[lis
 
 
 def test_first_step_of_ring_is_causal_and_covers_all_queries() -> None:
-    """Later steps merge into what the first has written."""
+    """Later steps merge their results into those of the first."""
     bounds = list(accumulate([1, 5, 1, 1, 8], initial=0))
     for rank in range(4):
         first, *later = find_ring_blocks(rank, 4, 16, bounds).steps

@@ -1,4 +1,4 @@
-"""The loss in place of the logits, against PyTorch's in fp64."""
+"""The loss that overwrites its logits by their gradient, compared with PyTorch's in fp64."""
 
 import pytest
 import torch
@@ -66,21 +66,21 @@ def test_rows_without_counted_target_have_no_gradient_and_no_loss():
 
 
 def loss_of_columns(cases):
-    """The loss and this rank's columns of the gradient, by vocabulary and dtype."""
+    """Return the loss and this rank's columns of the gradient, for each vocabulary and dtype."""
     import torch.distributed as dist
 
     from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 
-    found = []
+    results = []
     for vocab, dtype in cases:
         logits, targets = logits_and_targets(vocab, dtype)
         tp = TensorParallelGroup(dist.group.WORLD, False, vocab, DeferredWeightGrads())
         columns = logits.tensor_split([-(-vocab // 2)], dim=2)[tp.rank].clone().requires_grad_()
         loss = in_place_cross_entropy(columns * 1, targets, IGNORED, tp=tp)
         loss.backward()
-        found.append((loss.item(), columns.grad))
-    return found
+        results.append((loss.item(), columns.grad))
+    return results
 
 
 def test_cross_entropy_of_columns_on_two_ranks_equals_fp64():
@@ -128,9 +128,9 @@ def test_kernels_to_compile_equal_the_others(dtype):
     kernels = Kernels(log_sum_exp_in_one_pass, replace_by_gradient_in_one_pass)
     losses, gradients = [], []
     scale = LossScale(0.5)
-    for each in (EAGER, kernels):
+    for loss_kernels in (EAGER, kernels):
         leaf = logits.clone().requires_grad_()
-        loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=each, scale=scale)
+        loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=loss_kernels, scale=scale)
         scale.run_backward(loss)
         losses.append(loss.detach())
         gradients.append(leaf.grad)

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, and clipping by it. Over ranks both are held to one process by tests/parity."""
+"""The norm of the full gradient, and clipping by it. tests/parity compares them over ranks with one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That a rank's part of the initial weights is that of the whole, and no more of it is drawn than that."""
+"""A rank's part of the initial weights equals that of one process, and the rank draws little more than this part."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_rows_of_initial_weight_are_those_of_the_whole(
 ) -> None:
     monkeypatch.setattr(init, "BLOCK_NUMBERS", block_numbers)
     spec = ModelSpec(**DENSE)
-    whole = initial_weight(spec, "embedding.weight", SHAPE, 7)
+    full = initial_weight(spec, "embedding.weight", SHAPE, 7)
     part = initial_weight(spec, "embedding.weight", SHAPE, 7, rows)
-    assert torch.equal(part[rows.start : rows.stop], whole[rows.start : rows.stop])
-    assert whole.unique().numel() == whole.numel()  # no two blocks are drawn alike
+    assert torch.equal(part[rows.start : rows.stop], full[rows.start : rows.stop])
+    assert full.unique().numel() == full.numel()  # no two blocks are drawn alike
 
 
 def count_numbers_drawn(run_changes: Table, text: Path, folder: Path) -> tuple[int, int]:
-    """How many numbers this rank draws for matrices, and how many it trains."""
+    """Return how many numbers this rank draws for matrices, and how many it trains."""
     numbers = 0
     normal = torch.Tensor.normal_
 
@@ -44,8 +44,8 @@ def count_numbers_drawn(run_changes: Table, text: Path, folder: Path) -> tuple[i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "BLOCK_NUMBERS", 1)
         patch.setattr(torch.Tensor, "normal_", counting)
-        under_way = make_trainer(small_run(text, folder, run_changes))
-    parts = under_way.strategy.trainable_parameters.values()
+        trainer = make_trainer(small_run(text, folder, run_changes))
+    parts = trainer.strategy.trainable_parameters.values()
     trained = sum(getattr(part, "_local_tensor", part).numel() for part in parts if part.ndim > 1)
     return numbers, trained
 
@@ -61,7 +61,7 @@ def count_numbers_drawn(run_changes: Table, text: Path, folder: Path) -> tuple[i
 )
 def test_rank_draws_rows_that_it_trains(changes: Table, text: Path, tmp_path: Path) -> None:
     for drawn, trained in rank_pool(4).run(count_numbers_drawn, changes, text, tmp_path):
-        assert 0 < drawn <= 1.1 * trained  # where parts end inside of rows, both ranks draw the row
+        assert 0 < drawn <= 1.1 * trained  # where a row is split, both ranks draw it
 
 
 def test_resumed_run_draws_no_weights(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

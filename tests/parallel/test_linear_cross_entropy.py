@@ -1,4 +1,4 @@
-"""The loss without all logits in memory, against the loss of logits."""
+"""The chunked loss, which never has all logits in memory, compared with the loss of all logits."""
 
 from typing import Any
 
@@ -71,8 +71,8 @@ def test_chunked_loss_equals_whole_loss_in_fp64(
     expected = whole_loss(x, weight, targets, 3.0)
     scale = LossScale(3.0)
     expected_scale = scale if is_expected else UNSCALED
-    found = chunked_loss(x, weight, targets, scale, expected_scale=expected_scale, kernels=kernels)
-    for result, exact in zip(found, expected, strict=True):
+    results = chunked_loss(x, weight, targets, scale, expected_scale=expected_scale, kernels=kernels)
+    for result, exact in zip(results, expected, strict=True):
         torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
 
 
@@ -82,10 +82,12 @@ def test_chunked_loss_in_bf16_is_as_exact_as_whole_loss(rows: int, monkeypatch: 
     limit_chunks(monkeypatch, rows, VOCAB, itemsize=2)
     x, weight, targets = head_inputs(torch.bfloat16)
     exact = whole_loss(x.double(), weight.double(), targets, 1.0)
-    whole = whole_loss(x, weight, targets, 1.0)
-    for result, other, truth in zip(chunked_loss(x, weight, targets, UNSCALED), whole, exact, strict=True):
+    unchunked = whole_loss(x, weight, targets, 1.0)
+    for result, other, exact_result in zip(chunked_loss(x, weight, targets, UNSCALED), unchunked, exact, strict=True):
         assert result.dtype == other.dtype
-        errors = [float((found.double() - truth).norm() / truth.norm()) for found in (result, other)]
+        errors = [
+            float((computed.double() - exact_result).norm() / exact_result.norm()) for computed in (result, other)
+        ]
         assert errors[0] <= 1.2 * errors[1] + 1e-6
 
 
@@ -96,17 +98,21 @@ def test_autocast_accumulates_matrix_gradient_in_fp32(rows: int, monkeypatch: py
     x, weight, targets = head_inputs(torch.float32)
     half = [tensor.bfloat16() for tensor in (x, weight)]
     exact = whole_loss(*(tensor.double() for tensor in half), targets, 1.0)
-    whole = whole_loss(*half, targets, 1.0)
+    unchunked = whole_loss(*half, targets, 1.0)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
     head = ChunkedLoss(columns=VOCAB, itemsize=2)(targets, IGNORED)
     assert head is not None
     with torch.autocast("cpu", torch.bfloat16):
         loss = head(*leaves)
     UNSCALED.run_backward(loss)
-    for result, other, truth in zip([loss.detach(), *(leaf.grad for leaf in leaves)], whole, exact, strict=True):
+    for result, other, exact_result in zip(
+        [loss.detach(), *(leaf.grad for leaf in leaves)], unchunked, exact, strict=True
+    ):
         assert result is not None
         assert result.dtype == torch.float32
-        errors = [float((found.double() - truth).norm() / truth.norm()) for found in (result, other)]
+        errors = [
+            float((computed.double() - exact_result).norm() / exact_result.norm()) for computed in (result, other)
+        ]
         assert errors[0] <= 1.2 * errors[1] + 1e-6
 
 
@@ -154,13 +160,14 @@ def test_logits_chunk_rows_divides_tokens_evenly(
 
 
 def losses_of_ranks(cases: list[tuple[int, bool]]) -> list[list[Tensor]]:
-    """The loss and this rank's gradients, by rows of a chunk and with or without sequence parallelism."""
+    """Return the loss and this rank's gradients, for each number of rows of a chunk, with and without sequence
+    parallelism."""
     import torch.distributed as dist
 
     from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 
-    found = []
+    results = []
     for rows, sequence in cases:
         x, weight, targets = head_inputs(torch.float64)
         x, targets = x[:, :6], targets[:, :6]
@@ -174,12 +181,12 @@ def losses_of_ranks(cases: list[tuple[int, bool]]) -> list[list[Tensor]]:
         assert head is not None
         loss = head(leaf, local)
         UNSCALED.run_backward(loss)
-        found.append([loss.detach(), leaf.grad, local.grad])
-    return found  # type: ignore[return-value]
+        results.append([loss.detach(), leaf.grad, local.grad])
+    return results  # type: ignore[return-value]
 
 
 def test_chunked_loss_of_columns_on_two_ranks_equals_whole_loss() -> None:
-    """The vocabulary is odd: the second rank has one column less."""
+    """The vocabulary is odd: the second rank has a column less."""
     cases = [(rows, sequence) for rows in (1, 5, 17) for sequence in (False, True)]
     x, weight, targets = head_inputs(torch.float64)
     expected = whole_loss(x[:, :6], weight[: VOCAB - 1], targets[:, :6].clamp(max=VOCAB - 2), 1.0)

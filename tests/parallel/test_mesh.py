@@ -1,4 +1,4 @@
-"""The arithmetic of layouts: the degrees of every axis, and which share of the data a rank reads."""
+"""Degrees of all axes of a layout, the data that each rank reads, and the groups of a mesh."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LAYOUT_CASES: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
 def test_parallel_dims_assign_expected_sizes_and_dp_ranks(
     layout: Any, world_size: int, expected: Any, dp_ranks: list[int]
 ) -> None:
-    made = parallel_dims(Layout(**layout), world_size)
-    assert made == ParallelDims(**dict(zip(ParallelDims.__dataclass_fields__, expected, strict=False)))
-    assert made.world_size == world_size
+    dims = parallel_dims(Layout(**layout), world_size)
+    assert dims == ParallelDims(**dict(zip(ParallelDims.__dataclass_fields__, expected, strict=False)))
+    assert dims.world_size == world_size
     assert [
-        Mesh(dims=made, rank=rank, device_mesh=None, data_dims=made.with_cp_as_data_parallel(Layout())).dp_rank
+        Mesh(dims=dims, rank=rank, device_mesh=None, data_dims=dims.with_cp_as_data_parallel(Layout())).dp_rank
         for rank in range(world_size)
     ] == dp_ranks
-    assert set(dp_ranks) == set(range(made.dp_size))
+    assert set(dp_ranks) == set(range(dims.dp_size))
 
 
 def test_mesh_of_single_rank_has_no_process_groups() -> None:
@@ -55,14 +55,14 @@ def test_mesh_of_single_rank_has_no_process_groups() -> None:
 
 
 def build_groups_by_axis(layout: Layout) -> dict[str, list[int]]:
-    """The ranks with which this one works on what, by the groups that are there."""
+    """Return the ranks of each of this rank's groups."""
     mesh = build_mesh(layout, dist.get_world_size(), "cpu")
     assert mesh.device_mesh is not None
-    made = {"dp": mesh.dp_group, "tp": mesh.tp_group, "same experts": mesh.expert_dp_group}
-    made |= {"pp": mesh.pipeline_groups[0]} if layout.pp > 1 else {}
-    made |= {"cp": mesh.cp_mesh.get_group()} if mesh.cp_mesh else {}
-    made |= {"ep": mesh.ep_mesh["ep"].get_group()} if mesh.ep_mesh else {}
-    return {name: sorted(dist.get_process_group_ranks(group)) for name, group in made.items() if group is not None}
+    groups = {"dp": mesh.dp_group, "tp": mesh.tp_group, "same experts": mesh.expert_dp_group}
+    groups |= {"pp": mesh.pipeline_groups[0]} if layout.pp > 1 else {}
+    groups |= {"cp": mesh.cp_mesh.get_group()} if mesh.cp_mesh else {}
+    groups |= {"ep": mesh.ep_mesh["ep"].get_group()} if mesh.ep_mesh else {}
+    return {name: sorted(dist.get_process_group_ranks(group)) for name, group in groups.items() if group is not None}
 
 
 @pytest.mark.parametrize(
@@ -80,21 +80,23 @@ def build_groups_by_axis(layout: Layout) -> dict[str, list[int]]:
 )
 def test_build_mesh_groups_equal_planned_process_groups(layout: Any) -> None:
     """`phalanx mesh` and the run agree on every group of every axis."""
-    described = Layout(**layout)
-    sizes = parallel_dims(described, 8)
-    for rank, found in enumerate(rank_pool(8).run(build_groups_by_axis, described)):
+    planned = Layout(**layout)
+    sizes = parallel_dims(planned, 8)
+    for rank, groups in enumerate(rank_pool(8).run(build_groups_by_axis, planned)):
 
-        def mine(of_axis: list[tuple[int, ...]], rank: int = rank) -> list[int]:
-            (group,) = [group for group in of_axis if rank in group]
+        def own_group(axis_groups: list[tuple[int, ...]], rank: int = rank) -> list[int]:
+            (group,) = [group for group in axis_groups if rank in group]
             return list(group)
 
-        expected = {axis: mine(process_groups(sizes, axis)) for axis in ("pp", "cp", "tp") if getattr(sizes, axis) > 1}
-        expected["dp"] = mine(process_groups(sizes, "dp_replicate", "dp_shard", "cp"))
-        expected["ep"] = mine(expert_parallel_groups(sizes))
-        place = expected["ep"].index(rank)
-        assert place == sizes.expert_rank(rank)
-        stage = mine(process_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
-        expected["same experts"] = stage[place :: sizes.ep]
-        assert {name: ranks for name, ranks in found.items() if len(ranks) > 1} == {
+        expected = {
+            axis: own_group(process_groups(sizes, axis)) for axis in ("pp", "cp", "tp") if getattr(sizes, axis) > 1
+        }
+        expected["dp"] = own_group(process_groups(sizes, "dp_replicate", "dp_shard", "cp"))
+        expected["ep"] = own_group(expert_parallel_groups(sizes))
+        expert_index = expected["ep"].index(rank)
+        assert expert_index == sizes.expert_rank(rank)
+        stage = own_group(process_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp"))
+        expected["same experts"] = stage[expert_index :: sizes.ep]
+        assert {name: ranks for name, ranks in groups.items() if len(ranks) > 1} == {
             name: ranks for name, ranks in expected.items() if len(ranks) > 1
         }

@@ -1,5 +1,5 @@
-"""The layouts of `make test`: every two choices that go together meet in one of them (a pairwise covering set), where
-pipeline schedules of one kind count as one choice; each schedule is in one of them.
+"""The layouts of `make test`: any two compatible choices are in one of them (a pairwise covering set). Pipeline
+schedules of one kind count as one choice, and each schedule is in one layout.
 
 python -m tests.parity.covering_set      # tries all combinations, and writes covering_set.json in fifteen seconds
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from pathlib import Path
 
-from phalanx.schedule.registry import PUBLISHED
+from phalanx.schedule.published import PUBLISHED
 from phalanx.spec.errors import UserError
 from tests.helpers.covering import covering_subset
 from tests.helpers.small_runs import DENSE, GPT2, MOE, Table, small_run
@@ -20,11 +20,11 @@ from tests.parity.fuzz import is_valid_layout
 FILE = Path(__file__).with_suffix(".json")
 MAX_RANKS = 4
 FIXED_COST = 12
-"""Of a layout, in ranks: few layouts, and few ranks in all."""
+"""Cost of a layout in ranks, so that the set has few layouts as well as few ranks."""
 Choices = Mapping[str, str]
 """The value of each factor."""
 Pair = tuple[tuple[str, str], tuple[str, str]]
-"""Two factors with their values, in the order of FACTORS; of schedules their kinds."""
+"""Two factors with their values, in the order of FACTORS; the value of a schedule is its kind."""
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "data": ("none", "ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"),
@@ -52,18 +52,18 @@ MODELS: dict[str, Table] = {
     "tied": {**DENSE, "tie_embeddings": True},
 }
 DATA_RANKS = {"none": 1, "hsdp": 4, "parameter_server": 3}
-"""Of each strategy, where they are not two; hsdp has two copies only where nothing else is split."""
+"""Data-parallel ranks of strategies that do not have two; hsdp has two replicas only if no other axis is split."""
 
 
 def world_size(choices: Choices) -> int:
-    """The ranks of a layout."""
+    """Return the number of ranks of a layout."""
     split_axes = sum([choices["tp"] != "1", choices["schedule"] != "none", choices["cp"] != "none"])
     data_ranks = DATA_RANKS.get(choices["data"], 2)
     return (2 if choices["data"] == "hsdp" and split_axes else data_ranks) * 2**split_axes
 
 
 def run_changes(choices: Choices) -> Table:
-    """What choices change in a run file."""
+    """Return the changes of a run file for these choices."""
     is_pipeline = choices["schedule"] != "none"
     even, uneven = (4, 5) if choices["data"] == "none" else (8, 7)
     sequences = even if choices["batch"] == "even" else uneven
@@ -93,7 +93,7 @@ def run_changes(choices: Choices) -> Table:
 
 
 def is_valid(choices: Choices, text: Path) -> bool:
-    """Whether Phalanx takes a run with these choices."""
+    """Return whether Phalanx accepts a run with these choices."""
     try:
         run = small_run(text, text.parent, run_changes(choices))
     except UserError:
@@ -102,22 +102,22 @@ def is_valid(choices: Choices, text: Path) -> bool:
 
 
 def pairs(choices: Choices) -> Iterator[Pair]:
-    """Every two choices of one layout."""
+    """Return all pairs of choices of a layout."""
     return combinations({**choices, "schedule": SCHEDULE_KINDS[choices["schedule"]]}.items(), 2)
 
 
 def all_pairs() -> list[Pair]:
-    """Every two values of two factors."""
+    """Return all pairs of values of two factors."""
     return [
-        ((one, value), (other, other_value))
-        for one, other in combinations(PAIRED, 2)
-        for value in PAIRED[one]
+        ((factor, value), (other, other_value))
+        for factor, other in combinations(PAIRED, 2)
+        for value in PAIRED[factor]
         for other_value in PAIRED[other]
     ]
 
 
 def combinations_of_choices() -> Iterator[Choices]:
-    """All of them, on MAX_RANKS at most."""
+    """Yield all combinations that have at most MAX_RANKS ranks."""
     for values in product(*FACTORS.values()):
         choices = dict(zip(FACTORS, values, strict=True))
         if world_size(choices) <= MAX_RANKS:
@@ -128,7 +128,7 @@ def covering_set(valid: list[Choices]) -> list[Choices]:
     """Choose layouts until each pair of a valid one, and each schedule, is in one of them."""
     features = [[*pairs(choices), choices["schedule"]] for choices in valid]
     chosen = covering_subset(features, [FIXED_COST + world_size(choices) for choices in valid])
-    return [valid[place] for place in chosen]
+    return [valid[index] for index in chosen]
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def layout_choices() -> dict[str, tuple[Any, ...]]:
         for name, field in Layout.model_fields.items()
         if field.annotation is bool or get_origin(field.annotation) is Literal
     }
-    return {name: tuple(one for one in each if (name, one) not in UNDRAWN) for name, each in values.items()}
+    return {name: tuple(value for value in choices if (name, value) not in UNDRAWN) for name, choices in values.items()}
 
 
 CHOICES = layout_choices()
@@ -129,7 +129,7 @@ def draw_data_parallelism(dice: random.Random, layout: Table) -> None:
 
 
 def is_valid_layout(world_size: int, run: RunSpec) -> bool:
-    """Whether training takes the layout."""
+    """Return whether training accepts the layout."""
     try:
         check_layout(run, world_size)
     except UserError:
@@ -138,7 +138,7 @@ def is_valid_layout(world_size: int, run: RunSpec) -> bool:
 
 
 def check_values(changes: Table) -> None:
-    """Raise ValueError for a value that its own field does not take: no other values would make it valid."""
+    """Raise ValueError for a value that its own field does not accept: no other values would make it valid."""
     for key, value in changes.items():
         try:
             type_of_field(key).validate_json(json.dumps(value), strict=True)
@@ -160,8 +160,8 @@ def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str
     Raises:
         ValueError: A value that no combination of the others would make valid.
     """
-    dice, found = random.Random(seed), []
-    while len(found) < count:
+    dice, layouts = random.Random(seed), []
+    while len(layouts) < count:
         world_size, model, layers, changes = drawn = draw_layout(dice)
         check_values(changes)
         try:
@@ -169,12 +169,12 @@ def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str
         except UserError:
             continue
         if is_valid_layout(world_size, run):
-            found.append(drawn)
-    return found
+            layouts.append(drawn)
+    return layouts
 
 
 def run_settings(model: str, layers: int, changes: Table) -> Table:
-    """A run's changes with its model."""
+    """Return the changes of a run with its model."""
     return {"model": {**MODELS[model], "num_layers": layers}, "training.steps": STEPS, **changes}
 
 
@@ -182,42 +182,44 @@ def run_settings(model: str, layers: int, changes: Table) -> Table:
 def single_process_trajectory(
     text: Path, model: str, layers: int, changes: tuple[tuple[str, Any], ...]
 ) -> list[tuple[float, float]]:
-    """One process's losses and norms."""
+    """Return one process's losses and norms."""
     return train_and_evaluate(small_run(text, Path(tempfile.mkdtemp()), run_settings(model, layers, dict(changes))))
 
 
 def max_relative_difference(text: Path, world_size: int, model: str, layers: int, changes: Table) -> float:
-    """The largest relative difference of a loss or norm from one process's, over ranks and steps."""
-    kept = {key: value for key, value in changes.items() if not key.startswith("layout.")}
-    expected = single_process_trajectory(text, model, layers, tuple(sorted(kept.items())))
+    """Return the largest relative difference of a loss or norm from one process's, over ranks and steps."""
+    shared = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    expected = single_process_trajectory(text, model, layers, tuple(sorted(shared.items())))
     run = small_run(text, Path(tempfile.mkdtemp()), run_settings(model, layers, changes))
     results = rank_pool(world_size).run(train_and_evaluate, run, timeout=300)
     return max(
-        abs(got - wanted) / abs(wanted)
+        abs(actual - reference) / abs(reference)
         for result in results
-        for step, whole in zip(result, expected, strict=True)
-        for got, wanted in zip(step, whole, strict=True)
+        for step, expected_step in zip(result, expected, strict=True)
+        for actual, reference in zip(step, expected_step, strict=True)
     )
 
 
 def main() -> None:
-    """Draw, run, say."""
+    """Draw layouts, train them, and print the results."""
     parser = argparse.ArgumentParser("tests.parity.fuzz")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    text, wrong = Path(json.__file__).parent, 0
-    for world_size, model, layers, changes in draw_valid_layouts(asked.seed, asked.count, text):
+    arguments = parser.parse_args()
+    text, num_wrong = Path(json.__file__).parent, 0
+    for world_size, model, layers, changes in draw_valid_layouts(arguments.seed, arguments.count, text):
         try:
             worst = max_relative_difference(text, world_size, model, layers, changes)
-            said = f"{worst:.1e}"
+            outcome = f"{worst:.1e}"
         except Exception as error:  # a layout that ends in an error is a finding like any other
-            worst, said = float("inf"), f"{type(error).__name__}: {str(error)[-600:]}"
-        wrong += worst > TOLERANCE
-        shown = " ".join(f"{key.partition('.')[2]}={value}" for key, value in changes.items())
-        print(f"{'ok ' if worst <= TOLERANCE else 'BAD'} {said} x{world_size} {model}-{layers} {shown}", flush=True)
-    print(f"{asked.count - wrong} of {asked.count} layouts of seed {asked.seed} within {TOLERANCE:g}")
-    sys.exit(wrong > 0)
+            worst, outcome = float("inf"), f"{type(error).__name__}: {str(error)[-600:]}"
+        num_wrong += worst > TOLERANCE
+        settings = " ".join(f"{key.partition('.')[2]}={value}" for key, value in changes.items())
+        print(
+            f"{'ok ' if worst <= TOLERANCE else 'BAD'} {outcome} x{world_size} {model}-{layers} {settings}", flush=True
+        )
+    print(f"{arguments.count - num_wrong} of {arguments.count} layouts of seed {arguments.seed} within {TOLERANCE:g}")
+    sys.exit(num_wrong > 0)
 
 
 if __name__ == "__main__":

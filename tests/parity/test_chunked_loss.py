@@ -1,4 +1,4 @@
-"""Layouts whose loss never has all logits in memory, against one process that has them."""
+"""Layouts with a chunked loss, compared with one process that has all logits in memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_chunked_loss_in_bf16_is_close_to_logits_in_memory(
 ) -> None:
     changes = {"model": MODELS["dense"], "training.precision": "bf16", **STEPS}
     run = small_run(documents, tmp_path, changes | {f"layout.{name}": value for name, value in layout.items()})
-    whole, chunked = (rank_pool(2).run(train_in_chunks, run, rows)[0] for rows in (10**6, 7))
-    assert chunked != whole
+    unchunked, chunked = (rank_pool(2).run(train_in_chunks, run, rows)[0] for rows in (10**6, 7))
+    assert chunked != unchunked
     # A single replica is a model in bf16: with tp 2, the gradient norm of the third step differs by 0.7 %.
-    assert chunked == [pytest.approx(step, rel=1e-2) for step in whole]
+    assert chunked == [pytest.approx(step, rel=1e-2) for step in unchunked]

@@ -1,5 +1,5 @@
-"""Layouts in which every two choices that go together meet: each gives one process's losses and gradient norms, and the
-held-out loss of what was trained, in fp64 to 1e-10 relative. `make test-all` has many more (test_layouts.py)."""
+"""Layouts in which any two compatible choices occur together: losses, gradient norms, and the held-out loss after
+training equal those of one process in fp64 to 1e-10 relative. `make test-all` has many more (test_layouts.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FOUR_RANKS: dict[str, Table] = {
     "zero2": {"layout.data_parallel": "zero2"},
     "zero3": {"layout.data_parallel": "zero3", "optimizer.name": "muon"},
 }
-"""Each axis on four ranks: of two, the next one is also the one before."""
+"""Each axis on four ranks: with two, the next rank is also the previous one."""
 WINDOWS: Table = {"sliding_window": 7, "full_attention_layers": [1]}
 SINKS: Table = {"attention_sinks": True}
 ATTENTION_CASES: dict[str, tuple[int, Table, Table]] = {
@@ -61,7 +61,7 @@ ATTENTION_CASES: dict[str, tuple[int, Table, Table]] = {
 }
 """Ranks, model and layout of windows and sinks."""
 SAMPLES = 40
-"""Of layouts with a pair that no valid one should have."""
+"""Number of random layouts for each pair that no valid layout should have."""
 
 
 def layout_id(choices: Mapping[str, str]) -> str:
@@ -88,7 +88,8 @@ def test_axis_of_four_ranks_equals_single_process_training(axis: str, documents:
 
 
 def test_gradients_in_several_groups_are_summed_in_one_order_on_all_ranks(documents: Path, tmp_path: Path) -> None:
-    """With offload each rank has its gradients in an order of its own: six ranks stood in different groups for ever."""
+    """With offload, each rank had its gradients in an order of its own, and six ranks deadlocked in different
+    groups."""
     model = {**MOE, "hidden_size": 30, "num_heads": 6, "num_kv_heads": 3, "head_dim": 16}
     layout = {"tp": 6, "ep": 2, "data_parallel": "zero3", "offload": "cpu"}
     changes = {"model": model, **{f"layout.{field}": value for field, value in layout.items()}}
@@ -99,8 +100,8 @@ def test_gradients_in_several_groups_are_summed_in_one_order_on_all_ranks(docume
 def test_offloaded_state_is_stepped_in_the_same_pieces_on_all_ranks(
     ranks: int, data: str, piece_bytes: int, documents: Path, tmp_path: Path
 ) -> None:
-    """The last of two tensor-parallel ranks has fewer rows of the vocabulary, so that another parameter fitted into a
-    piece of it: the ranks' all-to-alls of Muon did not match."""
+    """The last of two tensor-parallel ranks has fewer rows of the vocabulary, so its pieces had room for another
+    parameter, and the all-to-alls of Muon did not match."""
     changes = {
         "model": {**DENSE, "vocab_size": 263},
         "layout.tp": 2,
@@ -111,8 +112,8 @@ def test_offloaded_state_is_stepped_in_the_same_pieces_on_all_ranks(
         "optimizer.warmup_steps": 1,
     }
     run = small_run(documents, tmp_path, changes)
-    whole, pieces = (rank_pool(ranks).run(train_in_pieces, run, limit) for limit in (2**28, piece_bytes))
-    assert pieces == whole
+    in_one_piece, in_pieces = (rank_pool(ranks).run(train_in_pieces, run, limit) for limit in (2**28, piece_bytes))
+    assert in_pieces == in_one_piece
 
 
 def train_in_pieces(run: RunSpec, piece_bytes: int) -> list[tuple[float, float]]:
@@ -130,8 +131,8 @@ def test_windows_and_sinks_equal_single_process_training(case: str, documents: P
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:
     """Train two steps on `ranks` ranks, and compare each of them with one process."""
     changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
-    alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
-    expected = single_process_trajectory(documents, json.dumps(alone, sort_keys=True))
+    single_process_changes = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    expected = single_process_trajectory(documents, json.dumps(single_process_changes, sort_keys=True))
     run = small_run(documents, folder, changes)
     results = [train_and_evaluate(run)] if ranks == 1 else rank_pool(ranks).run(train_and_evaluate, run)
     for rank, result in enumerate(results):
@@ -139,7 +140,7 @@ def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> N
 
 
 def test_covering_set_has_each_pair_of_valid_layouts(text: Path) -> None:
-    """No valid layout is found with a pair that none of these has."""
+    """Random layouts with a pair that is in no layout of the set must be invalid."""
     covered = {pair for choices in LAYOUTS for pair in pairs(choices)}
     dice = random.Random(0)
     for pair in all_pairs():
@@ -148,6 +149,6 @@ def test_covering_set_has_each_pair_of_valid_layouts(text: Path) -> None:
         for _ in range(SAMPLES):
             choices = {factor: dice.choice(values) for factor, values in FACTORS.items()} | dict(pair)
             if (kind := choices["schedule"]) in PAIRED["schedule"]:
-                choices["schedule"] = dice.choice([name for name, its in SCHEDULE_KINDS.items() if its == kind])
+                choices["schedule"] = dice.choice([name for name, other in SCHEDULE_KINDS.items() if other == kind])
             if world_size(choices) <= MAX_RANKS:
                 assert not is_valid(choices, text), f"{pair} is in no layout: python -m tests.parity.covering_set"

@@ -2,8 +2,8 @@
 
 Scales are powers of two, so a row's numbers are rounded alike whatever its scale, unless they are below e4m3's smallest
 normal number. Where ranks share the dimension that a product sums over (the second products of tensor parallelism), a
-shard's scale may be smaller than the full row's, and such numbers are rounded more finely. All else differs as in bf16:
-by the order of sums."""
+shard's scale may be smaller than the full row's, and such numbers are rounded more finely. Otherwise results
+differ as in bf16, by the order of sums."""
 
 from __future__ import annotations
 

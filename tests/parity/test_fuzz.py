@@ -1,4 +1,4 @@
-"""What random layouts are drawn from: a value that is never drawn is never tested."""
+"""The random layouts contain every value of every choice: a value that is never drawn is never tested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAWS = 500
 
 @pytest.fixture(scope="module")
 def layouts(text: Path) -> list[Layout]:
-    """Layouts that training takes."""
+    """Layouts that training accepts."""
     drawn = fuzz.draw_valid_layouts(SEED, DRAWS, text)
     return [
         small_run(text, text.parent, fuzz.run_settings(model, layers, changes)).layout
@@ -54,7 +54,7 @@ def _micro_batches(world_size: int, changes: Table) -> int:
 
 
 def test_choices_are_all_values_of_type_but_those_with_reason() -> None:
-    """A value that is new in the type is drawn, or has a reason; a value that is gone has none."""
+    """A new value of the type must be drawn or have a reason; a value that was removed has none."""
     for name, drawn in fuzz.CHOICES.items():
         annotation = Layout.model_fields[name].annotation
         values = {False, True} if annotation is bool else set(get_args(annotation))

@@ -1,7 +1,7 @@
-"""The one table of layouts: each must give one process's losses and gradient norms, and the held-out loss of what was
-trained, in fp64 to 1e-10 relative, over 20 steps (`make test-all`). `make test` has those of test_covering_set.py.
+"""The table of layouts: losses, gradient norms, and the held-out loss after training equal those of one process in fp64
+to 1e-10 relative, over 20 steps (`make test-all`). `make test` has those of test_covering_set.py.
 
-A new strategy is proven by adding rows."""
+Rows for a new strategy prove that it is right."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ LAYOUT_CASES = [
 def pipeline_case(
     schedule: str, pp: int, world_size: int, models: tuple[str, ...] = DEEP_MODELS, **choices: Any
 ) -> LayoutCase:
-    """A row of a pipeline whose ranks have micro-batches of one sequence."""
+    """Return a row of a pipeline whose ranks have micro-batches of one sequence."""
     name = "-".join([schedule, f"pp{pp}", *map(str, choices.values())])
     changes = {"layout.pp": pp, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     changes |= {key.replace("__", "."): value for key, value in choices.items()}
@@ -174,7 +174,7 @@ LAYOUT_CASES += [
 def tensor_parallel_case(
     tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any
 ) -> LayoutCase:
-    """A row of tensor parallelism, with micro-batches of two sequences (one in a pipeline)."""
+    """Return a row of tensor parallelism, with micro-batches of two sequences (one in a pipeline)."""
     name = "-".join([f"tp{tp}", *(str(value) for value in choices.values())])
     changes = {key.replace("__", "."): value for key, value in choices.items()}
     pp = changes.get("layout.pp", 1)
@@ -258,7 +258,7 @@ LAYOUT_CASES += [
 def context_parallel_case(
     cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any
 ) -> LayoutCase:
-    """A row of context parallelism, with micro-batches of two sequences (one in a pipeline)."""
+    """Return a row of context parallelism, with micro-batches of two sequences (one in a pipeline)."""
     row = tensor_parallel_case(1, world_size, models, layout__cp=cp, **choices)
     return replace(row, name=row.name.replace("tp1-", "cp"))
 
@@ -291,7 +291,7 @@ LAYOUT_CASES += [
 
 
 def expert_parallel_case(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choices: Any) -> LayoutCase:
-    """A row of expert parallelism, with micro-batches of two sequences (one in a pipeline)."""
+    """Return a row of expert parallelism, with micro-batches of two sequences (one in a pipeline)."""
     row = tensor_parallel_case(1, world_size, models, layout__ep=ep, **choices)
     return replace(row, name=row.name.replace("tp1-", "ep"))
 
@@ -452,7 +452,7 @@ def text(documents: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def step_settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How long every row trains."""
+    """The number of steps that every row trains."""
     return {"training.steps": 20 if request.config.getoption("all") else 5}
 
 
@@ -460,14 +460,15 @@ def step_settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 def single_process_trajectory(
     text: Path, model: str, changes: tuple[tuple[str, Any], ...]
 ) -> list[tuple[float, float]]:
-    """The trajectory of one process."""
+    """Return the trajectory of one process."""
     return train_and_evaluate(
         small_run(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)})
     )
 
 
 def reference_trajectory(text: Path, model: str, changes: dict[str, Any]) -> list[tuple[float, float]]:
-    """The same, of what one process has of a layout's changes: the length, the batch, the optimizer."""
+    """Return the trajectory of one process with those changes of a layout that apply to it: steps, batch and
+    optimizer."""
     return single_process_trajectory(
         text,
         model,
@@ -492,11 +493,11 @@ def test_layout_equals_single_process_training_in_fp64(
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
-# Every two of data, optimizer, ranks and model meet: the models take turns.
+# Any two of data, optimizer, ranks and model occur together: the models alternate.
 OPTIMIZER_CASES = [
-    (data, optimizer, n, ("dense", "moe")[(place + turn + n // 4) % 2])
-    for place, data in enumerate(DATA_PARALLEL_SETTINGS)
-    for turn, optimizer in enumerate(OPTIMIZERS)
+    (data, optimizer, n, ("dense", "moe")[(row + column + n // 4) % 2])
+    for row, data in enumerate(DATA_PARALLEL_SETTINGS)
+    for column, optimizer in enumerate(OPTIMIZERS)
     for n in (2, 4)
     if not (data == "hsdp" and n == 2)
 ]
@@ -559,20 +560,22 @@ def test_layout_loss_in_bf16_is_close_to_single_process(
 def test_split_backward_schedule_equals_1f1b_bitwise_in_bf16(
     sequences: int, offload: str, text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Over micro-batches in fp32, to the last bit, also where all second halves come after the last first half."""
+    """Gradients of micro-batches are summed in fp32. This also holds where all second halves come after the last first
+    half."""
     changes = {"layout.data_parallel": "zero3", "layout.offload": offload, "training.tokens_per_step": sequences * 32}
     changes |= {"model": MODELS["deep-moe"], "training.precision": "bf16", **step_settings}
-    whole, halves = (
+    full, split = (
         small_run(text, tmp_path / schedule, {**changes, **pipeline_case(schedule, 2, 4).changes})
         for schedule in ("1f1b", "zb-h1")
     )
-    assert rank_pool(4).run(train_and_evaluate, halves) == rank_pool(4).run(train_and_evaluate, whole)
+    assert rank_pool(4).run(train_and_evaluate, split) == rank_pool(4).run(train_and_evaluate, full)
 
 
 def test_pipeline_schedule_from_csv_equals_single_process(
     text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A searched order, written as CSV and trained with; of one that cannot run the first violation is said."""
+    """The order comes from a search and is written as CSV. The error for an order that cannot run names the first
+    violation."""
     file = tmp_path / "searched.csv"
     times = ActionTimes(forward=2, input_grad=3, weight_grad=2, transfer=1)
     file.write_text(to_csv(search_schedule(2, 8, times, Fraction(2), moves=200)))
@@ -592,7 +595,6 @@ def test_pipeline_schedule_from_csv_equals_single_process(
 def test_parity_comparison_detects_learning_rate_change_of_one_millionth(
     text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A learning rate off by a millionth is seen."""
     changed = train_and_evaluate(
         small_run(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6), **step_settings})
     )

@@ -74,10 +74,10 @@ def test_own_parts_equal_one_process_under_data_parallelism(
 ) -> None:
     changes = {**NETWORK, **PARTS["loss"], **PARTS["library optimizer"], **PARTS["map dataset"]}
     find_examples()
-    one = train_with_restart(own_run(documents, tmp_path / "one", changes), STEPS)
+    single_process = train_with_restart(own_run(documents, tmp_path / "one", changes), STEPS)
     run = own_run(documents, tmp_path / "two", {**changes, "layout": layout})
     create_run(run, 2, resume=False)
     for several in rank_pool(2).run(train_with_restart, run, 3):
-        for (loss, norm), (expected_loss, expected_norm) in zip(several, one, strict=True):
+        for (loss, norm), (expected_loss, expected_norm) in zip(several, single_process, strict=True):
             assert loss == pytest.approx(expected_loss, abs=1e-9)
             assert norm == pytest.approx(expected_norm, abs=1e-9)

@@ -72,6 +72,12 @@ def _prepend_binary_bytes(run: Path) -> None:
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n" + (run / "metrics.jsonl").read_bytes())
 
 
+def _set_unknown_device(run: Path) -> None:
+    for file in (run / "trace").glob("*.jsonl"):
+        header, _, steps = file.read_text().partition("\n")
+        file.write_text(json.dumps({**json.loads(header), "device": "abacus"}) + "\n" + steps)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "one step is done": (_keep_first_step_only, "too few steps were recorded"),
     "no step is done": (_remove_all_steps, "no step has been written yet"),
@@ -93,6 +99,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no header"),
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
     "another format": (_set_other_trace_format, f"has format 0; this version reads {FORMAT}"),
+    "an unknown device": (_set_unknown_device, "the recorded machine is not valid"),
     "an unknown field": (_add_unknown_field, "run.toml is not valid in this version"),
     "run.toml is cut": (
         lambda run: (run / "run.toml").write_text('name = "cu'),

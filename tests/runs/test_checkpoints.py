@@ -32,18 +32,18 @@ def test_find_damage_detects_flipped_bit_in_checkpoint_files(
     shutil.copytree(saved_checkpoints, tmp_path / "copy")
     newest = tmp_path / "copy" / "step-00000004"
     (file,) = [path for path in newest.iterdir() if path.name.startswith(kind)]
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     generator = random.Random(kind)
-    places = range(len(whole) * 8) if kind == "SHA256SUMS" else [generator.randrange(len(whole) * 8) for _ in range(40)]
-    for place in places:
-        flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
+    bits = range(len(intact) * 8) if kind == "SHA256SUMS" else [generator.randrange(len(intact) * 8) for _ in range(40)]
+    for bit in bits:
+        flipped = bytearray(intact)
+        flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(bytes(flipped))
-        assert find_damage(newest) is not None, f"bit {place} of {file.name}"
+        assert find_damage(newest) is not None, f"bit {bit} of {file.name}"
     checkpoint, damaged = latest_valid(tmp_path / "copy")
     assert checkpoint == tmp_path / "copy" / "step-00000002"
     assert list(damaged) == ["step-00000004"]
-    file.write_bytes(whole)
+    file.write_bytes(intact)
     assert find_damage(newest) is None
 
 

@@ -1,4 +1,4 @@
-"""What happened to a run between its steps."""
+"""Events of a run between its steps: starts, failures, rollbacks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EVENT_FIELDS = {"ranks": 2, "rank": 0, "step": 0, "after": 0, "to": 0, "reason":
 
 
 def test_active_seconds_until_excludes_time_between_finish_and_restart() -> None:
-    """Ten seconds of training, five of starting again, twenty of training; the night between does not count."""
+    """The run trains for ten seconds, restarts for five, and trains for twenty; the night after that does not count."""
     times = [(0.0, STARTED), (10.0, FAILED), (15.0, STARTED), (35.0, FINISHED), (9035.0, STARTED), (9040.0, FAILED)]
-    events = [{"time": time, "kind": what} for time, what in times]
+    events = [{"time": time, "kind": kind} for time, kind in times]
     assert active_seconds_until(events, STARTED) == 35
     assert active_seconds_until(events, FAILED) == 40
     assert active_seconds_until(events[:1], STARTED) == 0
@@ -36,21 +36,22 @@ def test_active_seconds_until_excludes_time_between_finish_and_restart() -> None
 
 
 def test_active_seconds_until_excludes_time_without_launcher() -> None:
-    """A launcher gave up on Friday, another was killed on Monday, and both runs were started again by hand."""
+    """A launcher gave up on Friday, another one was killed on Monday, and both runs were started again by hand."""
 
-    def began(time: float, launcher: int, alive_until: float | None = None) -> dict[str, Any]:
-        found = {"kind": STARTED, "time": time, "host": "a", "launcher": launcher}
-        return found if alive_until is None else {**found, "alive_until": alive_until}
+    def make_start(time: float, launcher: int, alive_until: float | None = None) -> dict[str, Any]:
+        event = {"kind": STARTED, "time": time, "host": "a", "launcher": launcher}
+        return event if alive_until is None else {**event, "alive_until": alive_until}
 
     failed = {"kind": FAILED, "time": 100.0}
-    assert active_seconds_until([began(0, 1), failed, began(103, 1, 99)], STARTED) == 103  # the same one starts again
-    assert active_seconds_until([began(0, 1), failed, began(9000, 2, 99)], STARTED) == 100
-    assert active_seconds_until([began(0, 1), began(9000, 2, 150)], STARTED) == 150  # killed without a word
-    assert active_seconds_until([began(0, 1), began(9000, 2, -5)], STARTED) == 0
+    same_launcher = [make_start(0, 1), failed, make_start(103, 1, 99)]
+    assert active_seconds_until(same_launcher, STARTED) == 103
+    assert active_seconds_until([make_start(0, 1), failed, make_start(9000, 2, 99)], STARTED) == 100
+    assert active_seconds_until([make_start(0, 1), make_start(9000, 2, 150)], STARTED) == 150  # killed without a record
+    assert active_seconds_until([make_start(0, 1), make_start(9000, 2, -5)], STARTED) == 0
 
 
 def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
-    """As a full disk leaves it."""
+    """A full disk leaves half a line."""
     append_event(tmp_path, STARTED, ranks=2, step=0)
     append_event(tmp_path, FAILED, rank=1, step=7, reason="was killed")
     with (tmp_path / EVENTS_FILE).open("a") as file:
@@ -70,8 +71,8 @@ def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
         ([STARTED], 0),
         ([STARTED, FAILED], 1),
         ([STARTED, FAILED, STARTED], 1),
-        ([STARTED, STARTED], 1),  # a node was killed, and nobody was left to say so
-        ([STARTED, FAILED, FAILED, STARTED], 2),  # ranks were killed before they had begun anew
+        ([STARTED, STARTED], 1),  # a node was killed, and no process was left to record it
+        ([STARTED, FAILED, FAILED, STARTED], 2),  # ranks were killed again before they had started
         ([STARTED, FINISHED, STARTED], 0),
         ([STARTED, ROLLED_BACK, STARTED], 0),
         ([FAILED], 1),
@@ -82,8 +83,8 @@ def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
 )
 def test_failure_count_and_uptime_counts_each_failure_once(event_kinds: list[str], count: int, tmp_path: Path) -> None:
     counts = [0]
-    for what in event_kinds:
-        append_event(tmp_path, what, **EVENT_FIELDS)
+    for kind in event_kinds:
+        append_event(tmp_path, kind, **EVENT_FIELDS)
         counts.append(failure_count_and_uptime(tmp_path)[0])
     assert counts[-1] == count
     assert counts == sorted(counts)
@@ -109,7 +110,7 @@ def test_append_event_ignores_write_errors(tmp_path: Path) -> None:
 
 
 def test_read_events_skips_damaged_lines(tmp_path: Path) -> None:
-    """Of whatever kind: nobody who reads them is to fail by them."""
+    """Readers must not fail, whatever a line contains."""
     append_event(tmp_path, STARTED, ranks=2, step=0)
     with (tmp_path / EVENTS_FILE).open("ab") as file:
         file.write(b'\xff\xfe\n1\n[]\n{"kind": "started", "time": 2.0}\n{"kind": []}\n{"kind": "failed"}\n')

@@ -1,4 +1,4 @@
-"""Files of hang dumps and failures: damaged ones, and those of ranks that are removed."""
+"""Files of hang dumps and failures: damaged files, and those of ranks that were removed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.helpers.hang_dumps import BUSY, make_dump
 
 def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
     sizes = ParallelDims(dp_shard=2)
-    told = make_dump(1, sizes, [], BUSY)
-    write_dump(tmp_path, told)
+    dump = make_dump(1, sizes, [], BUSY)
+    write_dump(tmp_path, dump)
     (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
     (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
     (tmp_path / "hangs" / "rank-00003.json").write_text('{"format": 1, "rank": 3}')
-    assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
+    assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(dump))}
 
 
 def test_remove_dumps_deletes_dumps_and_keeps_failures_apart(tmp_path: Any) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction as Frac
+from typing import get_args
 
 import pytest
 
-from phalanx.schedule.published import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from phalanx.schedule.published import PUBLISHED, dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import ScheduleName
 
 
 def equal_times(time: Frac) -> ActionTimes:
@@ -33,6 +35,10 @@ def bubble_size(schedule: Schedule, times: ActionTimes) -> Frac:
 
 def format_rank_order(schedule: Schedule, rank: int) -> str:
     return " ".join(f"{action.kind}{action.micro}" for action in schedule.actions(rank))
+
+
+def test_each_schedule_name_of_a_run_file_has_a_rule() -> None:
+    assert tuple(PUBLISHED) == get_args(ScheduleName)
 
 
 @pytest.mark.parametrize("p", [4, 8])

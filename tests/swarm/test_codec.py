@@ -1,5 +1,5 @@
-"""Tensors as bytes and back: sizes to the byte, errors within the codec's step, nothing but a tensor decoded as
-one."""
+"""Tensors encoded as bytes and decoded: exact sizes, errors within a quantization step, and rejection of other
+bytes."""
 
 import pytest
 import torch
@@ -42,15 +42,14 @@ def test_bf16_codec_equals_torch_bfloat16_rounding():
 @settings(deadline=None)
 def test_int_codec_error_is_at_most_half_a_quantization_step(numbers, codec):
     tensor = torch.tensor(numbers)
-    found = decode(encode(tensor, codec), tensor.shape, codec)
-    for block, coded in zip(tensor.split(CODEC_BLOCK_SIZE), found.split(CODEC_BLOCK_SIZE), strict=True):
+    decoded = decode(encode(tensor, codec), tensor.shape, codec)
+    for block, decoded_block in zip(tensor.split(CODEC_BLOCK_SIZE), decoded.split(CODEC_BLOCK_SIZE), strict=True):
         step = block.abs().max().double() / MAX_CODE[codec]
-        assert float((block.double() - coded.double()).abs().max()) <= float(step) * 0.5001 + 1e-38
+        assert float((block.double() - decoded_block.double()).abs().max()) <= float(step) * 0.5001 + 1e-38
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_int_codec_is_idempotent_and_preserves_block_maximum_and_zero(codec):
-    """A block's largest number is, and so is zero; coding again what was coded changes nothing."""
     tensor = random_tensor(4, CODEC_BLOCK_SIZE)
     once = decode(encode(tensor, codec), tensor.shape, codec)
     torch.testing.assert_close(once.abs().amax(1), tensor.abs().amax(1), rtol=1e-6, atol=0)
@@ -65,7 +64,7 @@ def test_int4_codec_round_trips_all_integer_levels():
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_codec_preserves_nonfinite_values(codec):
-    """Who receives it can refuse it: it does not turn into an innocent number."""
+    """The receiver must be able to reject such values."""
     for bad in (float("nan"), float("inf")):
         tensor = random_tensor(600)
         tensor[300] = bad
@@ -82,11 +81,15 @@ def test_decode_rejects_bytes_of_wrong_length(codec, change):
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_codec_error_feedback_reduces_accumulated_error(codec):
-    """What was coded of a steady change adds up to it; without feedback a codec of few bits leaves some of it out."""
-    change, kept, told, without = random_tensor(1024), torch.zeros(1024), torch.zeros(1024), torch.zeros(1024)
+    """With feedback, the sum of the encoded changes follows a steady change; without it, a codec of few bits loses a
+    part."""
+    change = random_tensor(1024)
+    feedback, with_feedback, without_feedback = torch.zeros(3, 1024)
     for _ in range(50):
-        sent = decode(encode(change + kept, codec), (1024,), codec)
-        kept, told = change + kept - sent, told + sent
-        without += decode(encode(change, codec), (1024,), codec)
-    error, other = ((each / 50 - change).norm() / change.norm() for each in (told, without))
-    assert error < other / 5
+        sent = decode(encode(change + feedback, codec), (1024,), codec)
+        feedback, with_feedback = change + feedback - sent, with_feedback + sent
+        without_feedback += decode(encode(change, codec), (1024,), codec)
+    error, error_without_feedback = (
+        (total / 50 - change).norm() / change.norm() for total in (with_feedback, without_feedback)
+    )
+    assert error < error_without_feedback / 5

@@ -1,4 +1,5 @@
-"""Who trains which experts: all are trained, by as many as asked, in proportion to capacity, and few change hands."""
+"""Assignment of experts to nodes: each expert has as many owners as requested, in proportion to capacity, and few
+experts change owners."""
 
 from collections import Counter
 
@@ -19,11 +20,11 @@ capacities = st.dictionaries(
 
 
 def experts_per_node(owners: Owners) -> Counter[str]:
-    return Counter(node for of in owners for node in of)
+    return Counter(node for node_names in owners for node in node_names)
 
 
 def test_assign_experts_gives_equal_nodes_contiguous_ranges():
-    """As in SPES's code: node p has the experts from p m on."""
+    """As in SPES's code, node p of nodes with m experts each has those from p m on."""
     owners = assign_experts(8, dict.fromkeys("abcd", 1.0))
     assert [experts_of(owners, node) for node in "abcd"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
@@ -36,19 +37,19 @@ def test_assign_experts_gives_each_expert_two_owners_with_replication_2():
 def test_proportional_shares_follow_node_capacity():
     assert proportional_shares(16, 16, {"small": 8, "large": 24}) == {"small": 4, "large": 12}
     assert proportional_shares(8, 8, {"a": 1, "b": 1, "c": 1}) == {"a": 3, "b": 3, "c": 2}
-    assert proportional_shares(16, 8, {"a": 1, "b": 100}) == {"a": 8, "b": 8}  # nobody has an expert twice
+    assert proportional_shares(16, 8, {"a": 1, "b": 100}) == {"a": 8, "b": 8}  # a node has an expert only once
 
 
 @given(nodes=capacities, share=st.floats(0, 1), max_share=st.integers(1, 40))
 def test_proportional_shares_respect_capacity_and_sum_to_total(nodes, share, max_share):
-    """All places are given out; nobody gets more than its capacity, nor one more than its part."""
+    """No node gets more than its capacity, or differs from its exact proportion by one or more."""
     room = int(sum(nodes.values()))
     places = int(share * min(room, max_share * len(nodes)))
-    found = proportional_shares(places, max_share, nodes)
-    assert sum(found.values()) == places
-    assert all(0 <= count <= max_share for count in found.values())
+    shares = proportional_shares(places, max_share, nodes)
+    assert sum(shares.values()) == places
+    assert all(0 <= count <= max_share for count in shares.values())
     if max(nodes.values()) <= max_share:
-        for node, count in found.items():
+        for node, count in shares.items():
             assert count <= nodes[node]
             assert abs(count - places * nodes[node] / room) < 1
 
@@ -57,31 +58,31 @@ def test_proportional_shares_respect_capacity_and_sum_to_total(nodes, share, max
 def test_proportional_shares_stay_within_capacity_with_one_large_node(capacities):
     nodes = {str(number): float(capacity) for number, capacity in enumerate(capacities)}
     places = {5: 7, 6: 8, 9: 16}[len(nodes)]
-    found = proportional_shares(places, places, nodes)
-    assert sum(found.values()) == places
-    assert all(found[node] <= nodes[node] for node in nodes)
+    shares = proportional_shares(places, places, nodes)
+    assert sum(shares.values()) == places
+    assert all(shares[node] <= nodes[node] for node in nodes)
 
 
 @given(experts=st.integers(1, 40), nodes=capacities, replication=st.integers(1, 4))
 def test_assign_experts_gives_every_expert_distinct_owners(experts, nodes, replication):
     owners = assign_experts(experts, nodes, replication)
     copies = min(replication, len(nodes))
-    assert [len(set(of)) for of in owners] == [copies] * experts
+    assert [len(set(names)) for names in owners] == [copies] * experts
     assert experts_per_node(owners) == Counter(proportional_shares(experts * copies, experts, nodes))
 
 
 @given(experts=st.integers(1, 24), nodes=capacities, later=capacities, replication=st.integers(1, 3))
 def test_assign_experts_moves_minimum_number_of_experts_on_reassignment(experts, nodes, later, replication):
-    """Of a node no more are taken than its share has shrunk by, unless an expert has fewer owners now."""
+    """A node loses only as many experts as its share has shrunk by, unless experts have fewer owners than before."""
     before = assign_experts(experts, nodes, replication)
     after = assign_experts(experts, later, replication, before)
     copies = min(replication, len(later))
-    assert [len(set(of)) for of in after] == [copies] * experts
+    assert [len(set(names)) for names in after] == [copies] * experts
     assert experts_per_node(after) == Counter(proportional_shares(experts * copies, experts, later))
     if replication == 1:
         kept = sum(set(a) == set(b) for a, b in zip(before, after, strict=True))
-        had, has = experts_per_node(before), experts_per_node(after)
-        assert kept == sum(min(had[node], has[node]) for node in later)
+        counts_before, counts_after = experts_per_node(before), experts_per_node(after)
+        assert kept == sum(min(counts_before[node], counts_after[node]) for node in later)
 
 
 def test_assign_experts_is_unchanged_when_nodes_are_unchanged():
@@ -100,7 +101,7 @@ def test_assign_experts_moves_experts_of_lost_node_to_remaining_nodes():
 def test_rotate_owners_brings_every_expert_to_every_node():
     owners, seen = assign_experts(4, dict.fromkeys("abcd", 1.0)), set()
     for _ in range(4):
-        seen |= {(expert, node) for expert, of in enumerate(owners) for node in of}
+        seen |= {(expert, node) for expert, names in enumerate(owners) for node in names}
         owners = rotate_owners(owners, "abcd")
     assert len(seen) == 16
     assert owners == assign_experts(4, dict.fromkeys("abcd", 1.0))
@@ -112,7 +113,7 @@ def test_assign_experts_gives_all_experts_to_single_node(experts):
 
 
 def test_max_trained_experts_doubles_when_two_ranks_shard_experts():
-    """Each has half of an expert, but all other parameters."""
+    """Each rank has half of an expert, and all other parameters."""
     swarm = SwarmSpec(method="spes", nodes=2)
     for own in (1, 2, 4):
         memory = state_bytes(node_share(TINY_MOE, "spes", own), swarm.frozen_expert_codec)

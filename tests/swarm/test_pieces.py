@@ -1,4 +1,4 @@
-"""The pieces of a model: every number once, and what each node tells of them."""
+"""Pieces of a model: they cover each number once, and each node sends those that it trains."""
 
 from math import prod
 
@@ -34,12 +34,12 @@ def test_model_pieces_split_large_tensors_by_rows(tmp_path):
     model = TINY_MOE.replace(vocab_size=10_000)
     parts = [item for item in model_pieces(model) if item.name == "embedding.weight"]
     assert [(item.first_row, item.shape) for item in parts] == [(0, (4096, 64)), (4096, (4096, 64)), (8192, (1808, 64))]
-    whole = torch.randn(10_000, 64)
+    embedding = torch.randn(10_000, 64)
     with TensorFile.create(tmp_path / "x", {"embedding.weight": (10_000, 64)}) as file:
         for item in parts:
-            file.write(item, whole[item.first_row : item.first_row + len(torch.empty(item.shape))])
-        assert torch.equal(file.read_tensor("embedding.weight"), whole)
-        assert torch.equal(file.read(parts[2]), whole[8192:])
+            file.write(item, embedding[item.first_row : item.first_row + len(torch.empty(item.shape))])
+        assert torch.equal(file.read_tensor("embedding.weight"), embedding)
+        assert torch.equal(file.read(parts[2]), embedding[8192:])
     drawn = initial_pieces(run_from_table({"model": model.model_dump(mode="json"), "training": {"seq_len": 64}}))
     assert drawn(parts[2]).shape == (1808, 64)
 
@@ -48,17 +48,17 @@ def test_model_pieces_split_large_tensors_by_rows(tmp_path):
 def test_fragment_pieces_partition_the_model(fragments):
     parts = [fragment_pieces(TINY_MOE, fragment, fragments) for fragment in range(fragments)]
     assert sorted(item.key for part in parts for item in part) == sorted(item.key for item in model_pieces(TINY_MOE))
-    embedding = [place for place, part in enumerate(parts) if any(item.name.startswith("embedding") for item in part)]
-    assert embedding == [0]
+    fragments_with_embedding = [
+        index for index, part in enumerate(parts) if any(item.name.startswith("embedding") for item in part)
+    ]
+    assert fragments_with_embedding == [0]
 
 
 def test_pieces_sent_by_node_equal_its_trained_parameters():
     owners = assign_experts(8, dict.fromkeys("abcd", 1.0))
-    told = [pieces_sent_by(model_pieces(TINY_MOE), owners, node) for node in "abcd"]
-    assert all(
-        sum(item.num_elements for item in of_node) == node_share(TINY_MOE, "spes", 2).trained for of_node in told
-    )
-    alone = [{item.key for item in of_node if item.expert is not None} for of_node in told]
-    assert not set.intersection(*alone)
-    assert len(set.union(*alone)) == sum(item.expert is not None for item in model_pieces(TINY_MOE))
+    sent = [pieces_sent_by(model_pieces(TINY_MOE), owners, node) for node in "abcd"]
+    assert all(sum(item.num_elements for item in pieces) == node_share(TINY_MOE, "spes", 2).trained for pieces in sent)
+    expert_keys = [{item.key for item in pieces if item.expert is not None} for pieces in sent]
+    assert not set.intersection(*expert_keys)
+    assert len(set.union(*expert_keys)) == sum(item.expert is not None for item in model_pieces(TINY_MOE))
     assert pieces_sent_by(model_pieces(TINY_MOE), None, "a") == model_pieces(TINY_MOE)

@@ -39,12 +39,12 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_run_rounds_continues_after_any_error_and_reports_it() -> None:
     errors = [OSError(24, "Too many open files"), TensorFileError("begin is truncated"), KeyError("x"), MemoryError()]
-    said: list[str] = []
-    run_rounds(FailingCoordinator([*errors]), threading.Event(), said.append)
-    assert [line for line in said if "cannot be opened or closed" in line] == [
+    messages: list[str] = []
+    run_rounds(FailingCoordinator([*errors]), threading.Event(), messages.append)
+    assert [line for line in messages if "cannot be opened or closed" in line] == [
         f"a round cannot be opened or closed: {error!r}" for error in errors
     ]
-    assert said[-1] == "the problem is solved"
+    assert messages[-1] == "the problem is solved"
 
 
 def test_run_rounds_continues_when_nobody_reads_its_output() -> None:

@@ -1,4 +1,4 @@
-"""Files of tensors, piece by piece: what safetensors writes is read, and the other way round."""
+"""Files of tensors, by piece: they read what safetensors writes, and safetensors reads them."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ def test_tensor_file_written_by_piece_is_readable_by_safetensors(tmp_path):
     with TensorFile.create(path, {STACK: (3, 2, 2), "norm.weight": (5,)}) as file:
         file.write(ModelPiece(STACK, (2, 2), 1), torch.full((2, 2), 7.0))
         file.write(ModelPiece("norm.weight", (5,)), vector)
-    found = load_file(path)
-    assert torch.equal(found["norm.weight"], vector)
-    assert found[STACK].sum((1, 2)).tolist() == [0, 28, 0]
+    tensors = load_file(path)
+    assert torch.equal(tensors["norm.weight"], vector)
+    assert tensors[STACK].sum((1, 2)).tolist() == [0, 28, 0]
     with TensorFile(path) as file:
         assert file.read(ModelPiece(STACK, (2, 2), 1)).sum() == 28
 

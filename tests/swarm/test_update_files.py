@@ -1,5 +1,5 @@
-"""Error feedback: updates of few bits follow the true change, however many rounds it is; only what the last coding
-left out is missing."""
+"""Error feedback: quantized updates follow the true change over any number of rounds, up to the error of the last
+encoding."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def zero(item: ModelPiece) -> Tensor:
 @QUANTIZED_CODECS
 @pytest.mark.parametrize("steady", [True, False])
 def test_encode_piece_error_feedback_tracks_accumulated_changes(codec, steady):
-    """It continues from the common weights, and learns from there: as much in every round, or something else."""
-    base, learned, without = zero(PIECE), zero(PIECE), zero(PIECE)
+    """A node continues from the common weights in each round, and changes them by the same amount or by another one."""
+    base, learned, without_feedback = zero(PIECE), zero(PIECE), zero(PIECE)
     feedback: Feedback = {}
     for number in range(ROUNDS):
         change = random_piece(0 if steady else number)
-        now, before = base + change, base
-        data = encode_piece(PIECE, codec, lambda _, now=now: now, lambda _, before=before: before, feedback)
-        base = decode_piece(PIECE, data, codec, lambda _, before=before: before)
+        local, common = base + change, base
+        data = encode_piece(PIECE, codec, lambda _, local=local: local, lambda _, common=common: common, feedback)
+        base = decode_piece(PIECE, data, codec, lambda _, common=common: common)
         learned += change
-        without += decode(encode(change, codec), PIECE.shape, codec)
-        room = quantization_error_bound(data, PIECE, codec) + 1e-5
-        assert ((base - learned).abs() <= room).all()
+        without_feedback += decode(encode(change, codec), PIECE.shape, codec)
+        bound = quantization_error_bound(data, PIECE, codec) + 1e-5
+        assert ((base - learned).abs() <= bound).all()
         assert torch.allclose(base + feedback[PIECE.key], learned, atol=1e-4)
-    assert ((without - learned).abs() > room).any()  # there was something to be told later
+    assert ((without_feedback - learned).abs() > bound).any()  # without feedback, the error exceeds the bound
 
 
 def test_encode_piece_fp32_round_trips_exactly_without_error_feedback():
@@ -66,36 +66,36 @@ class BroadcastState:
 
     def _fresh(self) -> ModelState:
         shapes = {PIECE.name: PIECE.shape}
-        base, left = (TensorFile.create(self.folder / f"{kind}-{self.number}", shapes) for kind in ("base", "left"))
-        return ModelState(base=base, error_feedback=left)
+        base, feedback = (TensorFile.create(self.folder / f"{kind}-{self.number}", shapes) for kind in ("base", "left"))
+        return ModelState(base=base, error_feedback=feedback)
 
     @property
     def base(self) -> Tensor:
         return self.state.base.read(PIECE)
 
     def apply_round(self, change: Tensor | None) -> bytearray:
-        """Run a round to this point, or with other pieces, and return the updates that nodes receive."""
+        """Run a round that changes this piece, or with None only others; return the update that nodes receive."""
         self.number += 1
-        new, stands = self._fresh(), {} if change is None else {PIECE.key: ""}
+        new, piece_senders = self._fresh(), {} if change is None else {PIECE.key: ""}
         new.base.write(PIECE, self.base if change is None else self.base + change)
-        shapes = {key: (encoded_bytes(PIECE.num_elements, self.codec),) for key in stands}
+        shapes = {key: (encoded_bytes(PIECE.num_elements, self.codec),) for key in piece_senders}
         with TensorFile.create(self.folder / "down", shapes, "U8") as down:
-            encode_broadcast([PIECE], [], stands, self.codec, self.state, new, down)
+            encode_broadcast([PIECE], [], piece_senders, self.codec, self.state, new, down)
             self.state = new
-            return down.raw(PIECE.key) if stands else bytearray()
+            return down.raw(PIECE.key) if piece_senders else bytearray()
 
 
 @QUANTIZED_CODECS
 @pytest.mark.parametrize("every", [1, 3])
 def test_encode_broadcast_error_feedback_syncs_nodes_with_coordinator(tmp_path, codec, every):
-    """Rounds that are not of a piece forget nothing of it."""
-    model, due, nodes_have = BroadcastState(tmp_path, codec), zero(PIECE), zero(PIECE)
+    """Rounds of other pieces keep the feedback."""
+    model, expected, received = BroadcastState(tmp_path, codec), zero(PIECE), zero(PIECE)
     for number in range(ROUNDS):
         if number % every:
             model.apply_round(None)
             continue
         data = model.apply_round(random_piece(0))
-        due += random_piece(0)
-        nodes_have += decode(data, PIECE.shape, codec)
-        assert torch.equal(model.base, nodes_have)
-        assert ((model.base - due).abs() <= quantization_error_bound(data, PIECE, codec) + 1e-5).all()
+        expected += random_piece(0)
+        received += decode(data, PIECE.shape, codec)
+        assert torch.equal(model.base, received)
+        assert ((model.base - expected).abs() <= quantization_error_bound(data, PIECE, codec) + 1e-5).all()

@@ -58,11 +58,11 @@ def connect_and_hang(port):
 
 
 def sharded_product(seed):
-    """A new mesh, DTensors and a new group at every call."""
+    """Build a mesh, DTensors and a group, which the pool must discard."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    whole = torch.arange(16.0).reshape(4, 4) + seed
-    sharded = distribute_tensor(whole, mesh["tp"], [Shard(0)])
-    assert torch.equal((sharded @ sharded).full_tensor(), whole @ whole)
+    full = torch.arange(16.0).reshape(4, 4) + seed
+    sharded = distribute_tensor(full, mesh["tp"], [Shard(0)])
+    assert torch.equal((sharded @ sharded).full_tensor(), full @ full)
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, dist.get_world_size() - 1]))
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -144,13 +144,14 @@ def test_rank_pool_rejects_function_that_is_not_importable():
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
 def test_rank_pool_processes_exit_when_parent_is_signaled(signal_number):
     imports = f"import signal; from phalanx.testing import rank_pool; from {__name__} import connect_and_hang"
-    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # which a shell's background job is deaf to
+    # Background jobs of a shell ignore SIGINT.
+    install_handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"
     with socket.create_server(("127.0.0.1", 0)) as server:
         parent = subprocess.Popen(
             [
                 sys.executable,
                 "-c",
-                f"{imports}; {heard}; rank_pool(1).run(connect_and_hang, {server.getsockname()[1]})",
+                f"{imports}; {install_handler}; rank_pool(1).run(connect_and_hang, {server.getsockname()[1]})",
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from tests.helpers.small_runs import small_run
 
 
 class NoModule:
-    """Accepts a description, and is not a module."""
+    """A class that accepts a description, but is not a module."""
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Checks and messages when a run is created; it continues with its text also where this was moved."""
+"""Checks and messages when a run is created, and resumes of runs whose text was moved or changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.small_runs import DENSE, MOE, make_trainer, save_two_checkpoi
 
 
 def write_sources(folder: Path) -> None:
-    """A directory of texts, and records next to it."""
+    """Write a directory of texts, and records next to it."""
     (folder / "texts").mkdir(parents=True)
     for number in range(40):
         (folder / "texts" / f"text{number:02}.txt").write_text(f"text {number} says hello to text {number * 7}\n" * 5)
@@ -32,7 +32,7 @@ def write_sources(folder: Path) -> None:
 
 
 def train_and_save(train: list[str], **data: Any) -> Path:
-    """The directory of a run of one step over some sources."""
+    """Train a step on these sources and save it; return the run directory."""
     table = {
         "model": {**DENSE, "vocab_size": 300},
         "data": {"train": train, "tokenizer": "bpe", "tokenizer_vocab": 300, "cache": "cache", **data},
@@ -74,7 +74,8 @@ def test_run_with_relative_sources_resumes_from_its_directory(tmp_path, monkeypa
     sources = [str(tmp_path / "elsewhere" / name) for name in ("texts", "more.jsonl")]
     moved = load_run(directory / RUN_FILE, [f"data.train={json.dumps(sources)}"])
     prepared = check_and_prepare(moved, 1, resume=True)
-    assert (prepared.train, prepared.held_out) != (expected.train, expected.held_out)  # prepared anew, the same tokens
+    # The text is prepared again, with the same tokens.
+    assert (prepared.train, prepared.held_out) != (expected.train, expected.held_out)
     for name in ("train", "held_out"):
         tokens, expected_tokens = (IndexedDataset(getattr(data, name)) for data in (prepared, expected))
         assert tokens.fingerprint() == expected_tokens.fingerprint()

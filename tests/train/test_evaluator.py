@@ -1,4 +1,4 @@
-"""Every evaluation names the text that it measured."""
+"""Each evaluation records which text it measured."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.helpers.small_runs import make_trainer, small_run
 def test_evaluation_names_its_held_out_text(
     changes: dict[str, Any], is_same: bool, documents: Path, tmp_path: Path
 ) -> None:
-    first, second = (make_trainer(small_run(documents, tmp_path, each)).evaluate() for each in ({}, changes))
+    first, second = (make_trainer(small_run(documents, tmp_path, fields)).evaluate() for fields in ({}, changes))
     assert have_same_held_out_text(first, second) == is_same
     assert (first["held_out_set"] == second["held_out_set"]) == is_same
 
 
-def test_evaluation_of_other_held_out_text_of_equal_length_is_told_apart(documents: Path, tmp_path: Path) -> None:
+def test_evaluations_of_different_held_out_texts_of_equal_length_differ(documents: Path, tmp_path: Path) -> None:
     other = sorted(map(str, documents.rglob("*.py")), key=lambda path: -Path(path).stat().st_size)[0]
     runs = [small_run(documents, tmp_path, {"evaluation": {"tokens": 64}})]
     train = [path for path in [*runs[0].data.train, *runs[0].data.held_out] if path != other]

@@ -1,4 +1,4 @@
-"""What a run writes down survives: numbers that are not finite, kills, resumes, and full disks."""
+"""Records of a run survive numbers that are not finite, kills, resumes, and full disks."""
 
 from __future__ import annotations
 
@@ -109,6 +109,6 @@ def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         log.write({"step": 1})
     write_metrics(tmp_path, range(0))
-    for each in (log, *open_loggers(tmp_path, 0)):
-        each.close(failed=True)
-        each.close()
+    for logger in (log, *open_loggers(tmp_path, 0)):
+        logger.close(failed=True)
+        logger.close()

@@ -1,4 +1,4 @@
-"""Samples on the way show what a model says, and change nothing of what it learns."""
+"""Samples during training show what the model generates, and do not change the training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class RecordingProgress(ProgressDisplay):
-    """Keeps what is shown."""
+    """A progress display that records its lines."""
 
     def __init__(self) -> None:
         super().__init__(0, None, quiet=True)

@@ -81,10 +81,10 @@ def test_run_with_seconds_round_trips_before_and_after_its_steps_are_decided(tmp
     run = run_from_table({"training": {"seconds": 9, "precision": "auto"}})
     decided = with_decided_steps(run, 60)
     assert (decided.training.steps, decided.training.seconds, decided.optimizer.warmup_steps) == (60, None, 30)
-    for index, described in enumerate((run, decided)):
+    for index, variant in enumerate((run, decided)):
         file = tmp_path / f"{index}.toml"
-        file.write_text(to_toml(described))
-        assert load_run(file, environment={}) == described
+        file.write_text(to_toml(variant))
+        assert load_run(file, environment={}) == variant
 
 
 def test_precision_that_is_set_again_is_not_measured(tmp_path: Path) -> None:

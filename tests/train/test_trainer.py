@@ -1,4 +1,4 @@
-"""What the loop does besides learning."""
+"""The training loop: metrics, skipped steps, evaluation, signals and failures."""
 
 from __future__ import annotations
 
@@ -41,49 +41,49 @@ from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end,
 from tests.helpers.training_processes import wait_for_steps
 
 
-def make_gradients_infinite(under_way: Trainer, at: set[int]) -> None:
+def make_gradients_infinite(trainer: Trainer, at: set[int]) -> None:
     """Make the gradient infinite at some steps (counted from 1)."""
-    forward = under_way.strategy.model.forward
+    forward = trainer.strategy.model.forward
 
     def poisoned(*arguments: Any) -> Any:
         logits, auxiliary = forward(*arguments)
-        return (logits * math.inf if under_way.step + 1 in at else logits), auxiliary
+        return (logits * math.inf if trainer.step + 1 in at else logits), auxiliary
 
-    under_way.strategy.model.forward = poisoned  # type: ignore[method-assign]
+    trainer.strategy.model.forward = poisoned  # type: ignore[method-assign]
 
 
 def test_trainer_skips_and_counts_nonfinite_steps(text: Path, tmp_path: Path) -> None:
-    under_way = make_trainer(small_run(text, tmp_path, {"model": MOE}))
-    make_gradients_infinite(under_way, {2, 4})
-    batches = prefetch(under_way.loader, 0, 5)
-    before = [p.detach().clone() for p in under_way.strategy.trainable_parameters.values()]
+    trainer = make_trainer(small_run(text, tmp_path, {"model": MOE}))
+    make_gradients_infinite(trainer, {2, 4})
+    batches = prefetch(trainer.loader, 0, 5)
+    before = [p.detach().clone() for p in trainer.strategy.trainable_parameters.values()]
     records = []
     for step in range(1, 6):
-        records.append(under_way.train_step(batches))
+        records.append(trainer.train_step(batches))
         same = all(
-            torch.equal(a, b) for a, b in zip(before, under_way.strategy.trainable_parameters.values(), strict=True)
+            torch.equal(a, b) for a, b in zip(before, trainer.strategy.trainable_parameters.values(), strict=True)
         )
         assert same == (step in {2, 4})
-        before = [p.detach().clone() for p in under_way.strategy.trainable_parameters.values()]
+        before = [p.detach().clone() for p in trainer.strategy.trainable_parameters.values()]
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 2, 2]
     assert [math.isfinite(record["grad_norm"]) for record in records] == [True, False, True, False, True]
 
 
 def test_trainer_raises_divergence_error_after_max_nonfinite_steps(text: Path, tmp_path: Path) -> None:
-    under_way = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 3}))
-    make_gradients_infinite(under_way, {2, 5, 6, 7})
+    trainer = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 3}))
+    make_gradients_infinite(trainer, {2, 5, 6, 7})
     with pytest.raises(DivergenceError, match=r"step 7: 3 consecutive steps were not finite \(loss nan.*learning_rate"):
-        train_to_end(under_way)
+        train_to_end(trainer)
 
 
 def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> None:
     changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.activation_checkpointing": "full"}
     run = small_run(text, tmp_path, changes)
     create_run(run, 1, resume=False)
-    under_way = make_trainer(run)
-    under_way.utilization.peak_flops = peak = 1e15
-    evaluation = train_to_end(under_way, {"metrics": JsonLines(), "tensorboard": TensorBoard()})
-    records = read_metrics(under_way.directory)
+    trainer = make_trainer(run)
+    trainer.utilization.peak_flops = peak = 1e15
+    evaluation = train_to_end(trainer, {"metrics": JsonLines(), "tensorboard": TensorBoard()})
+    records = read_metrics(trainer.directory)
     trained = [record for record in records if "loss" in record]
     assert [record["step"] for record in trained] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in records if "held_out_loss" in record] == [3, 6]
@@ -91,18 +91,18 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     assert [record["time"] for record in records] == sorted(record["time"] for record in records)
     parts = ("data_seconds", "passes_seconds", "reduce_seconds", "optimizer_seconds")
     flops = training_flops_per_token(run.model, run.training.seq_len)
-    again = forward_flops(run.model, run.training.seq_len).blocks
+    recomputed_flops = forward_flops(run.model, run.training.seq_len).blocks
     for record in trained:
         assert record["step_seconds"] == pytest.approx(sum(record[part] for part in parts))
         assert record["tokens"] == record["step"] * 256
         assert record["tokens_per_second"] == pytest.approx(256 / record["step_seconds"])
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / peak)
-        assert record["hfu"] == pytest.approx(record["tokens_per_second"] * (flops + again) / peak)
+        assert record["hfu"] == pytest.approx(record["tokens_per_second"] * (flops + recomputed_flops) / peak)
         assert record["peak_memory_bytes"] > 1e6
         assert record["exposed_communication_seconds"] == 0.0
         assert 1 <= record["hot_expert_share"] <= 4
     assert trained[0]["learning_rate"] == pytest.approx(0.01 / 3)
-    board = EventAccumulator(str(under_way.directory / "tensorboard")).Reload()
+    board = EventAccumulator(str(trainer.directory / "tensorboard")).Reload()
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
 
 
@@ -110,11 +110,11 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
 def test_divergence_error_names_ignored_targets_as_cause(model: Any, text: Path, tmp_path: Path) -> None:
     dataset = {"class": f"{__name__}:MaskedSamples", "every": 1000, "first": 999}
     changes = {"training.max_nonfinite_steps": 2, "data.dataset": dataset, **({"model": model} if model else {})}
-    under_way = make_trainer(small_run(text, tmp_path, changes))
+    trainer = make_trainer(small_run(text, tmp_path, changes))
     with pytest.raises(
         DivergenceError, match=r"step 2: 2 .* not finite \(all targets are -100\); .*data\.dataset"
     ) as caught:
-        train_to_end(under_way)
+        train_to_end(trainer)
     assert "learning_rate" not in str(caught.value)
 
 
@@ -147,12 +147,12 @@ def test_masked_targets_count_for_speed_and_not_for_loss(ranks: int, text: Path,
 
 def train_masked(run: RunSpec) -> tuple[list[MetricsRecord], MetricsRecord]:
     """Return the records of three steps, and of one after a resume from a checkpoint."""
-    under_way, resumed = make_trainer(run), make_trainer(run)
-    batches = prefetch(under_way.loader, 0, 4)
-    under_way.utilization.peak_flops = resumed.utilization.peak_flops = 1e15
-    records = [under_way.train_step(batches) for _ in range(3)]
-    under_way.save()
-    under_way.checkpointer.wait()
+    trainer, resumed = make_trainer(run), make_trainer(run)
+    batches = prefetch(trainer.loader, 0, 4)
+    trainer.utilization.peak_flops = resumed.utilization.peak_flops = 1e15
+    records = [trainer.train_step(batches) for _ in range(3)]
+    trainer.save()
+    trainer.checkpointer.wait()
     if dist.is_initialized():
         dist.barrier()
     resumed.resume()
@@ -160,7 +160,7 @@ def train_masked(run: RunSpec) -> tuple[list[MetricsRecord], MetricsRecord]:
 
 
 def test_checkpoint_without_count_of_targets_resumes_with_that_of_tokens(text: Path, tmp_path: Path) -> None:
-    """Earlier versions counted targets alone, as tokens."""
+    """Earlier versions counted only targets, and called them tokens."""
     trainer = make_trainer(small_run(text, tmp_path, {}))
     train_until(trainer, 1)
     manifest = {**trainer._manifest(), "step": 1}
@@ -170,7 +170,7 @@ def test_checkpoint_without_count_of_targets_resumes_with_that_of_tokens(text: P
 
 
 def test_trainer_asks_clock_of_device_once_per_step(text: Path, tmp_path: Path) -> None:
-    """A GPU is waited for each time."""
+    """Each question waits for the GPU."""
 
     class CountingClock(DeviceClock):
         num_questions = 0
@@ -179,14 +179,14 @@ def test_trainer_asks_clock_of_device_once_per_step(text: Path, tmp_path: Path) 
             self.num_questions += 1
             return super().resolve(timestamps)
 
-    under_way = make_trainer(small_run(text, tmp_path, {}))
-    under_way.strategy.clock = clock = CountingClock(under_way.device)
-    train_until(under_way, 3)
+    trainer = make_trainer(small_run(text, tmp_path, {}))
+    trainer.strategy.clock = clock = CountingClock(trainer.device)
+    train_until(trainer, 3)
     assert clock.num_questions == 3
 
 
 def test_utilization_never_exceeds_measured_peak_of_cpu(text: Path, tmp_path: Path) -> None:
-    """A peak that was measured in a bad moment is raised to what steps reach; one of the run file stays."""
+    """A measured peak that is too low is raised to what steps reach; a peak of the run file stays."""
     run = small_run(text, tmp_path, {"training.steps": 2})
     for peak_of_run_file, is_capped in ((None, True), (1.0, False)):
         cluster = run.cluster.model_copy(update={"peak_flops": peak_of_run_file})
@@ -198,14 +198,14 @@ def test_utilization_never_exceeds_measured_peak_of_cpu(text: Path, tmp_path: Pa
 
 
 def test_evaluation_is_independent_of_micro_batch_size_and_layout(text: Path, tmp_path: Path) -> None:
-    whole = make_trainer(small_run(text, tmp_path, {"layout.micro_batch_size": 8})).evaluate()
-    parts = make_trainer(small_run(text, tmp_path, {"layout.micro_batch_size": 1})).evaluate()
-    spread = rank_pool(2).run(evaluate_held_out, small_run(text, tmp_path, {"layout.data_parallel": "zero3"}))
-    for other in (parts, *spread):
+    reference = make_trainer(small_run(text, tmp_path, {"layout.micro_batch_size": 8})).evaluate()
+    small_micro_batches = make_trainer(small_run(text, tmp_path, {"layout.micro_batch_size": 1})).evaluate()
+    sharded = rank_pool(2).run(evaluate_held_out, small_run(text, tmp_path, {"layout.data_parallel": "zero3"}))
+    for other in (small_micro_batches, *sharded):
         for name in ("held_out_loss", "held_out_bits_per_byte", "held_out_tokens"):
-            assert other[name] == pytest.approx(whole[name], rel=1e-12)
+            assert other[name] == pytest.approx(reference[name], rel=1e-12)
     # Bytes are tokens of one byte, but for the token at the end of each document.
-    assert whole["held_out_bits_per_byte"] == pytest.approx(whole["held_out_loss"] / math.log(2), rel=0.01)
+    assert reference["held_out_bits_per_byte"] == pytest.approx(reference["held_out_loss"] / math.log(2), rel=0.01)
 
 
 def evaluate_held_out(run: Any) -> dict[str, Any]:
@@ -213,11 +213,11 @@ def evaluate_held_out(run: Any) -> dict[str, Any]:
 
 
 def test_router_bias_update_balances_experts(text: Path, tmp_path: Path) -> None:
-    """With the bias as the only help, experts that start uneven are evened out."""
+    """The auxiliary losses are off, so only the bias balances experts."""
     moe = {**MOE["moe"], "balance_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.02}
-    under_way = make_trainer(small_run(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
-    batches = prefetch(under_way.loader, 0, 60)
-    shares = [under_way.train_step(batches)["hot_expert_share"] for _ in range(60)]
+    trainer = make_trainer(small_run(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
+    batches = prefetch(trainer.loader, 0, 60)
+    shares = [trainer.train_step(batches)["hot_expert_share"] for _ in range(60)]
     assert sum(shares[-10:]) < sum(shares[:10])
 
 
@@ -241,7 +241,7 @@ def start_training(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subp
 
 @contextmanager
 def sighup_disposition(handler: signal.Handlers) -> Iterator[None]:
-    """What processes that are started meanwhile do on SIGHUP."""
+    """Set what processes that start meanwhile do on SIGHUP."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
         yield
@@ -254,12 +254,12 @@ def test_torchrun_training_matches_single_process(text: Path, tmp_path: Path) ->
     file.write_text(to_toml(small_run(text, tmp_path, {"layout.data_parallel": "zero3"})))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "phalanx.train", str(file), "--set", "training.steps=4"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert "held-out loss" in ended.stdout
-    whole = train_until(make_trainer(small_run(text, tmp_path / "one", {"training.steps": 4})), 4)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "held-out loss" in result.stdout
+    single_process = train_until(make_trainer(small_run(text, tmp_path / "one", {"training.steps": 4})), 4)
     trained = [record for record in read_metrics(tmp_path / "parity") if "loss" in record]
-    assert [(r["loss"], r["grad_norm"]) for r in trained] == [pytest.approx(step, rel=1e-10) for step in whole]
+    assert [(r["loss"], r["grad_norm"]) for r in trained] == [pytest.approx(step, rel=1e-10) for step in single_process]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,6 @@ def test_stop_signal_saves_checkpoint_and_sets_exit_code(
 
 
 def test_run_under_nohup_survives_sighup(text: Path, tmp_path: Path) -> None:
-    """And nobody is left to say so but the steps."""
     with sighup_disposition(signal.SIG_IGN):
         process = start_training(small_run(text, tmp_path, LONG), tmp_path)
     wait_for_steps(process, tmp_path / "parity", 3)
@@ -300,30 +299,32 @@ def test_run_under_nohup_survives_sighup(text: Path, tmp_path: Path) -> None:
 
 
 def test_missing_gpu_is_recorded_as_failure_of_its_rank(text: Path, tmp_path: Path) -> None:
-    """Not a mistake of the user's, and no reason to go on on the CPU."""
+    """It is not an error of the user, and the rank must not train on the CPU instead."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     directory = create_run(small_run(text, tmp_path, {}), 2, resume=False)
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--device", "cuda"]
-    ended = run_python(command, env={**os.environ, **place}, timeout=100)
-    assert ended.returncode == 1
-    (left,) = read_failures(directory)
-    assert (left["rank"], left["code"], left["final"]) == (1, 1, False)
-    assert not is_peer_loss(left["reason"])
+    result = run_python(command, env={**os.environ, **variables}, timeout=100)
+    assert result.returncode == 1
+    (failure,) = read_failures(directory)
+    assert (failure["rank"], failure["code"], failure["final"]) == (1, 1, False)
+    assert not is_peer_loss(failure["reason"])
 
 
 def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) -> None:
-    """Who ends by the signal itself leaves the others no time to save."""
+    """A rank that is killed by the signal would leave the others no time to save."""
     directory = create_run(small_run(text, tmp_path, {}), 1, resume=False)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--ranks", "1"]
-    with start_python(command, env={**os.environ, **place}, stderr=subprocess.DEVNULL) as process:
+    with start_python(command, env={**os.environ, **variables}, stderr=subprocess.DEVNULL) as process:
         try:
-            heeds = 1 << (signal.SIGTERM - 1)
+            sigterm_bit = 1 << (signal.SIGTERM - 1)
             status = Path(f"/proc/{process.pid}/status")
-            wait_until(lambda: int(status.read_text().split("SigCgt:\t")[1][:16], 16) & heeds, "it listens for signals")
+            wait_until(
+                lambda: int(status.read_text().split("SigCgt:\t")[1][:16], 16) & sigterm_bit, "it listens for signals"
+            )
             process.terminate()
             assert process.wait(timeout=60) == EXIT_STOPPED
         finally:
@@ -331,16 +332,16 @@ def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) ->
 
 
 def test_standby_rank_that_starts_after_the_end_exits_at_once(text: Path, tmp_path: Path) -> None:
-    """The store it looks for is rank 0's, which stays until it has come."""
+    """Rank 0 keeps its store until the standby rank has connected."""
     directory = create_run(small_run(text, tmp_path, {"training.steps": 4}), 1, resume=False)
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--layout", "{}", "--ranks", "1"]
-    place = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        place["MASTER_PORT"] = str(probe.getsockname()[1])
-    with start_python(command, env={**place, "RANK": "0"}) as training_rank:
+        environment["MASTER_PORT"] = str(probe.getsockname()[1])
+    with start_python(command, env={**environment, "RANK": "0"}) as training_rank:
         try:
             wait_until(lambda: is_finished(directory), "the end of training")
-            standby_rank = run_python(command, env={**place, "RANK": "1"}, timeout=60)
+            standby_rank = run_python(command, env={**environment, "RANK": "1"}, timeout=60)
             assert (standby_rank.returncode, training_rank.wait(timeout=60)) == (0, 0)
         finally:
             training_rank.kill()
@@ -349,12 +350,12 @@ def test_standby_rank_that_starts_after_the_end_exits_at_once(text: Path, tmp_pa
 def test_divergence_of_all_ranks_prints_one_message(text: Path, tmp_path: Path) -> None:
     changes = {"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "training.precision": "fp32"}
     process = start_training(small_run(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
-    _, said = process.communicate(timeout=100)
+    _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert said.count("phalanx: ") == 1
-    assert "not finite" in said
-    assert "learning_rate" in said
-    assert "Traceback" not in said
+    assert stderr.count("phalanx: ") == 1
+    assert "not finite" in stderr
+    assert "learning_rate" in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -367,28 +368,28 @@ def test_divergence_of_all_ranks_prints_one_message(text: Path, tmp_path: Path) 
     ids=["ddp", "parameter-server", "parameter-server-async"],
 )
 def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
-    """The others fail because they lost it; it is the one to look at. Under the parameter server it is a worker."""
+    """The other ranks fail because they lost rank 1, which is a worker of the parameter server if there is one."""
     run = small_run(text, tmp_path, {**LONG, "recovery.max_restarts": 0, **changes})
     process = start_training(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.kill(rank_pids(tmp_path / "parity")[1], signal.SIGKILL)
-    _, said = process.communicate(timeout=100)
+    _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert "phalanx: rank 1 was killed by SIGKILL" in said
-    assert said.count("phalanx: ") == 1
-    assert f"there is no checkpoint yet; continue with: phalanx train {tmp_path / 'parity'} --resume" in said
-    left = json.loads((tmp_path / "parity" / "failures" / "rank-00001.json").read_text())
-    assert left["reason"].startswith("was killed by SIGKILL")
+    assert "phalanx: rank 1 was killed by SIGKILL" in stderr
+    assert stderr.count("phalanx: ") == 1
+    assert f"there is no checkpoint yet; continue with: phalanx train {tmp_path / 'parity'} --resume" in stderr
+    failure = json.loads((tmp_path / "parity" / "failures" / "rank-00001.json").read_text())
+    assert failure["reason"].startswith("was killed by SIGKILL")
 
 
-def stop_step(run: Any, told: int) -> int | None:
-    """The step after which a rank stops when only one rank receives a signal, before the second step."""
-    under_way = make_trainer(run)
-    batches = prefetch(under_way.loader, 0, run.training.steps)
-    under_way.train_step(batches)
-    under_way.stop_requested = under_way.mesh.rank == told
-    under_way.train_step(batches)
-    return under_way.stop_after_step
+def stop_step(run: Any, signaled_rank: int) -> int | None:
+    """Return the step after which this rank stops if only one rank receives a signal, before the second step."""
+    trainer = make_trainer(run)
+    batches = prefetch(trainer.loader, 0, run.training.steps)
+    trainer.train_step(batches)
+    trainer.stop_requested = trainer.mesh.rank == signaled_rank
+    trainer.train_step(batches)
+    return trainer.stop_after_step
 
 
 @pytest.mark.parametrize("changes", [{"layout.tp": 2}, {"layout.cp": 2}, {"layout.pp": 2}, {"layout.ep": 2}])
@@ -403,18 +404,18 @@ def test_all_ranks_stop_at_same_step_when_one_is_signaled(changes: Any, signaled
 
 
 def expert_metrics(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
-    """What three steps say of the experts, and which tokens these have had by then."""
-    under_way = make_trainer(run)
-    batches = prefetch(under_way.loader, 0, run.training.steps)
-    kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
-    records = [under_way.train_step(batches) for _ in range(3)]
+    """Return the expert metrics of three steps, and the number of tokens of each expert in them."""
+    trainer = make_trainer(run)
+    batches = prefetch(trainer.loader, 0, run.training.steps)
+    names = ("auxiliary_loss", "hot_expert_share", "dropped_share")
+    records = [trainer.train_step(batches) for _ in range(3)]
     assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
-    under_way.experts.start_interval()
-    counts = under_way.evaluate()["expert_tokens"]
-    assert [sum(of_layer) for of_layer in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
-    under_way.experts.start_interval()
-    assert not any(map(sum, under_way.evaluate()["expert_tokens"])), "counted since the evaluation before"
-    return [tuple(record[name] for name in kept if name in record) for record in records], counts
+    trainer.experts.start_interval()
+    counts = trainer.evaluate()["expert_tokens"]
+    assert [sum(layer_counts) for layer_counts in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
+    trainer.experts.start_interval()
+    assert not any(map(sum, trainer.evaluate()["expert_tokens"])), "counted since the evaluation before"
+    return [tuple(record[name] for name in names if name in record) for record in records], counts
 
 
 NO_SEQUENCE_PARALLEL = {"layout.tp": 2, "layout.sequence_parallel": False}

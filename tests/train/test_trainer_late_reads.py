@@ -25,7 +25,7 @@ TIMED = ("seconds", "per_second", "time", "mfu", "hfu", "memory")
 
 
 class StopAt(Callback):
-    """Stops the run like a signal, without waiting for the device."""
+    """A callback that stops the run like a signal, without waiting for the device."""
 
     reads_weights = False
 
@@ -37,7 +37,7 @@ class StopAt(Callback):
 
 
 class SeesCurrentStep(Callback):
-    """A callback of a user: the weights are those after the step of the record."""
+    """A callback of a user, which checks that the trainer is at the step of the record."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -91,7 +91,7 @@ def untimed_records(directory: Path) -> list[dict[str, Any]]:
         (2, {"tp": 2}),
         (2, {"pp": 2}),
     ],
-    ids=lambda value: "-".join(f"{name}={each}" for name, each in value.items()) if isinstance(value, dict) else None,
+    ids=lambda value: "-".join(f"{name}={field}" for name, field in value.items()) if isinstance(value, dict) else None,
 )
 @pytest.mark.parametrize("stop_at", [None, 4])
 def test_late_reading_changes_nothing(
@@ -110,9 +110,9 @@ def test_late_reading_changes_nothing(
         run = small_run(documents, tmp_path / str(reads_late), changes)
         directory = create_run(run, ranks, resume=False)
         callbacks: dict[str, Callback] = {} if stop_at is None else {"stop": StopAt(stop_at)}
-        found = rank_pool(ranks).run(train, run, reads_late, callbacks)
+        by_rank = rank_pool(ranks).run(train, run, reads_late, callbacks)
         saved = sorted(step_of(path) for path in (directory / "checkpoints").glob("step-????????"))
-        results.append((found, untimed_records(directory), saved))
+        results.append((by_rank, untimed_records(directory), saved))
     (at_once, records, saved), (late, late_records, late_saved) = results
     if stop_at is not None:  # the request is part of the next step's sums, which are read a step later
         assert [rank[0] for rank in at_once] == [stop_at + 1] * ranks

@@ -1,4 +1,4 @@
-"""A run leaves nothing in a process that continues: groups of ranks have threads, which slow down all that follows."""
+"""A trainer leaves nothing behind in its process: threads of process groups would slow down all that follows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LAYOUTS |= {axis: {f"layout.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp":
 
 
 def is_trainer_released(run: RunSpec) -> bool:
-    """Whether a trainer is gone after its last step, which was measured."""
-    under_way = make_trainer(run)
-    batches = prefetch(under_way.loader, 0, 2)
-    under_way.train_step(batches)
-    metered_step(under_way, batches)
-    left = weakref.ref(under_way.strategy)
-    del under_way, batches
+    """Return whether a trainer is released after a measured step."""
+    trainer = make_trainer(run)
+    batches = prefetch(trainer.loader, 0, 2)
+    trainer.train_step(batches)
+    metered_step(trainer, batches)
+    reference = weakref.ref(trainer.strategy)
+    del trainer, batches
     gc.collect()
-    return left() is None
+    return reference() is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -21,6 +21,7 @@ from phalanx.bench.timing import time_calls
 from phalanx.cost.formulas.collectives import Operation, Traffic, bus_factor
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.communication_groups import GroupKind
+from phalanx.spec.layout import ZERO_STRATEGIES
 from phalanx.spec.precision import Precision
 from phalanx.spec.run import RunSpec
 
@@ -109,7 +110,7 @@ def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
     """
     precision = "bf16" if run.training.precision == "fp8" else run.training.precision
     is_gradient = row.group_kind in MODEL_STATE_GROUPS and row.operation in (*REDUCE_OPERATIONS, "broadcast", "send")
-    is_narrow = run.layout.data_parallel in ("zero1", "zero2") or run.layout.gradient_compression == "bf16"
+    is_narrow = run.layout.data_parallel in ZERO_STRATEGIES or run.layout.gradient_compression == "bf16"
     return "fp32" if precision == "bf16" and is_gradient and not is_narrow else precision
 
 

@@ -31,8 +31,7 @@ def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterat
     rows: list[Row] = []
     for product, (names, count) in matmul_shapes(run, world_size).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
-        pass_seconds = _time_passes(_matmul_calls(product, dtype, device), device, iterations)
-        rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
+        rows.append(row | _time_passes(_matmul_calls(product, dtype, device), device, iterations))
     return rows
 
 
@@ -54,9 +53,8 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():
         calls = (_ring_calls if core.ring else _attention_calls)(core, dtype, device)
-        pass_seconds = _time_passes(calls, device, iterations)
         row = {"count": count, **asdict(core), "flops": core.flops}
-        rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
+        rows.append(row | _time_passes(calls, device, iterations))
     return rows
 
 
@@ -88,4 +86,4 @@ def _ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) 
 
 
 def _time_passes(calls: Mapping[str, Callable[[], object]], device: torch.device, iterations: int) -> dict[str, float]:
-    return {pass_name: median(time_calls(call, device, iterations)) for pass_name, call in calls.items()}
+    return {f"{name}_seconds": median(time_calls(call, device, iterations)) for name, call in calls.items()}

@@ -125,9 +125,9 @@ class Attention(nn.Module):
         if mask is None and (window is not None or sinks_H is not None):
             mask = _row_bounds(q_BTHK)
         if mask is not None and mask.ndim == 1:
-            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)
+            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
         if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
-            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)
+            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask is not None:
             # On CUDA flash supports no mask, and the efficient kernel no groups.

@@ -96,44 +96,51 @@ class ReportFacts:
         return facts
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPrediction:
-    """Prediction of a run's step."""
-
-    option: EvaluatedLayout | None
-    """The step time and memory of the layout; None if they cannot be predicted."""
-    timeline: Timeline | None
-    """The planned timeline of a pipeline."""
-    error: str | None
-    """Reason for a missing prediction of a run whose run file and number of ranks are known."""
-
-
 def report_facts(run_data: RunData) -> Facts:
     """Return the facts of a run as JSON values (`ReportFacts`)."""
+    run = run_data.run
+    world_size = run_data.world_size
     times = step_times(run_data)
-    prediction = _predict_step(run_data)
-    stage_problem = _find_missing_stages(run_data)
-    can_simulate = stage_problem is None
-    bottlenecks = find_bottlenecks(run_data, times) if times is not None and can_simulate else []
-    findings = [asdict(bottleneck) for bottleneck in bottlenecks]
     is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
     problems = [*run_data.problems, *_find_changed_held_out_text(run_data.evaluations)]
     if times is None and not is_swarm:
         problems.append("too few steps were recorded for a time breakdown, which excludes the first steps")
-    if prediction.error is not None:
-        first_line = prediction.error.partition("\n")[0]
-        problems.append(f"the step time cannot be predicted: {first_line}")
+
+    # The prediction of the run's own layout, and the planned timeline of a pipeline
+    option: EvaluatedLayout | None = None
+    planned_timeline: Timeline | None = None
+    if run is not None and world_size:
+        try:
+            option = evaluate_layout(run, world_size, run.layout)
+        except UserError as error:
+            first_line = str(error).partition("\n")[0]
+            problems.append(f"the step time cannot be predicted: {first_line}")
+        if option is not None and run.layout.pp > 1:
+            with suppress(UserError):
+                planned_timeline = simulate_candidate(run, world_size, candidate_from_run(run, world_size))
+
+    stage_problem = _find_missing_stages(run_data)
     if times is not None and stage_problem is not None:
         problems.append(stage_problem)
+    bottlenecks = find_bottlenecks(run_data, times) if times is not None and stage_problem is None else []
+    findings = [asdict(bottleneck) for bottleneck in bottlenecks]
+
+    # Predicted and measured values of a step, of ranks and of rounds
+    comparison: list[Comparison] = []
+    if times is not None:
+        comparison += step_rows(run_data, times, option, planned_timeline)
+    if run is not None and run_data.measured:
+        comparison += compare_with_prediction(run, world_size, run_data.measured)
+    comparison += swarm_rounds.round_rows(run, world_size, run_data.rounds)
     return ReportFacts(
         run=_run_summary(run_data),
         verdict=findings[0] if findings else None,
         findings=findings,
-        comparison=[_comparison_row(row) for row in _compare(run_data, times, prediction)],
+        comparison=[_comparison_row(row) for row in comparison],
         measures=_measures(run_data, times),
         ranks=_ranks(run_data, times),
         curves=_curves(run_data),
-        timeline=profiled_steps.pass_timeline(run_data, prediction.timeline, can_simulate),
+        timeline=profiled_steps.pass_timeline(run_data, planned_timeline, can_simulate=stage_problem is None),
         memory=profiled_steps.memory_timeline(run_data),
         gpu=gpu_facts(run_data),
         gpu_samples=gpu_sample_facts(run_data),
@@ -142,22 +149,6 @@ def report_facts(run_data: RunData) -> Facts:
         problems=problems,
         swarm=_swarm_facts(run_data) if is_swarm else None,
     ).to_json()
-
-
-def _predict_step(run_data: RunData) -> StepPrediction:
-    """Predict the step of a run on its own layout, if the run file and the number of ranks are known."""
-    run = run_data.run
-    if run is None or not run_data.world_size:
-        return StepPrediction(option=None, timeline=None, error=None)
-    try:
-        option = evaluate_layout(run, run_data.world_size, run.layout)
-    except UserError as error:
-        return StepPrediction(option=None, timeline=None, error=str(error))
-    timeline = None
-    if run.layout.pp > 1:
-        with suppress(UserError):
-            timeline = simulate_candidate(run, run_data.world_size, candidate_from_run(run, run_data.world_size))
-    return StepPrediction(option=option, timeline=timeline, error=None)
 
 
 def _find_missing_stages(run_data: RunData) -> str | None:
@@ -169,15 +160,6 @@ def _find_missing_stages(run_data: RunData) -> str | None:
     known = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
     missing = stages - len(known)
     return f"no verdict is possible: no rank recorded {missing} of {stages} stages" if missing else None
-
-
-def _compare(run_data: RunData, times: StepTimes | None, prediction: StepPrediction) -> Iterator[Comparison]:
-    """Yield the rows of predicted and measured values: of a step, of ranks and of rounds."""
-    if times is not None:
-        yield from step_rows(run_data, times, prediction.option, prediction.timeline)
-    if run_data.run is not None and run_data.measured:
-        yield from compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
-    yield from swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds)
 
 
 def _swarm_facts(run_data: RunData) -> Facts:

@@ -25,7 +25,7 @@ def on_measured_machine(
     `steps` are the records of steps in metrics.jsonl; `world_size` is 0 if it is unknown.
     """
     if machine is not None:
-        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
+        run = run.replace(cluster=machine.replace(nodes=run.cluster.nodes))
     if not world_size:
         return run
     peak = measured_peak(run, steps, world_size)
@@ -39,10 +39,10 @@ def _measured_machine(
 
     Ranks that share cores each measure their share of the peak.
     """
-    machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
+    machine = cluster.replace(nproc_per_node=max(1, world_size // cluster.nodes))
     record = next(iter(ranks.values()), None)
     if record is not None:
-        machine = machine.model_copy(update={"device": record.device})
+        machine = machine.replace(device=record.device)
     if cluster.preset is None and record is not None and record.device == "cpu":
         fields = {name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")}
         fields["memory_bytes"] = cluster.memory_bytes or record.memory_bytes
@@ -50,7 +50,7 @@ def _measured_machine(
         machine = load_machine("cpu").replace(**fields)
     if cluster.peak_flops is None and peak_flops is not None:
         peak = peak_flops * machine.ranks_per_core
-        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": cluster.matmul_flops or peak})
+        machine = machine.replace(peak_flops=peak, matmul_flops=cluster.matmul_flops or peak)
     return machine
 
 

@@ -5,12 +5,13 @@ p is the number of ranks (stages, unless ranks have several stages), m the numbe
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from phalanx.schedule.list_scheduling import list_schedule
 from phalanx.schedule.schedule import Action, ActionKind, OverlappedPair, Schedule, ScheduleStep, actions
 from phalanx.schedule.simulate import ActionTimes, Span, Timeline
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import ScheduleName
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -194,6 +195,19 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             yield from pop_weight_grad()
 
     return Schedule.from_rows(map(order, range(p)))
+
+
+PUBLISHED: dict[ScheduleName, Callable[[int, int], Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+"""Rules by the names in run files and commands, of p ranks and m micro-batches."""
 
 
 def _stage_actions(stage: int, kind: ActionKind, m: int) -> list[Action]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 
-from phalanx.schedule.published import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from phalanx.schedule.published import PUBLISHED, interleaved
 from phalanx.schedule.schedule import Schedule, read_csv
 from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, compiles_whole_blocks
-
-PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe-v": dualpipe_v,
-}
 
 
 @lru_cache(256)

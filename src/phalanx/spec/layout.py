@@ -29,17 +29,21 @@ MAX_BUCKETS_IN_FLIGHT = 2
 next one. More would only bridge uneven buckets, and the buffers of four take up to a fifth of a rank's memory."""
 LARGE_MESSAGE_BYTES = 2**28
 """Size above which buckets are reduced one at a time. Buckets of experts are large if ranks without one pad them."""
-SHARDED_STRATEGIES = ("zero1", "zero2", "zero3", "hsdp")
+ZERO_STRATEGIES = ("zero1", "zero2")
+"""Strategies in which ranks hold all weights, and update rows of them (`parallel.data.zero`)."""
+FSDP_STRATEGIES = ("zero3", "hsdp")
+"""Strategies in which ranks also shard the weights (`parallel.data.fsdp`)."""
+SHARDED_STRATEGIES = (*ZERO_STRATEGIES, *FSDP_STRATEGIES)
 VALID_DATA_STRATEGIES = {
-    "bucket_mb": ("ddp", "zero1", "zero2"),
+    "bucket_mb": ("ddp", *ZERO_STRATEGIES),
     "first_bucket_mb": ("ddp",),
     "gradient_compression": ("ddp",),
     "powersgd_rank": ("ddp",),
     "ddp_static_graph": ("ddp",),
     "ddp_find_unused_parameters": ("ddp",),
-    "reshard_after_forward": ("zero3", "hsdp"),
-    "fsdp_unit": ("zero3", "hsdp"),
-    "fsdp_prefetch": ("zero3", "hsdp"),
+    "reshard_after_forward": FSDP_STRATEGIES,
+    "fsdp_unit": FSDP_STRATEGIES,
+    "fsdp_prefetch": FSDP_STRATEGIES,
     "offload": SHARDED_STRATEGIES,
     "dp_shard": ("hsdp",),
     "num_servers": ("parameter_server",),

@@ -193,6 +193,11 @@ class ModelSpec(Spec):
         """Return the number of keys that a query of a layer (from 0) sees at most; None without a window."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
+    @property
+    def source_name(self) -> str | None:
+        """The preset or Hugging Face directory that the model comes from."""
+        return self.preset or self.from_hf
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer (from 0) has experts in place of an MLP."""
         return self.moe is not None and layer >= self.moe.num_leading_dense_layers

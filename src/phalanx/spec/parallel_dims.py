@@ -12,7 +12,7 @@ from math import prod
 
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, StrategyName, check_inapplicable_options
+from phalanx.spec.layout import FSDP_STRATEGIES, SHARDED_STRATEGIES, Layout, StrategyName, check_inapplicable_options
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
@@ -138,7 +138,7 @@ def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
     does. `shards` includes the ranks of context parallelism.
     """
     strategy = layout.data_parallel
-    if strategy in ("zero3", "hsdp") and shards == 1:
+    if strategy in FSDP_STRATEGIES and shards == 1:
         strategy = "ddp" if layout.offload == "none" else "zero2"
     return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
 

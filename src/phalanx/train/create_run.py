@@ -66,12 +66,12 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
         run = with_decided_steps(run, steps)
     if run.training.compile is None and run.on_device(select_device(run)).compiles and not find_c_compiler():
         _print_note("blocks are not compiled, which needs a C compiler: install gcc or clang")
-        run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
+        run = run.replace(training=run.training.replace(compile=False))
     if not run.training.auto_precision:
         return run
     precision = decided.training.precision if decided else fastest_precision(torch.device(select_device(run)))
-    training = run.training.model_copy(update={"precision": precision, "auto_precision": False})
-    return run.model_copy(update={"training": training})
+    training = run.training.replace(precision=precision, auto_precision=False)
+    return run.replace(training=training)
 
 
 def find_c_compiler() -> str | None:
@@ -89,7 +89,7 @@ def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None
     device = select_device(run)
     gpu_memory_bytes = _gpu_memory_bytes() if device == "cuda" else None
     resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes, nproc)
-    return run.model_copy(update={"layout": resolved.layout})
+    return run.replace(layout=resolved.layout)
 
 
 def check_machine_memory(run: RunSpec, nproc: int) -> None:

@@ -49,8 +49,8 @@ def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
     """Return the run with a number of steps instead of its seconds; it warms up for at most half of them."""
     warmup_steps = min(run.optimizer.warmup_steps, steps // 2)
     training = run.training.replace(steps=steps, seconds=None)
-    optimizer = run.optimizer.model_copy(update={"warmup_steps": warmup_steps})
-    return run.model_copy(update={"training": training, "optimizer": optimizer})
+    optimizer = run.optimizer.replace(warmup_steps=warmup_steps)
+    return run.replace(training=training, optimizer=optimizer)
 
 
 class TimeBudget(Callback):

@@ -138,7 +138,7 @@ def dry_run(
     valid = bool(traced_ranks) and all(0 <= rank < world_size for rank in traced_ranks)
     require(valid, "ranks", traced_ranks, problem="is not a list of valid ranks", fix=allowed)
     results = []
-    for traced in trace_ranks(run, world_size, traced_ranks, max_workers, full):
+    for traced in trace_ranks(run, world_size, traced_ranks, max_workers=max_workers, full=full):
         checks = compare_with_plan(run, world_size, traced)
         results.append((traced, checks))
         if on_rank_traced is not None:

@@ -66,8 +66,8 @@ def export_model(model, directory, **options):
 def load_transformers_logits(directory, **options):
     from transformers import AutoModelForCausalLM
 
-    model, seen = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
-    assert not any(seen.values()), seen
+    model, loading_info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(loading_info.values()), loading_info
     with torch.no_grad():
         return model, model.eval()(TOKENS).logits
 
@@ -85,11 +85,11 @@ def test_hf_export_and_import_match_transformers_logits(build_model, tmp_path, k
     theirs, logits = load_transformers_logits(export_model(ours, tmp_path / "ours"))
     assert theirs.config.model_type == kind.partition(",")[0]
     theirs.save_pretrained(tmp_path / "theirs")
-    back = import_model(build_model, tmp_path / "theirs")
+    imported = import_model(build_model, tmp_path / "theirs")
     with torch.no_grad():
-        for model in (ours, back):
+        for model in (ours, imported):
             torch.testing.assert_close(model(TOKENS)[0], logits, rtol=0, atol=2e-5)
-    assert_identical(ours, back)
+    assert_identical(ours, imported)
     assert_identical(ours, import_model(build_model, tmp_path / "ours"))
 
 
@@ -132,11 +132,11 @@ def test_hf_export_writes_bf16_shards_with_index(build_model, tmp_path):
     assert {file.name for file in files} == set(index["weight_map"].values())
     assert index["metadata"]["total_size"] == 2 * sum(parameter.numel() for parameter in model.parameters())
     _, logits = load_transformers_logits(tmp_path / "x", dtype=torch.float32)
-    back = import_model(build_model, tmp_path / "x")
-    for mine, read in zip(model.parameters(), back.parameters(), strict=True):
-        assert torch.equal(mine.bfloat16().float(), read)
+    imported = import_model(build_model, tmp_path / "x")
+    for exported_parameter, parameter_read in zip(model.parameters(), imported.parameters(), strict=True):
+        assert torch.equal(exported_parameter.bfloat16().float(), parameter_read)
     with torch.no_grad():
-        torch.testing.assert_close(back(TOKENS)[0], logits, rtol=0, atol=2e-5)
+        torch.testing.assert_close(imported(TOKENS)[0], logits, rtol=0, atol=2e-5)
 
 
 def test_shard_names_keeps_order_within_size_limit():

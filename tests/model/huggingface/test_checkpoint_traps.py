@@ -1,4 +1,4 @@
-"""Checkpoints that load and could compute something else: logits in fp64 compared with transformers."""
+"""Checkpoints that could load and compute something else: logits in fp64 are compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of a GPU's events by the host's clock, with events that are numbers."""
+"""Times of a GPU's events by the host's clock, with simulated events."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_resolve_waits_only_for_events_that_are_not_reached(monkeypatch: pytest.
     assert clock.waits == 1, "the GPU may run later work meanwhile"
 
 
-def test_resolve_compares_the_clocks_anew_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_compares_the_clocks_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeGpuClock(monkeypatch)
     clock.resolve([FakeEvent(0.0)])
     clock.now = 1e3 * (device_clock.MAX_ANCHOR_AGE_SECONDS + 1)

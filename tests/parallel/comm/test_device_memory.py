@@ -1,4 +1,4 @@
-"""Peak memory is what this process has really held."""
+"""Peak memory is what this process has really allocated."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_peak_memory_bytes_grows_with_allocation_and_does_not_drop() -> None:
 
 
 def test_peak_memory_bytes_excludes_peak_of_parent_process() -> None:
-    """As Linux's ru_maxrss does over fork and exec."""
+    """Linux's ru_maxrss includes it after fork and exec."""
     size = 3 * SIZE
     held = torch.ones(size, dtype=torch.uint8)
     child = subprocess.run([sys.executable, "-c", PRINT_PEAK_PROGRAM], capture_output=True, text=True, check=True)
     assert int(child.stdout) < len(held)
 
 
-def test_peak_memory_bytes_of_gpu_is_reserved_and_what_is_used_beside(monkeypatch) -> None:
+def test_peak_memory_bytes_of_gpu_includes_memory_outside_the_allocator(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (53, 100))

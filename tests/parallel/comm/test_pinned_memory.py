@@ -1,4 +1,4 @@
-"""Page-locked memory of a pretended CUDA."""
+"""Page-locked memory, with a simulated CUDA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_pinned_zeros_are_locked_as_long_as_a_view_of_them_lives(monkeypatch: py
 def test_pinned_zeros_are_pageable_where_cuda_locks_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error that CUDA keeps is cleared, so that no later kernel fails of it."""
+    """CUDA stores the error; it must be cleared, or a later kernel fails with it."""
     pending: list[int] = []
     unlocked: list[int] = []
 
@@ -63,7 +63,7 @@ def test_pinned_zeros_are_pageable_where_cuda_locks_nothing(
 
 
 class RefusalError(RuntimeError):
-    """What torch.cuda.CudaError is, which asks a CUDA build for its text."""
+    """Stands for torch.cuda.CudaError, which needs a CUDA build."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"out of memory ({code})")

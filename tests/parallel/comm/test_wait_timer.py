@@ -1,4 +1,4 @@
-"""The seconds in which a rank waited, by a clock that the test advances."""
+"""Seconds that a rank waited, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def test_wait_timer_sums_measured_seconds_and_resets_on_pop(clock: FakeClock) -> None:
-    exposed = WaitTimer()
+    timer = WaitTimer()
     for seconds in (2.0, 3.0):
-        with exposed.measure():
+        with timer.measure():
             clock.now += seconds
         clock.now += 50.0
-    assert exposed.pop_seconds() == 5.0
-    assert exposed.pop_seconds() == 0.0
+    assert timer.pop_seconds() == 5.0
+    assert timer.pop_seconds() == 0.0
 
 
 def test_wait_timer_counts_wait_that_raises(clock: FakeClock) -> None:
-    exposed = WaitTimer()
+    timer = WaitTimer()
 
     def fail() -> None:
-        with exposed.measure():
+        with timer.measure():
             clock.now += 7.0
             raise RuntimeError("a rank is gone")
 
     with pytest.raises(RuntimeError):
         fail()
-    assert exposed.pop_seconds() == 7.0
+    assert timer.pop_seconds() == 7.0
 
 
 def test_timed_work_records_collective_wait(clock: FakeClock) -> None:
@@ -56,6 +56,6 @@ def test_timed_work_records_collective_wait(clock: FakeClock) -> None:
             clock.now += 4.0
             return timeout == (timedelta(seconds=9),)
 
-    exposed = WaitTimer()
-    assert TimedWork(Work(), exposed).wait(timedelta(seconds=9))
-    assert exposed.pop_seconds() == 4.0
+    timer = WaitTimer()
+    assert TimedWork(Work(), timer).wait(timedelta(seconds=9))
+    assert timer.pop_seconds() == 4.0

@@ -1,4 +1,5 @@
-"""Modules that are not our transformer, under every strategy: a ResNet from `transformers`, and the example."""
+"""Modules other than Phalanx's transformer under every data-parallel strategy: a ResNet of `transformers`, and the
+example."""
 
 from __future__ import annotations
 
@@ -63,8 +64,9 @@ Trajectory = list[tuple[float, float]]
 
 
 def resnet(train: bool) -> ResNetForImageClassification:
-    """Two small stages in fp64. No number of channels divides by four ranks; of five, one of them owns none. Its
-    BatchNorm normalizes by the batch if `train`, and else computes each image by itself, as one process would."""
+    """Return a ResNet with two small stages in fp64. Four ranks divide none of its numbers of channels, and one of them
+    owns none of five. BatchNorm uses statistics of the batch if `train`, and otherwise computes each image alone, so
+    that results do not depend on the number of ranks."""
     torch.manual_seed(0)
     config = ResNetConfig(
         num_channels=1, embedding_size=5, hidden_sizes=[10, 14], depths=[1, 2], layer_type="basic", num_labels=10
@@ -85,31 +87,31 @@ def residual_blocks(model: ResNetForImageClassification) -> list[nn.Module]:
 
 
 def make_global_batch(step: int) -> tuple[Tensor, Tensor]:
-    """The images and labels of a step, over all ranks."""
+    """Return the images and labels of a step, over all ranks."""
     random = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 1, 24, 24, generator=random, dtype=torch.float64)
     return images, torch.randint(10, (BATCH,), generator=random)
 
 
-def local_batch(whole: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """This rank's."""
-    images, labels = whole
+def local_batch(global_batch: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return this rank's images and labels."""
+    images, labels = global_batch
     return images[mesh.dp_rank :: mesh.dims.dp_size], labels[mesh.dp_rank :: mesh.dims.dp_size]
 
 
 def make_adamw(strategy: Strategy) -> list[torch.optim.Optimizer]:
-    """Of what this rank trains; a worker of a parameter server trains nothing."""
+    """Return optimizers of the parameters that this rank trains; a worker of a parameter server trains none."""
     trained = list(strategy.trainable_parameters.values())
     return [torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)] if trained else []
 
 
 def summed_loss(strategy: Strategy, images: Tensor, labels: Tensor) -> Tensor:
-    """Summed over images."""
+    """Return the loss summed over images."""
     return F.cross_entropy(strategy.model(images).logits, labels, reduction="sum")
 
 
 def train_resnet(choices: dict[str, Any], train: bool = False, micro_batches: int = 1) -> Trajectory:
-    """Mean loss and gradient norm of every step, clipped."""
+    """Return mean loss and gradient norm of every step, with clipping."""
     layout = Layout(**choices)
     mesh, model = build_cpu_mesh(layout), resnet(train)
     strategy = distribute(model, layout, mesh, CPU, residual_blocks(model), "fp64")
@@ -119,7 +121,7 @@ def train_resnet(choices: dict[str, Any], train: bool = False, micro_batches: in
 
 
 def train_on_batches(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_batches: int = 1) -> Trajectory:
-    """Mean loss over ranks and gradient norm of every step."""
+    """Return the mean loss over ranks and the gradient norm of every step."""
     optimizers, result = make_adamw(strategy), []
     for images, labels in batches:
         loss_sum = torch.zeros((), dtype=torch.float64)
@@ -150,7 +152,7 @@ def test_distribute_resnet_equals_single_process(world_size: int, layout: dict[s
 
 
 def compute_bf16_grad_norm(data: str) -> float:
-    """Of a module that is bf16 itself."""
+    """Return the gradient norm of a module in bf16."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(4)]
     layout = Layout(data_parallel=data)
@@ -175,7 +177,7 @@ def test_zero_strategies_on_single_rank_equal_plain_training(data: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_parallel_strategies_agree_with_per_rank_batchnorm(world_size: int) -> None:
-    """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
+    """Statistics of a rank's images differ from those of a single process, but are the same for all strategies."""
     layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data_parallel"] != "parameter_server"]
     first, *others = [rank_pool(world_size).run(train_resnet, layout, train=True) for layout in layouts]
     assert first[0] != approx_trajectory(train_resnet({}, train=True))
@@ -184,7 +186,7 @@ def test_data_parallel_strategies_agree_with_per_rank_batchnorm(world_size: int)
 
 
 def gather_full_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """A copy of them, of all ranks' parts."""
+    """Return copies of the full parameters, gathered from all ranks."""
     full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
     return {name: parameter.detach().clone() for name, parameter in full.items()}
 
@@ -194,7 +196,7 @@ def assert_parameters_close(some: dict[str, Tensor], others: dict[str, Tensor]) 
 
 
 class PartlyFrozenModule(nn.Module):
-    """A module of which one part does not learn."""
+    """A module with a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class PartlyFrozenModule(nn.Module):
 
 
 def train_partly_frozen_module(choices: dict[str, Any]) -> dict[str, Tensor]:
-    """All weights after some steps, as the model computes with them."""
+    """Return all weights of the model after some steps."""
     layout = Layout(**choices)
     mesh = build_cpu_mesh(layout)
     strategy = distribute(PartlyFrozenModule(), layout, mesh, CPU, precision="fp64")
@@ -290,7 +292,7 @@ def test_zero_rejects_optimizers_that_cannot_be_sharded(name: str, data: str) ->
 
 
 def train_with_uneven_batches(batches: list[int]) -> dict[str, Tensor]:
-    """The weights after each rank has learned from its own number of batches."""
+    """Return the weights after each rank has trained on its own number of batches."""
     layout = Layout()
     mesh, model = build_cpu_mesh(layout), resnet(train=False)
     strategy = distribute(model, layout, mesh, CPU, precision="fp64")
@@ -301,12 +303,12 @@ def train_with_uneven_batches(batches: list[int]) -> dict[str, Tensor]:
             with strategy.accumulate(last=True):
                 loss = summed_loss(strategy, *local_batch(make_global_batch(step), mesh)) / BATCH
                 (strategy.loss_scale * loss).backward()
-            strategy.update(optimizers)  # not `reduce`: who is done does not join its sum
+            strategy.update(optimizers)  # not `reduce`: a rank that is done does not join its sum
     return gather_full_parameters(strategy.trainable_parameters)
 
 
 def train_single_process_on_uneven_batches(batches: list[int]) -> dict[str, Tensor]:
-    """The same in one process: the sum of the gradients that exist."""
+    """Do the same in one process, with the sum of the gradients that exist."""
     model = resnet(train=False)
     strategy = Strategy(model)
     optimizers = make_adamw(strategy)
@@ -328,7 +330,7 @@ def test_ddp_join_supports_uneven_batch_counts_per_rank(batches: list[int]) -> N
 
 
 def train_on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of steps on one batch, and the weights at last."""
+    """Return the losses of steps on one batch, and the final weights."""
     layout = Layout(**choices)
     mesh = build_cpu_mesh(layout)
     strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
@@ -342,13 +344,13 @@ def test_powersgd_reduces_loss_and_keeps_replicas_identical() -> None:
     for name, weight in weights.items():
         assert torch.equal(weight, others[name]), name
     exact = rank_pool(2).run(train_on_one_batch, {}, 40)[0][0]
-    assert losses[:10] == pytest.approx(exact[:10], rel=1e-10)  # it begins with whole gradients
-    assert losses[-1] != pytest.approx(exact[-1], rel=1e-6)  # and does compress then
+    assert losses[:10] == pytest.approx(exact[:10], rel=1e-10)  # it starts with uncompressed gradients
+    assert losses[-1] != pytest.approx(exact[-1], rel=1e-6)  # and compresses later
     assert losses[-1] < 0.5 * losses[10] < 0.5 * losses[0]
 
 
 class TwoHeads(nn.Module):
-    """A module of which a step may leave a part unused."""
+    """A module with a part that a step may leave unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +363,7 @@ class TwoHeads(nn.Module):
 
 
 def train_with_unused_head(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
-    """The weights after steps of which every second one, on all ranks or only on odd ones, uses one head."""
+    """Return the weights after steps of which every second one uses one head only, on all ranks or on odd ones."""
     layout = Layout(**choices)
     mesh = build_cpu_mesh(layout)
     strategy = distribute(TwoHeads(), layout, mesh, CPU, precision="fp64")
@@ -386,7 +388,7 @@ def test_ddp_find_unused_parameters_equals_single_process(unused_on_all_ranks: b
 
 
 def train_and_get_bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
-    """The trajectory, and the bytes of DDP's buckets."""
+    """Return the trajectory, and the bytes of DDP's buckets."""
     layout = Layout(**choices)
     mesh = build_cpu_mesh(layout)
     strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
@@ -398,10 +400,10 @@ def train_and_get_bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, lis
 
 @pytest.mark.skipif(not SUPPORTS_FIRST_BUCKET_SIZE, reason="this torch cannot size the first bucket")
 def test_ddp_first_bucket_is_smaller_when_first_bucket_mb_is_set() -> None:
-    result, small = rank_pool(2).run(train_and_get_bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
+    result, sizes = rank_pool(2).run(train_and_get_bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
     assert result == approx_trajectory(single_process_trajectory())
-    _, even = rank_pool(2).run(train_and_get_bucket_sizes, {"bucket_mb": 0.02})[0]
-    assert small[0] < even[0], (small, even)
+    _, even_sizes = rank_pool(2).run(train_and_get_bucket_sizes, {"bucket_mb": 0.02})[0]
+    assert sizes[0] < even_sizes[0], (sizes, even_sizes)
 
 
 # -- the example -------------------------------------------------------------------------------------------------------
@@ -410,15 +412,15 @@ def test_ddp_first_bucket_is_smaller_when_first_bucket_mb_is_set() -> None:
 @pytest.mark.parametrize("data", ["zero2", "zero3"])
 def test_resnet_digits_example_trains_under_torchrun(data: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "16"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"training loss ([\d.]+)", ended.stdout)]
-    assert len(losses) == 2, ended.stdout
-    assert losses[1] < 0.7 * losses[0], ended.stdout
-    assert ended.stdout.count("test accuracy") == 1, ended.stdout
+    assert result.returncode == 0, result.stderr
+    losses = [float(loss) for loss in re.findall(r"training loss ([\d.]+)", result.stdout)]
+    assert len(losses) == 2, result.stdout
+    assert losses[1] < 0.7 * losses[0], result.stdout
+    assert result.stdout.count("test accuracy") == 1, result.stdout

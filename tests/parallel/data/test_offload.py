@@ -1,4 +1,4 @@
-"""Offload: the same training with what is trained resting elsewhere, and files that leave nothing behind."""
+"""Offload: training is the same with its state in CPU memory or on disk, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ OPTIMIZERS = {"adamw": {}, "sgd": {"optimizer.name": "sgd"}, "muon": {"optimizer
 
 
 def train_with_disk_offload(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
-    """The trajectory with every tensor in a file, in pieces of a few tensors; and how many files there were."""
+    """Train with every tensor in a file, in pieces of a few tensors; return the trajectory and the number of files."""
     offload.MIN_OFFLOAD_BYTES, DiskOffload.piece_bytes = 1, 20_000
-    under_way = make_trainer(run)
-    result = train_until(under_way, run.training.steps)
-    rests = under_way.strategy.offload  # type: ignore[attr-defined]
-    assert len(rests.pieces) > 2
-    return result, len(rests.files)
+    trainer = make_trainer(run)
+    result = train_until(trainer, run.training.steps)
+    disk_offload = trainer.strategy.offload  # type: ignore[attr-defined]
+    assert len(disk_offload.pieces) > 2
+    return result, len(disk_offload.files)
 
 
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -64,24 +64,24 @@ def test_cpu_offload_is_bitwise_equal_to_no_offload(data: str, text: Path, tmp_p
 
 
 def train_and_save_first_half(run: RunSpec) -> None:
-    under_way = make_trainer(run)
-    train_until(under_way, 3)
-    under_way.save()
-    under_way.checkpointer.wait()
+    trainer = make_trainer(run)
+    train_until(trainer, 3)
+    trainer.save()
+    trainer.checkpointer.wait()
 
 
 def resume_second_half(run: RunSpec) -> list[tuple[float, float]]:
-    under_way = make_trainer(run)
-    assert under_way.resume()[0]
-    return train_until(under_way, 6)
+    trainer = make_trainer(run)
+    assert trainer.resume()[0]
+    return train_until(trainer, 6)
 
 
 def test_nvme_offload_run_resumes_identically_from_checkpoint(text: Path, tmp_path: Path) -> None:
     disk = {"layout.data_parallel": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
     run = small_run(text, tmp_path, {"training.steps": 6, **disk})
-    whole = training_trajectory(run)
+    uninterrupted = training_trajectory(run)
     train_and_save_first_half(run)
-    assert resume_second_half(run) == whole[3:]
+    assert resume_second_half(run) == uninterrupted[3:]
 
 
 def test_mapped_file_is_unlinked_and_preallocated(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_disk_offload_raises_user_error_at_open_file_limit(tmp_path: Path, monke
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        kept = DiskOffload(tmp_path)  # takes what it may
-        assert len([kept.to_host(torch.ones(MIN_OFFLOAD_BYTES)) for _ in range(300)]) == 300
+        disk_offload = DiskOffload(tmp_path)  # raises the limit as far as it may
+        assert len([disk_offload.to_host(torch.ones(MIN_OFFLOAD_BYTES)) for _ in range(300)]) == 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         with pytest.raises(UserError, match="more open files than the limit of this process"):
-            kept.to_host(torch.ones(MIN_OFFLOAD_BYTES))
+            disk_offload.to_host(torch.ones(MIN_OFFLOAD_BYTES))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -1,4 +1,4 @@
-"""The parameter server: synchronous, asynchronous within its bound, and who holds what."""
+"""The parameter server: synchronous, asynchronous with bounded staleness, and the memory of servers and workers."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def test_parameter_server_staleness_0_is_bitwise_equal_to_sync(changes: Any, tex
     )
 
 
-def delay_last_worker(under_way: Trainer) -> None:
-    """Let the last rank begin its second step only when the first worker is as far ahead as it may be."""
-    run, last = under_way.run, dist.get_world_size() - 1
-    most = min(1 + (run.layout.max_staleness or 0), run.training.steps)
+def delay_last_worker(trainer: Trainer) -> None:
+    """Delay the second step of the last rank until the first worker is as far ahead as it may be."""
+    run, last = trainer.run, dist.get_world_size() - 1
+    max_steps_ahead = min(1 + (run.layout.max_staleness or 0), run.training.steps)
     waiting = dist.new_group([run.layout.num_servers, last], backend="gloo")
-    launch_step, done = under_way.launch_step, iter(range(1, 1000))
+    launch_step, done = trainer.launch_step, iter(range(1, 1000))
 
-    def held(batches: Iterator[Batch]) -> ReadRecord:
+    def delayed_step(batches: Iterator[Batch]) -> ReadRecord:
         launched, steps_done = launch_step(batches), next(done)
-        if steps_done == (1 if dist.get_rank() == last else most):
+        if steps_done == (1 if dist.get_rank() == last else max_steps_ahead):
             dist.barrier(waiting)
         return launched
 
     if dist.get_rank() in (run.layout.num_servers, last):
-        under_way.launch_step = held  # type: ignore[method-assign]
+        trainer.launch_step = delayed_step  # type: ignore[method-assign]
 
 
 def train_with_slow_worker(run: RunSpec) -> list[dict[str, Any]]:
-    """The records of a run in which the first worker is, at first, as far ahead of the last as it may be."""
-    under_way = make_trainer(run)
-    delay_last_worker(under_way)
-    batches = prefetch(under_way.loader, 0, run.training.steps)
-    records = [under_way.train_step(batches) for _ in range(run.training.steps)]
-    under_way.evaluate()
+    """Return the records of a run in which the first worker is, at first, as far ahead of the last as it may be."""
+    trainer = make_trainer(run)
+    delay_last_worker(trainer)
+    batches = prefetch(trainer.loader, 0, run.training.steps)
+    records = [trainer.train_step(batches) for _ in range(run.training.steps)]
+    trainer.evaluate()
     return records
 
 
@@ -82,23 +82,24 @@ def test_parameter_server_bounds_and_reports_staleness(servers: int, text: Path,
 
 
 def evaluate_before_first_update(run: RunSpec) -> float:
-    """The step of this rank's first record, where the server updates only when all workers have made a step."""
-    under_way = make_trainer(run)
-    batches, everybody = prefetch(under_way.loader, 0, run.training.steps), dist.new_group(backend="gloo")
-    update = under_way.strategy.update
+    """Return the step of this rank's first record, in a run whose server updates only after all workers have made a
+    step."""
+    trainer = make_trainer(run)
+    batches, all_ranks = prefetch(trainer.loader, 0, run.training.steps), dist.new_group(backend="gloo")
+    update = trainer.strategy.update
 
-    def held(optimizers: Any) -> None:
-        under_way.strategy.update = update  # type: ignore[method-assign]
-        dist.barrier(everybody)
+    def delayed_update(optimizers: Any) -> None:
+        trainer.strategy.update = update  # type: ignore[method-assign]
+        dist.barrier(all_ranks)
         update(optimizers)
 
-    if not under_way.strategy.runs_model:
-        under_way.strategy.update = held  # type: ignore[method-assign]
-    first = under_way.train_step(batches)["step"]
-    if under_way.strategy.runs_model:
-        dist.barrier(everybody)
-    under_way.train_step(batches)
-    under_way.evaluate()
+    if not trainer.strategy.runs_model:
+        trainer.strategy.update = delayed_update  # type: ignore[method-assign]
+    first = trainer.train_step(batches)["step"]
+    if trainer.strategy.runs_model:
+        dist.barrier(all_ranks)
+    trainer.train_step(batches)
+    trainer.evaluate()
     return float(first)
 
 
@@ -108,15 +109,16 @@ def test_parameter_server_evaluates_before_workers_receive_an_update(text: Path,
 
 
 def train_until_one_worker_stops(run: RunSpec) -> tuple[int, int]:
-    """The step after which this rank stops when the first worker is asked to at once, and how many it made."""
-    under_way = make_trainer(run)
-    under_way.stop_requested = dist.get_rank() == run.layout.num_servers
-    batches, steps_done = prefetch(under_way.loader, 0, run.training.steps), 0
-    while not under_way.should_stop:
-        under_way.train_step(batches)
+    """Return the step after which this rank stops when the first worker requests it at once, and the number of steps
+    that the rank made."""
+    trainer = make_trainer(run)
+    trainer.stop_requested = dist.get_rank() == run.layout.num_servers
+    batches, steps_done = prefetch(trainer.loader, 0, run.training.steps), 0
+    while not trainer.should_stop:
+        trainer.train_step(batches)
         steps_done += 1
-    under_way.evaluate()
-    return under_way.step, steps_done
+    trainer.evaluate()
+    return trainer.step, steps_done
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -133,13 +135,13 @@ def test_parameter_server_ranks_stop_after_same_step(servers: int, staleness: in
 
 
 def measure_traffic_bytes(run: RunSpec) -> dict[str, float]:
-    """Bytes that this rank sends and receives in ten updates, all that is under way included."""
-    under_way = make_trainer(run)
-    batches = prefetch(under_way.loader, 0, 10)
+    """Return the bytes that this rank sends and receives in ten updates, including those in flight at the end."""
+    trainer = make_trainer(run)
+    batches = prefetch(trainer.loader, 0, 10)
     with CollectiveRecorder() as recorder:
         for _ in range(10):
-            under_way.train_step(batches)
-        under_way.strategy.drain_pending_updates()
+            trainer.train_step(batches)
+        trainer.strategy.drain_pending_updates()
     total = Counter[str]()
     for call in recorder.calls:
         total[call.operation] += call.size_bytes
@@ -147,15 +149,18 @@ def measure_traffic_bytes(run: RunSpec) -> dict[str, float]:
 
 
 def test_async_parameter_server_traffic_matches_formula(text: Path, tmp_path: Path) -> None:
-    """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
+    """Workers receive updates, and servers post receives, ahead of time."""
     model = {**DENSE, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024}
     run = small_run(text, tmp_path, {**PARAMETER_SERVER, "layout.max_staleness": 1, "model": model})
     server, *workers = rank_pool(3).run(measure_traffic_bytes, run)
     predicted = traffic_by_role(run, 3)
-    for got, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
+    for traffic_bytes, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
         for traffic in predicted[role]:
             ahead = 2 * traffic.bytes if (role, traffic.operation) == ("server", "recv") else 0  # posted, not yet sent
-            assert got[traffic.operation] == pytest.approx(10 * traffic.bytes + ahead, rel=0.01), (role, traffic)
+            assert traffic_bytes[traffic.operation] == pytest.approx(10 * traffic.bytes + ahead, rel=0.01), (
+                role,
+                traffic,
+            )
 
 
 def test_build_parameter_server_rejects_mixed_parameter_dtypes() -> None:
@@ -165,13 +170,13 @@ def test_build_parameter_server_rejects_mixed_parameter_dtypes() -> None:
 
 
 def count_resident_elements(run: RunSpec) -> tuple[int, int, int]:
-    """Elements of weights, gradients and optimizer state that this rank holds after a step."""
-    under_way = make_trainer(run)
-    train_until(under_way, 1)
-    strategy = under_way.strategy
+    """Return the elements of weights, gradients and optimizer state that this rank has after a step."""
+    trainer = make_trainer(run)
+    train_until(trainer, 1)
+    strategy = trainer.strategy
     state = sum(
         value.numel()
-        for optimizer in under_way.optimizers
+        for optimizer in trainer.optimizers
         for values in optimizer.state.values()
         for value in values.values()
         if value.numel() > 1
@@ -188,11 +193,11 @@ def test_parameter_server_keeps_optimizer_state_on_servers_only(
 ) -> None:
     run = small_run(text, tmp_path, {**PARAMETER_SERVER, "layout.num_servers": 2, "optimizer.name": optimizer})
     *servers, first, second = rank_pool(4).run(count_resident_elements, run)
-    whole = first[0]
-    assert first == second == (whole, whole, 0)
-    assert sum(server[0] for server in servers) == whole
+    num_elements = first[0]
+    assert first == second == (num_elements, num_elements, 0)
+    assert sum(server[0] for server in servers) == num_elements
     assert all(server == (server[0], server[0], states * server[0]) for server in servers)
-    assert max(server[0] for server in servers) < 0.55 * whole
+    assert max(server[0] for server in servers) < 0.55 * num_elements
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 6))

@@ -1,5 +1,5 @@
-"""What the parity table does not reach of ZeRO-1 and 2: large models are stepped in several pieces, bf16 gradients of
-many micro-batches are added up in fp32, and weights are gathered late."""
+"""Properties of ZeRO that the parity tests do not reach: large models are updated in several pieces, bf16 gradients of
+many micro-batches are summed in fp32, and weights are gathered late."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from tests.helpers.small_runs import (
 )
 
 CHUNK_BYTES_BY_WORLD_SIZE = {2: 52_000, 4: 26_000}
-"""By world size: without padding, the last rank's rows would make other pieces than the first's."""
+"""Piece sizes for which, without padding, the last rank would have other pieces than the first."""
 INDIVISIBLE_SHAPE = {"head_dim": 10, "hidden_size": 38, "ffn_hidden_size": 49, "vocab_size": 301}
-"""Rows that neither two nor four ranks share evenly."""
+"""Sizes that neither two nor four ranks divide."""
 
 
 def train_with_small_chunks(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
-    """The trajectory, and the number of pieces of an update."""
+    """Return the trajectory, and the number of pieces of an update."""
     limit = CHUNK_BYTES_BY_WORLD_SIZE[dist.get_world_size()]
     with patch.object(zero, "PIECE_BYTES", limit):
-        under_way = make_trainer(run)
-        result = train_until(under_way, run.training.steps)
-    assert isinstance(under_way.strategy, ZeRO)
-    return result, len(chunk_by_bytes(under_way.strategy.buckets, limit))
+        trainer = make_trainer(run)
+        result = train_until(trainer, run.training.steps)
+    assert isinstance(trainer.strategy, ZeRO)
+    return result, len(chunk_by_bytes(trainer.strategy.buckets, limit))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -66,10 +66,10 @@ def test_zero_chunked_muon_step_equals_single_process(data: str, world_size: int
 
 
 def train_few_experts(run: RunSpec) -> tuple[list[tuple[float, float]], set[torch.Size]]:
-    """The trajectory, and the shapes of this rank's parts of the experts."""
-    under_way = make_trainer(run)
-    result = train_until(under_way, run.training.steps)
-    parts = under_way.strategy.trainable_parameters.items()
+    """Return the trajectory, and the shapes of this rank's parts of the experts."""
+    trainer = make_trainer(run)
+    result = train_until(trainer, run.training.steps)
+    parts = trainer.strategy.trainable_parameters.items()
     return result, {local_tensor(part).shape for name, part in parts if name.endswith("experts.up")}
 
 
@@ -88,7 +88,7 @@ def test_all_ranks_train_equal_parts_of_fewer_experts(
 
 
 def summed_gradient_errors(stage: str, offload: bool, in_pipeline: bool) -> list[float]:
-    """The relative errors of a bf16 layer's gradient, summed over 64 micro-batches, in each of two steps."""
+    """Return the relative errors of a bf16 layer's gradient, summed over 64 micro-batches, in each of two steps."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     x_NBD = torch.rand(64, ranks, 16, 24).bfloat16()
@@ -149,7 +149,7 @@ def count_files_after_many_micro_batches(directory: Path) -> int:
 
 
 def test_gradient_on_disk_that_widens_to_fp32_leaves_one_file(tmp_path: Path) -> None:
-    """Of the master rows and of their gradient, however it was summed before."""
+    """The files are those of the master rows and of their gradient; that of the bf16 gradient is gone."""
     assert rank_pool(1).run(count_files_after_many_micro_batches, tmp_path) == [2]
 
 
@@ -157,7 +157,7 @@ def test_gradient_on_disk_that_widens_to_fp32_leaves_one_file(tmp_path: Path) ->
 
 
 class LateGather:
-    """A gather that runs when it is waited for: nothing is received before."""
+    """An all-gather that runs when it is waited for, so that nothing is received before."""
 
     def __init__(self, out: Tensor, rows: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
         self.arguments = out, rows, group
@@ -183,7 +183,7 @@ def copy_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def read_weights_after_update(run: RunSpec, path: str) -> dict[str, Tensor]:
-    """The weights that a reader gets after some steps, or the loss of a forward pass with them."""
+    """Return the weights that a reader gets after some steps, or the result of a forward pass with them."""
     with patch.object(zero_buckets, "all_gather", LateGather):
         trainer = make_trainer(run)
         if path == "callback":
@@ -231,7 +231,7 @@ def test_zero_weights_are_gathered_before_they_are_read(path: str, world_size: i
 
 
 def logits_of_copies(run: RunSpec) -> list[Tensor]:
-    """Logits of a trained module whose trainer is gone, and of its copy."""
+    """Return logits of a trained module whose trainer is gone, and of its copy."""
     trainer = make_trainer(run)
     train_until(trainer, 1)
     trainer.strategy.wait_for_weights()
@@ -240,17 +240,17 @@ def logits_of_copies(run: RunSpec) -> list[Tensor]:
     del trainer
     gc.collect()
     with torch.no_grad():
-        return [each(torch.arange(8)[None])[0] for each in (module, copied)]
+        return [model(torch.arange(8)[None])[0] for model in (module, copied)]
 
 
 def test_zero_module_can_be_copied_and_outlives_its_strategy(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {"layout.data_parallel": "zero1"})
-    for logits, of_copy in rank_pool(2).run(logits_of_copies, run):
-        assert torch.equal(logits, of_copy)
+    for logits, logits_of_copy in rank_pool(2).run(logits_of_copies, run):
+        assert torch.equal(logits, logits_of_copy)
 
 
 def record_reductions(run: RunSpec, large_bytes: int) -> list[tuple[str, int]]:
-    """Starts and ends of reductions in a backward pass, with the index of the bucket."""
+    """Return starts and ends of the reductions of a backward pass, with the index of the bucket."""
     trainer = make_trainer(run)
     events = []
     assert isinstance(trainer.strategy, ZeRO)
@@ -295,7 +295,7 @@ def test_zero_reduces_several_buckets_at_a_time_unless_large(
 def test_single_replica_trains_fp32_weights_of_model_in_its_precision(
     precision: str, computed: torch.dtype, text: Path, tmp_path: Path
 ) -> None:
-    """In bf16 a replica is ZeRO-1 on one rank, without autocast."""
+    """In bf16, a single replica is ZeRO-1 on one rank, without autocast."""
     strategy = make_trainer(small_run(text, tmp_path, {"training.precision": precision})).strategy
     assert {parameter.dtype for parameter in strategy.module.parameters()} == {computed}
     assert {parameter.dtype for parameter in strategy.trainable_parameters.values()} == {torch.float32}
@@ -303,7 +303,7 @@ def test_single_replica_trains_fp32_weights_of_model_in_its_precision(
 
 
 class OwnSGD(torch.optim.SGD):
-    """Optimizer of a user."""
+    """An optimizer of a user."""
 
 
 @pytest.mark.parametrize(("kind", "calls"), [(OwnSGD, 1), (torch.optim.SGD, 4)])
@@ -320,7 +320,7 @@ def test_single_rank_steps_optimizer_of_user_once(kind: type[torch.optim.SGD], c
 
 
 def test_stack_without_experts_has_no_rows() -> None:
-    """As on a node of a swarm that trains no expert."""
+    """A node of a swarm may train no expert."""
     module = nn.ParameterDict({"experts": torch.empty(0, 4, 8), "norm": torch.ones(8)})
     strategy = ZeRO(module, Layout(data_parallel="zero1"), None, torch.device("cpu"), torch.bfloat16, None)
     assert {name: tuple(p.shape) for name, p in strategy.trainable_parameters.items()} == {

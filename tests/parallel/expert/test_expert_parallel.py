@@ -1,4 +1,4 @@
-"""What works while tokens are under way to their experts, and how often the host reads how many they are."""
+"""Overlap of all-to-alls with shared experts, and the number of times that the host reads token counts."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from tests.helpers.small_runs import MOE, make_trainer, small_run
 
 
 def record_step_order(run: RunSpec) -> list[str]:
-    """When exchanges begin, when they were waited for, and when the shared experts work."""
-    under_way, done = make_trainer(run), []
-    shared = cast(MoE, next(iter(cast(Transformer, under_way.module).blocks)).mlp).shared
+    """Return the order in which a step starts all-to-alls, waits for them, and runs the shared expert."""
+    trainer, events = make_trainer(run), []
+    shared = cast(MoE, next(iter(cast(Transformer, trainer.module).blocks)).mlp).shared
     assert shared is not None
-    shared.register_forward_hook(lambda *_: done.append("shared forward"))
-    shared.down.weight.register_post_accumulate_grad_hook(lambda _: done.append("shared backward"))
+    shared.register_forward_hook(lambda *_: events.append("shared forward"))
+    shared.down.weight.register_post_accumulate_grad_hook(lambda _: events.append("shared backward"))
     begin, wait = ExpertParallelGroup.start_all_to_all, InFlightDispatch.wait
 
-    def noted_begin(*arguments: Any) -> Any:
-        done.append("begin")
+    def record_begin(*arguments: Any) -> Any:
+        events.append("begin")
         return begin(*arguments)
 
-    def noted_wait(of: InFlightDispatch) -> None:
-        wait(of)
-        done.append("here")
+    def record_wait(dispatch: InFlightDispatch) -> None:
+        wait(dispatch)
+        events.append("end")
 
     with (
-        patch.object(ExpertParallelGroup, "start_all_to_all", noted_begin),
-        patch.object(InFlightDispatch, "wait", noted_wait),
+        patch.object(ExpertParallelGroup, "start_all_to_all", record_begin),
+        patch.object(InFlightDispatch, "wait", record_wait),
     ):
-        under_way.train_step(prefetch(under_way.loader, 0, 1))
-    return done
+        trainer.train_step(prefetch(trainer.loader, 0, 1))
+    return events
 
 
 def test_expert_parallel_overlaps_all_to_all_with_shared_experts(text: Path, tmp_path: Path) -> None:
-    """Forward: dispatch, shared experts, combine. Backward: combine, dispatch, shared experts."""
+    """The forward pass runs dispatch, shared experts, combine; the backward pass combine, dispatch, shared experts."""
     model = {**MOE, "num_layers": 1}
     run = small_run(text, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch_size": 4})
-    forward = ["begin", "shared forward", "here", "begin"]
-    assert rank_pool(2).run(record_step_order, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2
+    forward = ["begin", "shared forward", "end", "begin"]
+    assert rank_pool(2).run(record_step_order, run) == [[*forward, "begin", "begin", "shared backward", "end"]] * 2
 
 
 def count_reads(run: RunSpec) -> int:
-    """How often the host reads counts in a step."""
-    under_way = make_trainer(run)
+    """Return how often the host reads counts in a step."""
+    trainer = make_trainer(run)
     with patch.object(host_counts, "read_counts", side_effect=host_counts.read_counts) as read:
-        under_way.train_step(prefetch(under_way.loader, 0, 1))
+        trainer.train_step(prefetch(trainer.loader, 0, 1))
     return read.call_count
 
 
@@ -67,7 +67,7 @@ def count_reads(run: RunSpec) -> int:
 def test_expert_layer_reads_counts_once_a_micro_batch(
     capacity: float | None, layout: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
-    """The backward pass takes those of the forward pass, and a capacity needs no more; 6 s in all."""
+    """The backward pass reuses the counts of the forward pass, and a capacity needs no others."""
     model = {**MOE, "moe": {**MOE["moe"], "capacity_factor": capacity}}
     changes = {f"layout.{name}": value for name, value in layout.items()}
     common = {"model": model, "training.precision": "bf16", "layout.ep": 2, "layout.micro_batch_size": 1}

@@ -1,5 +1,5 @@
-"""Experts that others train: the same losses and gradients as if all were trained here, but for theirs; under every
-layout; and memory for the own ones alone."""
+"""Experts of which other nodes train some: losses and gradients equal those of a full model, in every layout, and only
+trained experts need gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -39,53 +39,54 @@ def build_trainer(run: RunSpec, own: TrainedExperts | None) -> Trainer:
 
 
 def compute_loss_and_gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a step, and its mean gradient."""
-    under_way = build_trainer(run, own)
-    sums = under_way.forward_backward(under_way.micro_batches(under_way.loader.step(0)))
-    under_way.strategy.reduce(sums.packed)
-    return float(sums.loss), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
+    """Return the loss of a step, and its mean gradient."""
+    trainer = build_trainer(run, own)
+    sums = trainer.forward_backward(trainer.micro_batches(trainer.loader.step(0)))
+    trainer.strategy.reduce(sums.packed)
+    return float(sums.loss), {name: grad.clone() for name, grad in trainer.strategy.gradients().items()}
 
 
 def test_partial_experts_gradients_equal_full_model_gradients(tmp_path):
     run = build_small_run(tmp_path)
-    (loss, expected), (found_loss, found) = (
+    (loss, expected), (partial_loss, gradients) = (
         compute_loss_and_gradients(run, own) for own in (None, TrainedExperts(TRAINED_EXPERTS))
     )
-    assert found_loss == pytest.approx(loss, rel=1e-12)
-    assert set(found) == set(expected)
-    for name, gradient in found.items():
-        whole = expected[name][list(TRAINED_EXPERTS)] if ".experts." in name else expected[name]
-        torch.testing.assert_close(gradient, whole, rtol=1e-10, atol=1e-14)
+    assert partial_loss == pytest.approx(loss, rel=1e-12)
+    assert set(gradients) == set(expected)
+    for name, gradient in gradients.items():
+        expected_gradient = expected[name][list(TRAINED_EXPERTS)] if ".experts." in name else expected[name]
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_partial_experts_are_bitwise_equal_to_full_model_when_all_trained(tmp_path, recompute):
-    """Bit for bit."""
     run = build_small_run(tmp_path, {"layout.activation_checkpointing": recompute})
-    (_, expected), (_, found) = (compute_loss_and_gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
-    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+    (_, expected), (_, gradients) = (
+        compute_loss_and_gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3)))
+    )
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
 
 
 def train_and_collect_losses(run: RunSpec, own: TrainedExperts) -> list[float]:
-    under_way = build_trainer(run, own)
-    batches = prefetch(under_way.loader, 0, STEPS)
-    found = [under_way.train_step(batches)["loss"] for _ in range(STEPS)]
-    return [*found, under_way.evaluate()["held_out_loss"]]
+    trainer = build_trainer(run, own)
+    batches = prefetch(trainer.loader, 0, STEPS)
+    losses = [trainer.train_step(batches)["loss"] for _ in range(STEPS)]
+    return [*losses, trainer.evaluate()["held_out_loss"]]
 
 
 def compute_auxiliary_loss(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
-    """Of a step whose routers' own experts are relieved: its auxiliary loss, and the gradients of the routers."""
-    under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
-    set_local_choice_weight(under_way.module, ratio)
-    sums = under_way.forward_backward(under_way.micro_batches(under_way.loader.step(0)))
-    under_way.strategy.reduce(sums.packed)
-    gradients = {name: gradient.clone() for name, gradient in under_way.strategy.gradients().items()}
+    """Return the auxiliary loss of a step whose local experts have this weight, and the gradients of the routers."""
+    trainer = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
+    set_local_choice_weight(trainer.module, ratio)
+    sums = trainer.forward_backward(trainer.micro_batches(trainer.loader.step(0)))
+    trainer.strategy.reduce(sums.packed)
+    gradients = {name: gradient.clone() for name, gradient in trainer.strategy.gradients().items()}
     return float(sums.auxiliary_loss), {name: gradient for name, gradient in gradients.items() if ".router." in name}
 
 
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 def test_local_choice_weight_balance_loss_matches_formula(tmp_path, scope):
-    """As it is written: a E sum_i r_i f_i P_i per token, f_i of what all experts were chosen."""
+    """The formula is a E sum_i r_i f_i P_i per token, with f_i from the choices of all experts."""
     moe = {
         "num_experts": 4,
         "top_k": 2,
@@ -94,41 +95,42 @@ def test_local_choice_weight_balance_loss_matches_formula(tmp_path, scope):
         "balance_loss_coef": 0.3,
         "balance_loss_scope": scope,
     }
-    under_way = build_trainer(
-        build_small_run(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(TRAINED_EXPERTS)
-    )
-    set_local_choice_weight(under_way.module, 0.7)
-    for router in under_way.routers.values():
+    trainer = build_trainer(build_small_run(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(TRAINED_EXPERTS))
+    set_local_choice_weight(trainer.module, 0.7)
+    for router in trainer.routers.values():
         x = torch.randn(3, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         weight = router.gate.weight.detach().clone().requires_grad_()
         share = (x @ weight.T).softmax(-1)
         chosen = torch.zeros_like(share).scatter_(-1, share.topk(2).indices, 1.0)
-        of, mean = ((1,), share.mean(1)) if scope == "sequence" else ((0, 1), share.mean((0, 1)))
-        counted = chosen.sum(of) * torch.tensor([1.0, 0.7, 0.7, 1.0], dtype=torch.float64)
+        dims, mean = ((1,), share.mean(1)) if scope == "sequence" else ((0, 1), share.mean((0, 1)))
+        counts = chosen.sum(dims) * torch.tensor([1.0, 0.7, 0.7, 1.0], dtype=torch.float64)
         tokens = 16 if scope == "sequence" else 48
-        expected = 0.3 * 4 * tokens * (counted / (2 * tokens) * mean).sum()
-        found = router(x)[2]
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        expected = 0.3 * 4 * tokens * (counts / (2 * tokens) * mean).sum()
+        loss = router(x)[2]
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         (gradient,) = torch.autograd.grad(expected, weight)
-        torch.testing.assert_close(torch.autograd.grad(found, router.gate.weight)[0], gradient, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(torch.autograd.grad(loss, router.gate.weight)[0], gradient, rtol=1e-10, atol=1e-14)
 
 
 def test_local_choice_weight_reset_to_1_is_bitwise_equal_to_default(tmp_path):
-    """Bit for bit; and before, it is in the routers' gradients."""
+    """Other weights than 1 change the auxiliary loss and the gradients of routers."""
     run = build_small_run(tmp_path)
-    plain, under_way = (
+    default, reset = (
         build_trainer(run, TrainedExperts(TRAINED_EXPERTS)),
         build_trainer(run, TrainedExperts(TRAINED_EXPERTS)),
     )
-    set_local_choice_weight(under_way.module, 0.5)
-    set_local_choice_weight(under_way.module, 1.0)
-    first, second = (each.train_step(prefetch(each.loader, 0, 1)) for each in (plain, under_way))
+    set_local_choice_weight(reset.module, 0.5)
+    set_local_choice_weight(reset.module, 1.0)
+    first, second = (trainer.train_step(prefetch(trainer.loader, 0, 1)) for trainer in (default, reset))
     assert (first["loss"], first["auxiliary_loss"]) == (second["loss"], second["auxiliary_loss"])
-    for name, parameter in plain.strategy.trainable_parameters.items():
-        assert torch.equal(parameter, under_way.strategy.trainable_parameters[name])
-    (loss, whole), (less, relieved) = compute_auxiliary_loss(run, 1.0), compute_auxiliary_loss(run, 0.5)
-    assert less < loss
-    assert all(not torch.allclose(whole[name], gradient, rtol=1e-3) for name, gradient in relieved.items())
+    for name, parameter in default.strategy.trainable_parameters.items():
+        assert torch.equal(parameter, reset.strategy.trainable_parameters[name])
+    (loss, gradients), (smaller_loss, reduced_gradients) = (
+        compute_auxiliary_loss(run, 1.0),
+        compute_auxiliary_loss(run, 0.5),
+    )
+    assert smaller_loss < loss
+    assert all(not torch.allclose(gradients[name], gradient, rtol=1e-3) for name, gradient in reduced_gradients.items())
 
 
 @pytest.mark.parametrize(
@@ -145,18 +147,18 @@ def test_local_choice_weight_reset_to_1_is_bitwise_equal_to_default(tmp_path):
 )
 def test_local_choice_weight_losses_are_equal_across_layouts(tmp_path, layout):
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    alone = collect_auxiliary_losses(build_small_run(tmp_path))
-    for found in rank_pool(2).run(collect_auxiliary_losses, build_small_run(tmp_path, changes)):
-        assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
+    single_process = collect_auxiliary_losses(build_small_run(tmp_path))
+    for losses in rank_pool(2).run(collect_auxiliary_losses, build_small_run(tmp_path, changes)):
+        assert losses == [pytest.approx(expected, rel=1e-9) for expected in single_process]
 
 
 def collect_auxiliary_losses(run: RunSpec) -> list[float]:
-    under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
-    batches, found = prefetch(under_way.loader, 0, STEPS), []
+    trainer = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
+    batches, losses = prefetch(trainer.loader, 0, STEPS), []
     for ratio in (0.0, 0.5, 0.75, 1.0):
-        set_local_choice_weight(under_way.module, ratio)
-        found.append(under_way.train_step(batches)["auxiliary_loss"])
-    return found
+        set_local_choice_weight(trainer.module, ratio)
+        losses.append(trainer.train_step(batches)["auxiliary_loss"])
+    return losses
 
 
 TWO_RANK_LAYOUTS = [
@@ -184,11 +186,11 @@ FOUR_RANK_LAYOUTS = [
 
 
 def assert_losses_equal_single_process(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:
-    """So many ranks in this layout, as one."""
+    """Compare `size` ranks in this layout with one process."""
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    alone = train_and_collect_losses(build_small_run(folder), TrainedExperts(own))
-    for found in rank_pool(size).run(train_and_collect_losses, build_small_run(folder, changes), TrainedExperts(own)):
-        assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
+    single_process = train_and_collect_losses(build_small_run(folder), TrainedExperts(own))
+    for losses in rank_pool(size).run(train_and_collect_losses, build_small_run(folder, changes), TrainedExperts(own)):
+        assert losses == [pytest.approx(expected, rel=1e-9) for expected in single_process]
 
 
 @pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS, ids=str)
@@ -204,52 +206,55 @@ def test_partial_experts_losses_equal_single_process_on_4_ranks(tmp_path, layout
 @pytest.mark.parametrize("trained_experts", [(3,), (0, 1), (0, 2, 3)], ids=str)
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}], ids=str)
 def test_partial_experts_equal_single_process_when_unevenly_assigned(tmp_path, trained_experts, layout):
-    """Some of them none, some of them all that they have."""
+    """Some ranks train none of their experts, and some all of them."""
     assert_losses_equal_single_process(tmp_path, 4, layout, trained_experts)
 
 
 @pytest.mark.parametrize("frozen_codec", ["bf16", "int8"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=str)
 def test_quantized_frozen_experts_match_single_process_under_tp_and_ep(tmp_path, frozen_codec, layout):
-    """In bf16 each number is what it is; blocks of 8 bits are of a rank's part of an expert."""
+    """In bf16 sharding changes no value; int8 has a scale for each block of a rank's part of an expert."""
     changes = {"training.precision": "fp32", **{f"layout.{name}": value for name, value in layout.items()}}
-    alone = train_and_collect_losses(
+    single_process = train_and_collect_losses(
         build_small_run(tmp_path, {"training.precision": "fp32"}), TrainedExperts(TRAINED_EXPERTS, frozen_codec)
     )
-    for found in rank_pool(2).run(
+    for losses in rank_pool(2).run(
         train_and_collect_losses, build_small_run(tmp_path, changes), TrainedExperts(TRAINED_EXPERTS, frozen_codec)
     ):
-        assert found == [pytest.approx(expected, rel=1e-5 if frozen_codec == "bf16" else 1e-3) for expected in alone]
+        assert losses == [
+            pytest.approx(expected, rel=1e-5 if frozen_codec == "bf16" else 1e-3) for expected in single_process
+        ]
 
 
 @pytest.mark.parametrize(("frozen_codec", "tolerance"), [("fp32", 0.0), ("bf16", 1e-2), ("int8", 2e-2)])
 def test_frozen_expert_codec_approximates_fp32_and_sets_element_size(tmp_path, frozen_codec, tolerance):
-    """They compute nearly the same, and rest in as little as they should."""
     run = build_small_run(tmp_path, {"training.precision": "fp32"})
-    whole, part = (build_trainer(run, TrainedExperts(TRAINED_EXPERTS, codec)) for codec in ("fp32", frozen_codec))
-    (batch,) = [whole.micro_batches(whole.loader.step(0))[0]]
+    reference, quantized = (
+        build_trainer(run, TrainedExperts(TRAINED_EXPERTS, codec)) for codec in ("fp32", frozen_codec)
+    )
+    (batch,) = [reference.micro_batches(reference.loader.step(0))[0]]
     with torch.no_grad():
-        expected, found = (each.module(batch.tokens)[0] for each in (whole, part))
-    assert float((found - expected).norm() / expected.norm()) <= tolerance
-    numbers = {"fp32": 4, "bf16": 2, "int8": 1}[frozen_codec]
-    for _, experts in partially_trained_layers(part.module):
+        expected, logits = (trainer.module(batch.tokens)[0] for trainer in (reference, quantized))
+    assert float((logits - expected).norm() / expected.norm()) <= tolerance
+    element_size = {"fp32": 4, "bf16": 2, "int8": 1}[frozen_codec]
+    for _, experts in partially_trained_layers(quantized.module):
         for kind in ("gate", "up", "down"):
-            resting = experts.frozen[kind]
-            assert resting.numbers.element_size() == numbers
-            assert resting.numbers.numel() >= 2 * 24 * 32
+            frozen = experts.frozen[kind]
+            assert frozen.numbers.element_size() == element_size
+            assert frozen.numbers.numel() >= 2 * 24 * 32
 
 
 @pytest.mark.parametrize("frozen_codec", ["bf16", "int8"])
 def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, frozen_codec: Codec):
-    """Numerically: a step along the gradient of the embedding changes the loss as it says."""
+    """A small step along a random direction of the embedding changes the loss as its gradient predicts."""
     run = build_small_run(tmp_path, {"training.precision": "fp64"})
-    under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS, frozen_codec))
-    micro = under_way.micro_batches(under_way.loader.step(0))[0]
+    trainer = build_trainer(run, TrainedExperts(TRAINED_EXPERTS, frozen_codec))
+    micro = trainer.micro_batches(trainer.loader.step(0))[0]
 
     def loss() -> Tensor:
-        return sum(under_way.compute_losses(under_way.module, micro))  # type: ignore[return-value]
+        return sum(trainer.compute_losses(trainer.module, micro))  # type: ignore[return-value]
 
-    embedding = under_way.module.embedding.weight
+    embedding = trainer.module.embedding.weight
     loss().backward()
     direction = torch.randn(embedding.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     slope, step = float((embedding.grad * direction).sum()), 1e-6
@@ -263,11 +268,13 @@ def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, f
 
 def test_partial_experts_keep_optimizer_state_for_trained_experts_only(tmp_path):
     run = build_small_run(tmp_path)
-    whole, part = build_trainer(run, None), build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
-    for each in (whole, part):
-        each.train_step(prefetch(each.loader, 0, 1))
-    others = 2 * 3 * 2 * 24 * 32  # of two layers three tensors of two experts
-    trained, some = (sum(p.numel() for p in each.strategy.trainable_parameters.values()) for each in (whole, part))
-    assert trained - some == others
-    assert sum(t.numel() for t in optimizer_state_tensors(part.optimizers)) == 2 * some
+    full, part = build_trainer(run, None), build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
+    for trainer in (full, part):
+        trainer.train_step(prefetch(trainer.loader, 0, 1))
+    frozen_elements = 2 * 3 * 2 * 24 * 32  # of two layers three tensors of two experts
+    trained, partly_trained = (
+        sum(p.numel() for p in trainer.strategy.trainable_parameters.values()) for trainer in (full, part)
+    )
+    assert trained - partly_trained == frozen_elements
+    assert sum(t.numel() for t in optimizer_state_tensors(part.optimizers)) == 2 * partly_trained
     assert not [p for p in part.strategy.trainable_parameters.values() if isinstance(p, DTensor)]

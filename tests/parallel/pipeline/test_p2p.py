@@ -1,12 +1,13 @@
-"""A rank of a pipeline knows the shapes of its messages from those it receives, and none hangs by the rules of order of
-NCCL and CUDA (tests/helpers/nccl_model.py)."""
+"""A rank of a pipeline knows the shapes of its messages from those that it receives, and no pipeline deadlocks under
+the ordering rules of NCCL and CUDA (tests/helpers/nccl_model.py)."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.parallel.pipeline.p2p import count_delivered_before
-from phalanx.schedule.registry import PUBLISHED, build_schedule, layout_schedule
+from phalanx.schedule.published import PUBLISHED
+from phalanx.schedule.registry import build_schedule, layout_schedule
 from phalanx.schedule.schedule import Action, Schedule, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
 from phalanx.spec.layout import Layout
@@ -18,31 +19,33 @@ PIPELINES = [(name, pp) for name in PUBLISHED for pp in (2, 4, 8)]
 def test_delivered_before_counts_earlier_messages_of_1f1b() -> None:
     schedule = build_schedule("1f1b", 2, 4)
     # Rank 0: F0 F1 B0 F2 B1 F3 B2 B3. Its F2 comes after the gradient of micro-batch 0, its F3 after that of 1.
-    assert count_delivered_before(schedule, 1) == {Action(0, "F", micro): had for micro, had in enumerate((0, 0, 1, 2))}
+    assert count_delivered_before(schedule, 1) == {
+        Action(0, "F", micro): count for micro, count in enumerate((0, 0, 1, 2))
+    }
     # Rank 1: F0 B0 F1 B1 ...: the gradient of a micro-batch comes after its activation.
     assert count_delivered_before(schedule, 0) == {Action(1, "B", micro): micro + 1 for micro in range(4)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_delivered_before_counts_only_messages_arrived_in_simulation(name: str) -> None:
-    """On the simulated timeline each message that another tells of has arrived when that one's step begins."""
+    """In a simulation, the messages that another one confirms have arrived before the step that sends it begins."""
     schedule = build_schedule(name, 4, 8)
-    begun: dict[Action, float] = {}
+    step_start: dict[Action, float] = {}
     sent_at: dict[Action, float] = {}
     for spans in simulate(schedule, ActionTimes(transfer=0.5)).spans:
         for span in spans:
             for action in actions(span.step):
-                gave = schedule.output_message(action)
-                if gave is not None:
-                    begun[gave], sent_at[gave] = float(span.start), float(span.end)
-    told = 0
+                output = schedule.output_message(action)
+                if output is not None:
+                    step_start[output], sent_at[output] = float(span.start), float(span.end)
+    num_confirmed = 0
     for rank in range(4):
         sent = [message for message, _ in schedule.messages(rank)]
-        for message, had in count_delivered_before(schedule, rank).items():
-            there = [mine for mine in sent if schedule.receiver(mine) == schedule.rank_of[message.stage]][:had]
-            assert all(sent_at[mine] + 0.5 <= begun[message] for mine in there), message
-            told += had
-    assert told > 0
+        for message, count in count_delivered_before(schedule, rank).items():
+            confirmed = [other for other in sent if schedule.receiver(other) == schedule.rank_of[message.stage]][:count]
+            assert all(sent_at[other] + 0.5 <= step_start[message] for other in confirmed), message
+            num_confirmed += count
+    assert num_confirmed > 0
 
 
 def pipeline_schedule(name: str, pp: int) -> Schedule:
@@ -57,15 +60,15 @@ def test_pipeline_ends_with_kernels_loaded_and_group_per_direction(
 
 
 @pytest.mark.parametrize(("name", "pp"), PIPELINES)
-def test_pipeline_stands_still_where_first_kernel_meets_posted_receive(
+def test_pipeline_deadlocks_where_first_kernel_meets_posted_receive(
     name: str, pp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen on an H100, which is why a pipeline rehearses its stages."""
+    """This happened on an H100, and is why a pipeline rehearses its stages."""
     assert deadlock(record_calls(monkeypatch, pipeline_schedule(name, pp)), loads_kernels=True) is not None
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_pipeline_stands_still_in_one_group_for_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_deadlocks_in_one_group_for_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = record_calls(monkeypatch, pipeline_schedule(name, 2), groups=("world", "world"))
     assert deadlock(ranks, loads_kernels=False) is not None
 
@@ -91,7 +94,7 @@ def test_peers_connect_in_one_order_and_have_all_communicators_of_a_step(
     assert all(step <= connected for step, connected in zip(used, communicators(ranks), strict=True))
 
 
-def test_peers_that_connect_in_another_order_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_connect_in_another_order_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = record_connections(monkeypatch, pipeline_schedule("1f1b", 4))
     middle = len(ranks[1].calls) // 2
     ranks[1].calls = ranks[1].calls[middle:] + ranks[1].calls[:middle]  # backward ahead of forward

@@ -1,4 +1,4 @@
-"""What really ran in a pipeline: the schedule's own order, its messages, and what one process computes."""
+"""Pipelines of real ranks: the order of actions is the schedule's, and results equal those of a single process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from phalanx.data.loader import prefetch
 from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.schedule.published import PUBLISHED
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.spec.layout import MAX_BF16_SUMS
@@ -47,23 +48,24 @@ REHEARSED: dict[str, Table] = {
 
 
 def record_executed_actions(run: RunSpec) -> tuple[list[str], float, float]:
-    """What this rank did in a step, the time it took, and how long it waited for others."""
-    under_way = make_trainer(run)
-    record = under_way.train_step(prefetch(under_way.loader, 0, 1))
-    pipeline = under_way.strategy
+    """Return the actions that this rank executed in a step, the step's seconds, and the seconds that the rank
+    waited."""
+    trainer = make_trainer(run)
+    record = trainer.train_step(prefetch(trainer.loader, 0, 1))
+    pipeline = trainer.strategy
     assert isinstance(pipeline, PipelineStrategy)
     assert all(begin <= end for _, begin, end in pipeline.timeline)
     return [str(step) for step, _, _ in pipeline.timeline], record["step_seconds"], record["pipeline_wait_seconds"]
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", PUBLISHED)
 def test_pipeline_executes_actions_in_schedule_order(schedule: str, text: Path, tmp_path: Path) -> None:
     choices = {"layout.virtual_stages": 2} if schedule == "interleaved" else {}
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1, **choices}
     run = small_run(text, tmp_path, {"model": FOUR_LAYERS, **layout})
     planned = build_schedule(schedule, 2, 8, 2)
-    for rank, (ran, seconds, waited) in enumerate(rank_pool(2).run(record_executed_actions, run)):
-        assert ran == [str(step) for step in planned.orders[rank]]
+    for rank, (executed, seconds, waited) in enumerate(rank_pool(2).run(record_executed_actions, run)):
+        assert executed == [str(step) for step in planned.orders[rank]]
         assert 0 <= waited <= seconds
 
 
@@ -82,11 +84,11 @@ def test_schedule_sends_each_message_to_rank_of_adjacent_stage() -> None:
 
 
 def evaluate_and_compute_logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
-    """The held-out loss, and the logits of some tokens by the model as a whole."""
-    under_way = make_trainer(run)
-    record = under_way.evaluate()
+    """Return the evaluation, and the logits of some tokens."""
+    trainer = make_trainer(run)
+    record = trainer.evaluate()
     with torch.no_grad():
-        out, _ = under_way.strategy.model(torch.arange(48).view(2, 24), None)
+        out, _ = trainer.strategy.model(torch.arange(48).view(2, 24), None)
     return record, out
 
 
@@ -95,14 +97,14 @@ def evaluate_and_compute_logits(run: RunSpec) -> tuple[dict[str, Any], torch.Ten
 def test_pipeline_evaluation_and_logits_equal_single_process(
     model: Any, schedule: str, text: Path, tmp_path: Path
 ) -> None:
-    expected, whole = evaluate_and_compute_logits(small_run(text, tmp_path, {"model": model}))
+    expected, expected_logits = evaluate_and_compute_logits(small_run(text, tmp_path, {"model": model}))
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     for record, out in rank_pool(4).run(
         evaluate_and_compute_logits, small_run(text, tmp_path / "split", {"model": model, **layout})
     ):
         assert record["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-12)
         assert record["held_out_tokens"] == expected["held_out_tokens"]
-        torch.testing.assert_close(out.double(), whole.double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(out.double(), expected_logits.double(), rtol=1e-6, atol=1e-7)
 
 
 def test_stage_modules_partition_full_model_parameter_names() -> None:
@@ -111,15 +113,15 @@ def test_stage_modules_partition_full_model_parameter_names() -> None:
     from phalanx.spec.model import ModelSpec
 
     spec = parse_table(ModelSpec, FOUR_LAYERS)
-    whole = dict(Transformer(spec).named_parameters())
+    full = dict(Transformer(spec).named_parameters())
     layers = contiguous_ranges([1, 1, 1, 1])
-    found: dict[str, torch.Size] = {}
+    shapes: dict[str, torch.Size] = {}
     for stages in ([0, 3], [1, 2]):
         part = StageModule(spec, {stage: layers[stage] for stage in stages}, 4)
-        mine = {name: parameter.shape for name, parameter in part.named_parameters()}
-        assert not found.keys() & mine.keys()
-        found |= mine
-    assert found == {name: parameter.shape for name, parameter in whole.items()}
+        part_shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
+        assert not shapes.keys() & part_shapes.keys()
+        shapes |= part_shapes
+    assert shapes == {name: parameter.shape for name, parameter in full.items()}
 
 
 def test_forward_only_schedule_lists_activation_messages() -> None:
@@ -128,7 +130,7 @@ def test_forward_only_schedule_lists_activation_messages() -> None:
 
 
 def train_with_rehearsal(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
-    """What training came to, with the stages rehearsed as on a GPU, and how many rehearsals there were."""
+    """Train with stages rehearsed as on a GPU; return the trajectory and the number of rehearsals."""
     count = 0
     rehearse = runtime.PipelineStrategy._rehearse
 
@@ -147,8 +149,8 @@ def train_with_rehearsal(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 def test_rehearsed_pipeline_equals_single_process_training(name: str, documents: Path, tmp_path: Path) -> None:
     steps = {"training.steps": 3, "optimizer.warmup_steps": 1}
     changes = {"model": {**DENSE, "num_layers": 4}, **REHEARSED[name], **steps}
-    alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
-    expected = train_and_evaluate(small_run(documents, tmp_path / "alone", alone))
+    single_process_changes = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    expected = train_and_evaluate(small_run(documents, tmp_path / "alone", single_process_changes))
     layout = {"layout.pp": 2, "layout.micro_batch_size": 1}
     run = small_run(documents, tmp_path / "pipeline", {**changes, **layout})
     for result, count in rank_pool(4).run(train_with_rehearsal, run):

@@ -1,4 +1,5 @@
-"""Two halves of a backward pass are the whole: the same gradients, those of the weights only after the second."""
+"""Backward passes in two halves: gradients equal those of a full backward pass, and those of weights come with the
+second half."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ MODELS: dict[str, Table] = {
 def test_split_backward_gradients_equal_full_backward(model: str, recompute: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     spec = parse_table(ModelSpec, MODELS[model])
-    whole = Transformer(spec).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    for parameter in whole.parameters():
+    full = Transformer(spec).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    for parameter in full.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    halves, later = copy.deepcopy(whole), DeferredWeightGrads()
-    split_backward(halves, later)
+    halves, deferred_grads = copy.deepcopy(full), DeferredWeightGrads()
+    split_backward(halves, deferred_grads)
     if recompute:
         for index, block in enumerate(halves.blocks):
             halves.blocks[index] = checkpoint_wrapper(block)
@@ -51,48 +52,49 @@ def test_split_backward_gradients_equal_full_backward(model: str, recompute: boo
             logits, auxiliary = module(tokens)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).square().sum() + auxiliary
 
-    loss(whole).backward()
-    for turn in range(2):  # gradients add up
-        with later.deferring() as put_off:
+    loss(full).backward()
+    for repetition in range(2):  # gradients add up
+        with deferred_grads.deferring() as deferred:
             loss(halves).backward()
-        if turn == 0:
+        if repetition == 0:
             waiting = [name for name, parameter in named_parameters(halves) if parameter.grad is None]
-            assert len(waiting) == len(put_off) > 5
-        compute_weight_grads(put_off)
-        assert not put_off
+            assert len(waiting) == len(deferred) > 5
+        compute_weight_grads(deferred)
+        assert not deferred
     loss(halves).backward()  # and whole backward passes still work
-    for (name, one), (_, other) in zip(named_parameters(whole), named_parameters(halves), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None, name
+    for (name, expected), (_, actual) in zip(named_parameters(full), named_parameters(halves), strict=True):
+        assert expected.grad is not None
+        assert actual.grad is not None, name
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
-        difference = (3 * one.grad - other.grad).norm() / (3 * one.grad).norm()
+        difference = (3 * expected.grad - actual.grad).norm() / (3 * expected.grad).norm()
         assert difference < tolerance, name
 
 
 def test_split_backward_defers_only_linear_and_expert_gradients() -> None:
     spec = parse_table(ModelSpec, MOE)
-    module, later = Transformer(spec), DeferredWeightGrads()
-    split_backward(module, later)
-    with later.deferring() as put_off:
+    module, deferred_grads = Transformer(spec), DeferredWeightGrads()
+    split_backward(module, deferred_grads)
+    with deferred_grads.deferring() as deferred:
         logits, auxiliary = module(torch.randint(spec.vocab_size, (1, 8)))
         (logits.sum() + auxiliary).backward()
     waiting = {name for name, parameter in module.named_parameters() if parameter.grad is None}
     assert waiting
     assert all("norm" not in name and "embedding" not in name for name in waiting)
-    compute_weight_grads(put_off)
+    compute_weight_grads(deferred)
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_first_half_frees_received_activation(model: str, autocast: bool) -> None:
-    """No deferred operand holds the graph, whose first node has the input of the stage: not one, nor the last loss."""
+    """The first node of the graph holds the stage's input. No deferred operand, nor the last stage's loss, keeps the
+    graph alive."""
     spec = parse_table(ModelSpec, MODELS[model])
-    stage, later = StageModule(spec, {1: range(spec.num_layers)}, stages=2), DeferredWeightGrads()
-    split_backward(stage, later)
+    stage, deferred_grads = StageModule(spec, {1: range(spec.num_layers)}, stages=2), DeferredWeightGrads()
+    split_backward(stage, deferred_grads)
     received = torch.randn(1, 8, spec.hidden_size, requires_grad=True)
     is_freed = _freed_test(received)
-    with later.deferring() as deferred:
+    with deferred_grads.deferring() as deferred:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits, auxiliary = stage(received, stage=1)
         targets = torch.zeros(1, 8, dtype=torch.long)
@@ -103,14 +105,14 @@ def test_first_half_frees_received_activation(model: str, autocast: bool) -> Non
 
 
 def test_first_half_of_tensor_parallel_product_frees_received_activation() -> None:
-    later = DeferredWeightGrads()
+    deferred_grads = DeferredWeightGrads()
     tp = SimpleNamespace(
-        deferred_grads=later, gather_tokens=Tensor.clone, start_reduce_tokens=lambda grad: lambda: grad
+        deferred_grads=deferred_grads, gather_tokens=Tensor.clone, start_reduce_tokens=lambda grad: lambda: grad
     )
     received = torch.randn(4, 8, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(6, 8))
     is_freed = _freed_test(received)
-    with later.deferring() as deferred:
+    with deferred_grads.deferring() as deferred:
         products = ColumnParallelLinear.apply(2 * received, weight, tp, torch.nn.functional.linear)
         cast(Any, products)[0].sum().backward()
     del received, products
@@ -119,13 +121,13 @@ def test_first_half_of_tensor_parallel_product_frees_received_activation() -> No
 
 
 def _freed_test(tensor: Tensor) -> Any:
-    """Return a function that tells whether the memory of a tensor is freed."""
+    """Return a function that returns whether the memory of a tensor is freed."""
     reference = tensor.untyped_storage()._weak_ref()
     return lambda: torch.UntypedStorage._expired(reference)
 
 
 def test_compute_weight_grads_frees_operands_and_gradient_before_next() -> None:
-    """Memory of the second half: one gradient, and operands of those not yet computed; no graph of their products."""
+    """The second half holds one gradient, and the operands of products that are not computed yet."""
     alive: list[weakref.ref[Tensor]] = []
 
     def deferred_gradient(weight: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Where the parts of a tensor are, over model-parallel and data-parallel ranks together."""
+"""Placement of a tensor's parts over model-parallel and data-parallel ranks together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.small_runs import DENSE
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """Make this process rank 6 of eight that are not there."""
+    """Make this process rank 6 of eight; the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=6, world_size=8)
     yield
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config, merge_hf_config, model_table
 from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
+from tests.helpers.choices import choice_fields, with_unknown_value
 
 BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
 # Hugging Face's models with experts have no router z-loss. The dense width of Mixtral and OLMoE is that of experts.
@@ -211,5 +212,23 @@ UNEXPORTABLE_FIELDS = {
 def test_hf_config_rejects_model_without_hugging_face_architecture(field):
     spec = parse_table(ModelSpec, {**BASE, **UNEXPORTABLE_FIELDS[field]})
     with pytest.raises(UserError, match="fix: export a model with") as error_info:
+        hf_config(spec)
+    assert error_info.value.field == field
+
+
+# The loss is not exported, and a custom network is rejected for any value.
+IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation")
+
+
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [
+        *((BASE | {"moe": MOE}, field) for field in choice_fields(ModelSpec, "model") if field not in IGNORED_FIELDS),
+        *((BASE | GPT2, f"model.{name}") for name in ("norm", "activation", "qk_norm")),
+    ],
+)
+def test_hf_config_refuses_a_value_that_it_does_not_name(base, field):
+    spec = with_unknown_value(parse_table(ModelSpec, base), field.removeprefix("model."))
+    with pytest.raises(UserError, match="is not used by any supported Hugging Face architecture") as error_info:
         hf_config(spec)
     assert error_info.value.field == field

@@ -1,4 +1,5 @@
-"""Merging as SPES has it: towards the mean of those most alike, all from where they were, ever less."""
+"""Expert merging of SPES: each expert moves towards the mean of the experts most similar to it, with a decreasing
+ratio."""
 
 import pytest
 import torch
@@ -22,18 +23,20 @@ def merged_copy(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[
 
 
 def reference_merge(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
-    """One expert after the other, word for word."""
-    found, count = {name: stacked.clone() for name, stacked in experts.items()}, len(experts["gate"])
+    """Merge one expert after the other, as the paper says."""
+    merged, count = {name: stacked.clone() for name, stacked in experts.items()}, len(experts["gate"])
     for i in range(count):
 
-        def likeness(j: int, i: int = i) -> float:
+        def similarity(j: int, i: int = i) -> float:
             a, b = experts["gate"][i].flatten(), experts["gate"][j].flatten()
             return float(torch.cosine_similarity(a, b, dim=0))
 
-        near = sorted((j for j in range(count) if j != i), key=likeness, reverse=True)[:nearest]
+        nearest_indices = sorted((j for j in range(count) if j != i), key=similarity, reverse=True)[:nearest]
         for name, stacked in experts.items():
-            found[name][i] = stacked[i] + alpha * (torch.stack([stacked[j] for j in near]).mean(0) - stacked[i])
-    return found
+            merged[name][i] = stacked[i] + alpha * (
+                torch.stack([stacked[j] for j in nearest_indices]).mean(0) - stacked[i]
+            )
+    return merged
 
 
 @pytest.mark.parametrize(("alpha", "nearest"), [(0.05, 4), (0.1, 2), (1.0, 1), (0.3, 5)])
@@ -68,8 +71,8 @@ def test_nearest_experts_never_selects_all_zero_expert():
 
 
 def test_merge_experts_leaves_single_expert_unchanged():
-    alone = random_expert_layer(1)
-    assert torch.equal(merged_copy(alone, 0.1, 4)["up"], alone["up"])
+    single_expert = random_expert_layer(1)
+    assert torch.equal(merged_copy(single_expert, 0.1, 4)["up"], single_expert["up"])
 
 
 def test_merge_ratio_decays_linearly_to_zero():
@@ -86,19 +89,19 @@ def test_merge_experts_allocates_less_than_two_expert_tensors():
     size = experts["gate"].nbytes
     with torch.profiler.profile(profile_memory=True) as profile:
         merge_experts(experts, 0.1, 4)
-    held = most = 0
+    allocated = peak = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    assert size <= most < 2 * size
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    assert size <= peak < 2 * size
 
 
 def test_aggregation_config_sets_merge_alpha_per_fragment_round(tmp_path):
-    """Every second time that a fragment is exchanged, as far along as the run is."""
+    """Merging is due every second time that a fragment is exchanged; alpha follows the step of the run."""
     run = tiny_swarm_run(
         tmp_path, {"training.steps": 24}, every=4, fragments=2, merge={"every": 8, "alpha": 0.1, "steps": 48}
     )
-    found = [aggregation_config(run, number).merge_alpha for number in range(12)]
+    alphas = [aggregation_config(run, number).merge_alpha for number in range(12)]
     steps = [2 * (number + 1) for number in range(12)]
-    assert found == [merge_ratio(step, 0.1, 48) if step in (6, 8, 14, 16, 22, 24) else 0.0 for step in steps]
+    assert alphas == [merge_ratio(step, 0.1, 48) if step in (6, 8, 14, 16, 22, 24) else 0.0 for step in steps]

@@ -1,5 +1,5 @@
-"""A swarm's state from its events: rounds open and close when they should, text is given out once, and the same events
-give the same state."""
+"""A swarm's state, computed from its events: rounds open and close at the right time, text is assigned once, and the
+same events give the same state."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ def test_swarm_state_opens_with_enough_nodes_and_is_done_after_last_round():
 
 
 def test_swarm_state_closes_round_after_grace_when_updates_were_rejected():
-    """After the grace period, in which another update may come; with the nodes that sent one, or with none."""
+    """The round stays open for the grace period, because a rejected node may send another update. It closes with the
+    updates that were accepted, or with none."""
     state = make_state(nodes=2, round={"grace_seconds": 5, "quorum": 1.0})
     join_nodes(state, "ann", "bob")
-    for number, teller in enumerate([None, "ann"]):
+    for number, sender in enumerate([None, "ann"]):
         open_round(state)
-        if teller is not None:
-            accept_update(state, teller, 1.0)
-        for node in {"ann", "bob"} - {teller}:
+        if sender is not None:
+            accept_update(state, sender, 1.0)
+        for node in {"ann", "bob"} - {sender}:
             assert not state.should_close(100.0)
             state.record({"kind": "refused", "round": number, "node": node, "reason": "not finite"})
         assert not state.should_close(4.9)
@@ -98,7 +99,7 @@ def test_swarm_state_does_not_close_round_without_updates():
 
 
 def test_swarm_state_closes_round_after_quorum_and_grace_period():
-    """0.3 of four nodes are two."""
+    """A quorum of 0.3 of four nodes is two nodes."""
     state = make_state(nodes=4, round={"quorum": 0.3, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
     join_nodes(state, *NODES)
     open_round(state, 100.0)
@@ -111,13 +112,13 @@ def test_swarm_state_closes_round_after_quorum_and_grace_period():
 
 
 def test_swarm_state_derives_round_deadline_from_previous_rounds():
-    """From its beginning on, so that a slow node knows how long it has."""
+    """The deadline is known when the round opens, so that a slow node can plan its steps."""
     state = make_state(nodes=4, steps=24, round={"grace_seconds": 1.0, "timeout_multiplier": 3.0})
     join_nodes(state, *NODES)
-    for begun in (0.0, 100.0):
-        open_round(state, begun)
+    for opened_at in (0.0, 100.0):
+        open_round(state, opened_at)
         for node, seconds in zip(NODES, (10.0, 12.0, 14.0, 70.0), strict=True):
-            accept_update(state, node, begun + seconds)
+            accept_update(state, node, opened_at + seconds)
         state.record({"kind": "committed"})
     open_round(state, 200.0)
     assert state.closes_at() == 200 + 13 + 3 * 2
@@ -197,7 +198,7 @@ def test_swarm_state_weight_digests_are_those_of_each_fragments_last_round():
 
 @given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 10))
 def test_deadline_offset_includes_at_least_half_of_the_updates(offsets, grace, patience_factor):
-    """At least half, whatever the settings; and one that is very late changes little."""
+    """This holds for all settings."""
     spec = RoundSpec(grace_seconds=grace, timeout_multiplier=patience_factor)
     limit = deadline_offset(offsets, spec)
     assert sum(offset <= limit for offset in offsets) >= len(offsets) / 2
@@ -210,35 +211,38 @@ def test_deadline_offset_includes_at_least_half_of_the_updates(offsets, grace, p
 )
 @settings(deadline=None, max_examples=60)
 def test_swarm_state_assigns_data_once_and_owns_all_experts_for_random_events(actions, data, delay):
-    """Whoever comes and goes; and the same events, read again, give the same state."""
-    state, events, read = make_state(steps=300, nodes=1, delay=delay), [], []
+    state, events, assigned = make_state(steps=300, nodes=1, delay=delay), [], []
 
     def record(event: Event) -> None:
         state.record(event)
         events.append(event)
 
-    for now, what in enumerate(actions):
+    for now, action in enumerate(actions):
         node = data.draw(st.sampled_from(NODES))
-        if what == "join":
+        if action == "join":
             record({"kind": "joined", "node": node, "capacity": 4, "text": "t", "at": now})
-        elif what == "leave":
+        elif action == "leave":
             record({"kind": "left", "node": node, "reason": "x", "at": now})
-        elif what == "tell" and state.rejection_reason(node, state.committed) is None:
+        elif action == "tell" and state.rejection_reason(node, state.committed) is None:
             record({"kind": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
-        elif what == "close" and state.should_close(now):
+        elif action == "close" and state.should_close(now):
             record({"kind": "committed"})
-        elif what == "restart":
+        elif action == "restart":
             record({"kind": "resumed", "down": data.draw(st.floats(-5, 1e4)), "at": now})
-        elif what == "open" and (event := state.next_round_event(float(now))) is not None:
+        elif action == "open" and (event := state.next_round_event(float(now))) is not None:
             record(event)
-            assert all(of and set(of) <= set(state.members) for of in event["owners"])
+            assert all(owners and set(owners) <= set(state.members) for owners in event["owners"])
             for first, count in event["text"].values():
-                read += range(first, first + count)
-    assert len(read) == len(set(read)) == state.steps_assigned
-    again = replay(state.run, events)
-    assert summary(again, {}, 0.0) == summary(state, {}, 0.0)
-    assert (again.arrivals, again.closes_at()) == (state.arrivals, state.closes_at())
-    assert (again.steps_assigned, again.owners, again.members) == (state.steps_assigned, state.owners, state.members)
+                assigned += range(first, first + count)
+    assert len(assigned) == len(set(assigned)) == state.steps_assigned
+    replayed = replay(state.run, events)
+    assert summary(replayed, {}, 0.0) == summary(state, {}, 0.0)
+    assert (replayed.arrivals, replayed.closes_at()) == (state.arrivals, state.closes_at())
+    assert (replayed.steps_assigned, replayed.owners, replayed.members) == (
+        state.steps_assigned,
+        state.owners,
+        state.members,
+    )
 
 
 def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
@@ -256,7 +260,7 @@ def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
 
 
 def test_node_task_is_of_the_next_round_while_the_open_one_closes():
-    """A node that returns then would train for nothing."""
+    """Steps for the closing round would be wasted."""
     state = make_state()
     join_nodes(state, *NODES[:2])
     open_round(state)
@@ -276,10 +280,10 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
     journal.close()
     content = path.read_bytes()
     path.write_bytes(content[:-5])
-    again = Journal(path)
-    assert [event["round"] for event in again.events] == [0, 1]
-    again.append({"kind": "committed", "round": 9, "at": 1.0})
-    again.close()
+    reopened = Journal(path)
+    assert [event["round"] for event in reopened.events] == [0, 1]
+    reopened.append({"kind": "committed", "round": 9, "at": 1.0})
+    reopened.close()
     assert [event["round"] for event in Journal(path).events] == [0, 1, 9]
 
 

@@ -53,7 +53,7 @@ def test_plan_round_keeps_local_steps_only_for_result_of_accepted_update(
     exchange = make_exchange(tmp_path, version=1, delay=delay)
     plan = plan_round(exchange, committed, accepted_round)
     assert plan.keeps_local_steps == is_kept
-    assert plan.keeps_local_experts == is_kept  # spes+ without merging: nobody else trains them
+    assert plan.keeps_local_experts == is_kept  # spes+ without merging: no other node trains them
     assert not plan.final
 
 

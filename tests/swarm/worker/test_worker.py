@@ -23,7 +23,7 @@ class CountingTrainer(SimpleNamespace):
 
 @pytest.mark.parametrize(("sends_gradients", "targets"), [(False, 30), (True, 20)])
 def test_node_weight_in_means_is_its_number_of_targets(sends_gradients: bool, targets: int) -> None:
-    """With ddp, without those of a step whose gradient is not sent."""
+    """With ddp, the targets of a step whose gradient is not sent do not count."""
     trainer = CountingTrainer(tokens=640, targets=99, step=0, should_stop=False)
     swarm = SimpleNamespace(balance=SimpleNamespace(local_expert_weight=1), sends_gradients=sends_gradients)
     worker: Any = SimpleNamespace(trainer=trainer, batches=iter(()), swarm=swarm)

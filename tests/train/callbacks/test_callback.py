@@ -25,7 +25,7 @@ HERE = f"{__name__}:"
 
 
 class RecordHooks(Callback):
-    """Writes the name of each hook, and the trainer's step, to a file of this rank."""
+    """A callback that writes the name of each hook, and the trainer's step, to a file of its rank."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -57,7 +57,7 @@ class RecordHooks(Callback):
 
 
 class FailAt(Callback):
-    """Raises an error after a step, on rank 0."""
+    """A callback that raises an error after a step, on rank 0."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -68,7 +68,7 @@ class FailAt(Callback):
 
 
 class FinishAt(Callback):
-    """Finishes the run from one rank, and counts the steps that it saw."""
+    """A callback that finishes the run from one rank, and counts the steps that it saw."""
 
     def __init__(self, step: int, rank: int) -> None:
         self.step = step
@@ -138,7 +138,7 @@ def test_callback_that_raises_ends_run_with_its_name(
 
 
 class FailTwice(FailAt):
-    """Raises an error after a step, and another one in `on_exception`."""
+    """A callback that raises an error after a step, and another one in `on_exception`."""
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         raise OSError("second")
@@ -186,7 +186,7 @@ def test_finish_after_last_step_is_not_announced(
 
 
 class SavesState(Callback):
-    """Returns its state itself, not a copy."""
+    """A callback that returns its state itself, not a copy."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -225,7 +225,7 @@ def test_saved_state_is_a_copy(text: Path, tmp_path: Path) -> None:
 
 
 def test_checkpoint_is_not_reported_by_sums_from_before_it(text: Path, tmp_path: Path) -> None:
-    """Such as those that an asynchronous worker receives."""
+    """An asynchronous worker receives such sums."""
     run = small_run(text, tmp_path, {"callbacks": {}})
     create_run(run, 1, resume=False)
     trainer = make_trainer(run)

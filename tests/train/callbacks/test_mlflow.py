@@ -31,12 +31,12 @@ def test_mlflow_receives_numbers_of_metrics_file_across_restart(
     callback = {"class": "phalanx.train.callbacks.mlflow:MLflow", "experiment": "tests", "tracking_uri": uri}
     changes = {"training.steps": 4, "evaluation": {"every": 2, "tokens": 64}, "callbacks": {"mlflow": callback}}
     directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
-    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0
     longer = small_run(text, tmp_path, {**changes, "training.steps": 6})
     directory = create_run(longer, 1, resume=True)
-    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0
     client = MlflowClient(uri)
-    (experiment,) = [each for each in client.search_experiments() if each.name == "tests"]
+    (experiment,) = [candidate for candidate in client.search_experiments() if candidate.name == "tests"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["training.seq_len"] == str(longer.training.seq_len)

@@ -47,10 +47,10 @@ def test_collector_receives_last_numbers_of_metrics_file(text: Path, tmp_path: P
     callback = {"class": "phalanx.train.callbacks.opentelemetry:OpenTelemetry", "endpoint": endpoint}
     changes = {"training.steps": 3, "evaluation": {"tokens": 64}, "callbacks": {"otel": callback}}
     directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
-    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0
     server.shutdown()
     (resource,) = requests[-1].resource_metrics
-    attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+    attributes = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
     assert (attributes["service.name"], attributes["phalanx.run"]) == ("phalanx", "parity")
     points = {
         metric.name.removeprefix("phalanx."): metric.gauge.data_points[-1]

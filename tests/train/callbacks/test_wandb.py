@@ -69,7 +69,8 @@ def test_wandb_receives_records_of_metrics_file_across_restart(text: Path, tmp_p
     received: dict[tuple[int, str], object] = {}
     for record in (record for file in files for record in logged_records(file)):
         received |= {(int(record["step"]), name): value for name, value in record.items()}
-    expected = {(each["step"], name): value for each in read_metrics(directory) for name, value in each.items()}
+    metrics = read_metrics(directory)
+    expected = {(line["step"], name): value for line in metrics for name, value in line.items()}
     assert {step for step, _ in expected} == {1, 2, 3, 4, 5}
     assert (2, "held_out_loss") in expected
     numbers = {key: value for key, value in expected.items() if isinstance(value, int | float) and key[1] != "time"}

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, damage noticed, and the same training after a return in any layout."""
+"""Checkpoints are complete or absent, damage is noticed, and training resumes exactly in any layout."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_first_half(run: RunSpec) -> None:
     """Train to the middle, evaluate there (which must change nothing), and save."""
-    under_way = make_trainer(run)
-    train_until(under_way, HALF)
-    under_way.evaluate()
-    under_way.save()
-    under_way.checkpointer.wait()
+    trainer = make_trainer(run)
+    train_until(trainer, HALF)
+    trainer.evaluate()
+    trainer.save()
+    trainer.checkpointer.wait()
 
 
 def resume_second_half(run: RunSpec) -> list[tuple[float, float]]:
-    """Return from the newest checkpoint and train to the end."""
-    under_way = make_trainer(run)
-    resumed, damaged = under_way.resume()
+    """Resume from the newest checkpoint and train to the end."""
+    trainer = make_trainer(run)
+    resumed, damaged = trainer.resume()
     assert resumed
     assert not damaged
-    assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
-    result = train_until(under_way, run.training.steps)
-    under_way.strategy.drain_pending_updates()
+    assert (trainer.step, trainer.tokens) == (HALF, HALF * run.training.tokens_per_step)
+    result = train_until(trainer, run.training.steps)
+    trainer.strategy.drain_pending_updates()
     return result
 
 
@@ -132,12 +132,12 @@ LAYOUT_TRANSITIONS = [
 def test_checkpoint_tensors_match_single_process_in_every_layout(
     name: str, half_trained_run: Callable[[str], Path]
 ) -> None:
-    """Every parameter, bias of a router and number of optimizer state, after some updates."""
+    """The tensors are parameters, router biases and optimizer state after some updates."""
     last = Path("parity", "checkpoints", f"step-{HALF:08d}")
-    one, other = (load_full_tensors(half_trained_run(place) / last) for place in ("one", name))
-    assert one.keys() == other.keys()
-    for tensor, expected in one.items():
-        assert (other[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
+    expected_tensors, tensors = (load_full_tensors(half_trained_run(layout) / last) for layout in ("one", name))
+    assert expected_tensors.keys() == tensors.keys()
+    for tensor, expected in expected_tensors.items():
+        assert (tensors[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
 
 
 @pytest.mark.parametrize(("before", "after"), LAYOUT_TRANSITIONS)
@@ -176,30 +176,30 @@ def test_resume_across_layouts_matches_for_optimizers_recomputation_and_few_expe
     before: Any, after: Any, common: Any, text: Path, tmp_path: Path
 ) -> None:
     common = {"model": MOE, **SHORT, **common}
-    whole = training_trajectory(small_run(text, tmp_path / "whole", common))
+    uninterrupted = training_trajectory(small_run(text, tmp_path / "whole", common))
     rank_pool(before[0]).run(train_first_half, small_run(text, tmp_path, {**common, **before[1]}))
     result = rank_pool(after[0]).run(resume_second_half, small_run(text, tmp_path, {**common, **after[1]}))[0]
-    assert result == [pytest.approx(step, rel=1e-10) for step in whole[HALF:]]
+    assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 
 
 def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {"training.precision": "bf16", "layout.data_parallel": "zero3", **SHORT})
-    whole = rank_pool(2).run(training_trajectory, run)
+    uninterrupted = rank_pool(2).run(training_trajectory, run)
     rank_pool(2).run(train_first_half, run)
-    assert rank_pool(2).run(resume_second_half, run) == [result[HALF:] for result in whole]
+    assert rank_pool(2).run(resume_second_half, run) == [result[HALF:] for result in uninterrupted]
 
 
 def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
-    under_way = make_trainer(run)
-    under_way.resume()
-    batches = prefetch(under_way.loader, under_way.step, run.training.steps)
-    records = [under_way.train_step(batches) for _ in range(under_way.step, run.training.steps)]
+    trainer = make_trainer(run)
+    trainer.resume()
+    batches = prefetch(trainer.loader, trainer.step, run.training.steps)
+    records = [trainer.train_step(batches) for _ in range(trainer.step, run.training.steps)]
     return [(record["learning_rate"], record["tokens"]) for record in records]
 
 
 def test_learning_rate_rewarms_when_run_resumes_with_more_ranks(text: Path, tmp_path: Path) -> None:
-    """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
-    the steps of a warm-up."""
+    """With linear scaling, 4 ranks instead of 2 train twice the tokens per step, and the learning rate rises to twice
+    its value over the steps of a warm-up."""
     training = {"training.batch_scaling": "linear", "training.base_dp_size": 2, **SHORT}
     run = small_run(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.lr_schedule": "none"})
     rank_pool(2).run(train_first_half, run)
@@ -210,20 +210,20 @@ def test_learning_rate_rewarms_when_run_resumes_with_more_ranks(text: Path, tmp_
 
 
 def three_steps_and_save(run: RunSpec) -> None:
-    under_way = make_trainer(run)
-    under_way.resume()
-    train_until(under_way, under_way.step + 3)
-    under_way.save()
-    under_way.checkpointer.wait()
+    trainer = make_trainer(run)
+    trainer.resume()
+    train_until(trainer, trainer.step + 3)
+    trainer.save()
+    trainer.checkpointer.wait()
 
 
 def test_learning_rate_rewarmup_continues_after_restart(text: Path, tmp_path: Path) -> None:
     changes = {"training.batch_scaling": "sqrt", "training.base_dp_size": 1, "optimizer.warmup_steps": 6}
-    whole, killed = (small_run(text, tmp_path / name, changes) for name in ("whole", "killed"))
-    for run in (whole, killed):
+    uninterrupted, killed = (small_run(text, tmp_path / name, changes) for name in ("whole", "killed"))
+    for run in (uninterrupted, killed):
         three_steps_and_save(run)
     rank_pool(2).run(three_steps_and_save, killed)
-    rates = rank_pool(2).run(rates_and_tokens, whole)[0]
+    rates = rank_pool(2).run(rates_and_tokens, uninterrupted)[0]
     assert rank_pool(2).run(rates_and_tokens, killed)[0] == rates[3:]
 
 
@@ -238,11 +238,11 @@ def recorded_losses(directory: Path) -> list[tuple[int, float, float]]:
 
 
 def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, tmp_path: Path) -> None:
-    """SIGKILL to the launcher at a random step, after a checkpoint exists: its ranks end with it."""
+    """The launcher is killed at a random step after a checkpoint, and its ranks end with it."""
     changes = {"training.steps": 40, "training.precision": "fp32", "checkpoint": {"every": 4}, "model": MOE}
-    whole = small_run(text, tmp_path / "whole", changes)
+    uninterrupted = small_run(text, tmp_path / "whole", changes)
     killed = small_run(text, tmp_path / "killed", changes)
-    run_python(train_command(whole, tmp_path / "whole.toml"), check=True, timeout=120)
+    run_python(train_command(uninterrupted, tmp_path / "whole.toml"), check=True, timeout=120)
     directory = tmp_path / "killed" / "parity"
     stop_at = random.Random().randint(8, 20)
     process = start_python(
@@ -263,13 +263,13 @@ def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, 
         assert time.monotonic() < deadline, "a rank outlives its launcher"
         time.sleep(POLL_SECONDS)
     assert len(recorded_losses(directory)) < 40
-    again = run_python(
+    resumed = run_python(
         train_command(killed, tmp_path / "killed.toml", "--resume"),
         check=True,
         text=True,
         timeout=120,
     )
-    assert "resumed after step" in again.stderr
+    assert "resumed after step" in resumed.stderr
     assert recorded_losses(directory) == recorded_losses(tmp_path / "whole" / "parity")
 
 
@@ -279,25 +279,25 @@ def saved_checkpoints(text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def find_latest_and_hashed_files(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
-    """What is found on this rank, and the files that it looked at for that."""
-    seen: set[str] = set()
-    real = manifest.sha256
-    manifest.sha256 = lambda path: (seen.add(path.name), real(path))[1]
+    """Return the latest valid checkpoint, the damaged ones, and the names of the files that this rank hashed."""
+    hashed: set[str] = set()
+    sha256 = manifest.sha256
+    manifest.sha256 = lambda path: (hashed.add(path.name), sha256(path))[1]
     try:
-        return *latest_valid_checkpoint(directory), seen
+        return *latest_valid_checkpoint(directory), hashed
     finally:
-        manifest.sha256 = real
+        manifest.sha256 = sha256
 
 
 def test_latest_valid_checkpoint_splits_checksum_work_among_ranks(saved_checkpoints: Path, tmp_path: Path) -> None:
-    """However much there is, none waits long for another; damage is found whoever looks at it."""
+    """All ranks learn of damage, whichever rank hashes the file."""
     shutil.copytree(saved_checkpoints, tmp_path / "copy")
     older, newest = (tmp_path / "copy" / name for name in ("step-00000002", "step-00000004"))
     files = {file.name for file in newest.iterdir()} - {"SHA256SUMS"}
-    told = rank_pool(2).run(find_latest_and_hashed_files, tmp_path / "copy")
-    assert [found[:2] for found in told] == [(newest, {})] * 2
-    assert told[0][2] | told[1][2] == files
-    assert not told[0][2] & told[1][2]
+    results = rank_pool(2).run(find_latest_and_hashed_files, tmp_path / "copy")
+    assert [result[:2] for result in results] == [(newest, {})] * 2
+    assert results[0][2] | results[1][2] == files
+    assert not results[0][2] & results[1][2]
     for name in sorted(files):
         shutil.rmtree(tmp_path / "copy")
         shutil.copytree(saved_checkpoints, tmp_path / "copy")
@@ -309,32 +309,32 @@ def test_latest_valid_checkpoint_splits_checksum_work_among_ranks(saved_checkpoi
 
 
 def test_checkpointer_raises_when_shards_of_a_rank_are_missing(text: Path, tmp_path: Path) -> None:
-    under_way = make_trainer(small_run(text, tmp_path, {}))
-    under_way.checkpointer.world_size = 2  # the other one has gone
-    under_way.save()
+    trainer = make_trainer(small_run(text, tmp_path, {}))
+    trainer.checkpointer.world_size = 2  # the other one has gone
+    trainer.save()
     with pytest.raises(UserError, match="2 ranks wrote their parts, but the number of parts is 1"):
-        under_way.checkpointer.wait()
-    assert not list(under_way.checkpointer.directory.iterdir())
+        trainer.checkpointer.wait()
+    assert not list(trainer.checkpointer.directory.iterdir())
 
 
 def test_checkpointer_save_succeeds_when_old_checkpoint_cannot_be_removed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS a folder whose files are open is not empty when they are gone."""
-    under_way = make_trainer(small_run(text, tmp_path, {"checkpoint.keep": 1}))
+    """On NFS, a folder whose deleted files are still open is not empty."""
+    trainer = make_trainer(small_run(text, tmp_path, {"checkpoint.keep": 1}))
     rmdir = os.rmdir
 
-    def busy(path: Any, *more: Any, **named: Any) -> None:
+    def fail_as_on_nfs(path: Any, *more: Any, **named: Any) -> None:
         if str(path).endswith("step-00000001"):
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
         rmdir(path, *more, **named)
 
-    monkeypatch.setattr(os, "rmdir", busy)
+    monkeypatch.setattr(os, "rmdir", fail_as_on_nfs)
     for step in (1, 2, 3):
-        train_until(under_way, step)
-        under_way.save()
-        under_way.checkpointer.wait()
-    kept = [path.name for path in checkpoints(under_way.checkpointer.directory)]
+        train_until(trainer, step)
+        trainer.save()
+        trainer.checkpointer.wait()
+    kept = [path.name for path in checkpoints(trainer.checkpointer.directory)]
     assert kept == ["step-00000003", "step-00000001"]
 
 
@@ -347,14 +347,14 @@ def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
     content[len(content) // 2] ^= 1
     shard.write_bytes(bytes(content))
     run = small_run(text, tmp_path, {"model": MOE})
-    under_way = make_trainer(run)
-    resumed, damaged = under_way.resume()
-    assert (resumed, under_way.step) == (1, 2)
+    trainer = make_trainer(run)
+    resumed, damaged = trainer.resume()
+    assert (resumed, trainer.step) == (1, 2)
     assert list(damaged) == ["step-00000004"]
     assert "checksum" in damaged["step-00000004"]
-    assert train_until(under_way, 4) == training_trajectory(small_run(text, tmp_path / "whole", {"model": MOE}))[2:4]
-    under_way.save()  # the same step once more
-    under_way.checkpointer.wait()
+    assert train_until(trainer, 4) == training_trajectory(small_run(text, tmp_path / "whole", {"model": MOE}))[2:4]
+    trainer.save()  # the same step once more
+    trainer.checkpointer.wait()
     directory = tmp_path / "parity" / "checkpoints"
     assert sorted(path.name for path in directory.iterdir()) == [
         "latest",
@@ -364,15 +364,15 @@ def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
     ]
     assert (directory / "latest").read_text() == "step-00000004\n"
     assert latest_valid(directory) == (directory / "step-00000004", {})
-    for step, aside in ((5, True), (6, False)):  # it stays until there are two newer ones
-        train_until(under_way, step)
-        under_way.save()
-        under_way.checkpointer.wait()
-        assert (directory / "step-00000004.damaged").exists() == aside
+    for step, is_kept in ((5, True), (6, False)):  # it stays until there are two newer ones
+        train_until(trainer, step)
+        trainer.save()
+        trainer.checkpointer.wait()
+        assert (directory / "step-00000004.damaged").exists() == is_kept
 
 
 def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
-    """Not at the second time either, when they are quarantined; before ranks start, and in them."""
+    """The second attempt finds them quarantined, and fails too. The launcher's checks find it as well."""
     directory = tmp_path / "parity" / "checkpoints"
     shutil.copytree(saved_checkpoints.parent, directory.parent)
     for shard in directory.glob("step-*/shard-*"):
@@ -383,17 +383,17 @@ def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkp
             make_trainer(run).resume()
     with pytest.raises(UserError, match="no intact checkpoint"):
         preflight(run, 1, resume=True)
-    for aside in directory.glob("*.damaged"):
-        shutil.rmtree(aside)
+    for quarantined in directory.glob("*.damaged"):
+        shutil.rmtree(quarantined)
     assert make_trainer(run).resume() == (0, {})
 
 
 def test_resume_ignores_and_removes_unfinished_checkpoint(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
     shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     (tmp_path / "parity" / "checkpoints" / "step-00000009.tmp").mkdir()
-    under_way = make_trainer(small_run(text, tmp_path, {"model": MOE}))
-    assert under_way.resume()[0]
-    assert under_way.step == 4
+    trainer = make_trainer(small_run(text, tmp_path, {"model": MOE}))
+    assert trainer.resume()[0]
+    assert trainer.step == 4
     assert not list((tmp_path / "parity" / "checkpoints").glob("*.tmp"))
 
 
@@ -402,18 +402,18 @@ def test_checkpoint_retention_does_not_count_damaged_checkpoints(
 ) -> None:
     shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-    under_way = make_trainer(small_run(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
-    assert under_way.resume()[0]
-    train_until(under_way, 3)
-    under_way.save()
-    under_way.checkpointer.wait()
-    found = checkpoints(tmp_path / "parity" / "checkpoints")
-    assert [path.name for path in found] == ["step-00000003"]
-    assert find_damage(found[0]) is None
+    trainer = make_trainer(small_run(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
+    assert trainer.resume()[0]
+    train_until(trainer, 3)
+    trainer.save()
+    trainer.checkpointer.wait()
+    saved = checkpoints(tmp_path / "parity" / "checkpoints")
+    assert [path.name for path in saved] == ["step-00000003"]
+    assert find_damage(saved[0]) is None
 
 
 def resume_error(run: RunSpec) -> UserError:
-    """What set-up says of a resume that cannot work; it must leave the run directory as it is."""
+    """Return the error of a resume that cannot work, and check that the run directory stays as it is."""
     directory = Path(run.output_dir) / run.name
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
@@ -423,13 +423,13 @@ def resume_error(run: RunSpec) -> UserError:
 
 
 def test_checkpointer_prunes_old_checkpoints(text: Path, tmp_path: Path) -> None:
-    under_way = make_trainer(small_run(text, tmp_path, {"checkpoint": {"keep": 2}}))
+    trainer = make_trainer(small_run(text, tmp_path, {"checkpoint": {"keep": 2}}))
     for last in (1, 2, 3):
-        train_until(under_way, last)
-        under_way.save()
-    under_way.checkpointer.wait()
-    found = checkpoints(tmp_path / "parity" / "checkpoints")
-    assert [path.name for path in found] == ["step-00000003", "step-00000002"]
+        train_until(trainer, last)
+        trainer.save()
+    trainer.checkpointer.wait()
+    saved = checkpoints(tmp_path / "parity" / "checkpoints")
+    assert [path.name for path in saved] == ["step-00000003", "step-00000002"]
 
 
 INCOMPATIBLE_CHANGES = {
@@ -446,7 +446,7 @@ INCOMPATIBLE_CHANGES = {
 def test_resume_rejects_checkpoint_of_incompatible_run(
     field: str, changes: Any, text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
-    """Before anything is written; and by a trainer that nobody set up."""
+    """The run is rejected before anything is written, and also by a trainer alone."""
     shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     run = small_run(text, tmp_path, changes)
     assert resume_error(run).field == field

@@ -1,4 +1,4 @@
-"""A rank's slots, where it computes on a GPU."""
+"""Slots of the in-memory checkpoints of a rank, which are locked if it computes on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One rank's, of this process."""
+    """Allocate the slots of one rank in this process."""
     for name, value in {SLOTS_ENV: "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     allocate_slots(1)
@@ -53,7 +53,7 @@ def test_slots_are_locked_once_per_mapping_and_copies_awaited_once(monkeypatch: 
 
 @pytest.mark.parametrize("index", range(4))
 def test_restored_copy_is_overwritten_by_second_next_save(index: int) -> None:
-    """Also a copy in a slot for the neighbor, as after a change of ranks."""
+    """After a change of ranks, the copy may be in a slot for the neighbor."""
     InMemoryCheckpointer({}, None, CPU).save(3, {"a": torch.ones(3)}, {})
     checkpointer = InMemoryCheckpointer({}, None, CPU)
     slots = checkpointer._slots

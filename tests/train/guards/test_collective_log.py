@@ -1,4 +1,4 @@
-"""Collectives and messages that ranks call in different orders are noticed and named, by real ranks."""
+"""Collectives and messages that real ranks call in different orders are found and named."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from tests.helpers.faulty_runs import create_run_directory, start_faulty_run, wa
 
 
 def swap_all_reduces(*sizes: int) -> None:
-    """Two sums of a group, which one rank starts in another order; equal sizes let it end, with wrong numbers."""
+    """Call two all-reduces, in the other order on one rank; with equal sizes they end, with wrong numbers."""
     tensors = [torch.ones(size, dtype=dtype) for size, dtype in zip(sizes, (torch.float32, torch.int32), strict=True)]
     for tensor in reversed(tensors) if dist.get_rank() == FAULTY_RANK else tensors:
         dist.all_reduce(tensor)
 
 
 def swap_groups() -> None:
-    """A sum over each of two groups, which one rank starts in another order: both wait for ever."""
+    """All-reduce in each of two groups, in the other order on one rank: both ranks wait forever."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     for group in reversed(groups) if dist.get_rank() == FAULTY_RANK else groups:
         dist.all_reduce(torch.ones(4), group=group)
 
 
 def differ_in_root() -> None:
-    """Each rank is the root of a broadcast that the other receives nothing of."""
+    """Broadcast from this rank; each rank takes itself for the root."""
     dist.broadcast(torch.ones(2), src=dist.get_rank())
 
 
 def leave_out_last() -> None:
-    """A broadcast whose root does not wait for the other rank, which never comes."""
+    """Broadcast from rank 0, which does not wait for the other rank; the other one calls nothing."""
     dist.barrier()
     if dist.get_rank() == 0:
         dist.broadcast(torch.ones(2), src=0)
 
 
 def expect_other_parts() -> None:
-    """An all-to-all of which one rank expects less than it is sent."""
+    """Run an all-to-all in which one rank expects less than it is sent."""
     rank = dist.get_rank()
     received = torch.empty(3 if rank == FAULTY_RANK else 4)
     dist.all_to_all_single(received, torch.ones(4), [1, 2] if rank == FAULTY_RANK else None, [2, 2])
 
 
 def call_uneven_collectives() -> None:
-    """Every operation that ranks may give different numbers of elements, and messages both ways."""
+    """Call every operation whose number of elements may differ between ranks, and send messages both ways."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     sizes = [1 + rank, 2 - rank]
     dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 2] if rank == 0 else [2, 1], sizes)
@@ -126,8 +126,8 @@ def test_pool_accepts_uneven_collectives_and_receives_ahead():
 def test_pool_names_ranks_that_wait_for_each_other_in_different_groups():
     with pytest.raises(RankError) as caught:
         rank_pool(2).run(swap_groups, timeout=60)
-    place = r"in all_reduce of 4 float32 of group \w+ \(ranks 0, 1\) at .* \(swap_groups\)"
-    pattern = rf"ranks wait for each other in different groups: rank \d {place} and rank \d {place}"
+    wait = r"in all_reduce of 4 float32 of group \w+ \(ranks 0, 1\) at .* \(swap_groups\)"
+    pattern = rf"ranks wait for each other in different groups: rank \d {wait} and rank \d {wait}"
     assert re.fullmatch(pattern, caught.value.order_difference)
     assert all("it called last: " in failure.summary for failure in caught.value.failures)
     (first, second) = sorted(caught.value.failures, key=lambda failure: failure.rank)
@@ -147,11 +147,11 @@ def test_pool_does_not_log_unless_asked(monkeypatch):
 def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
     """Gloo completes them, because they have tags; NCCL would not."""
     directory = create_run_directory(text, tmp_path, 2, {})
-    said = wait_for_failure(start_faulty_run(directory, 2, "messages", check_order=True))
-    assert "phalanx: CollectiveOrderError: in message 1 from rank 0 to rank 1" in said
+    stderr = wait_for_failure(start_faulty_run(directory, 2, "messages", check_order=True))
+    assert "phalanx: CollectiveOrderError: in message 1 from rank 0 to rank 1" in stderr
     verdict = explain_run(directory).verdict
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
-    assert f"why: {verdict.summary}" in said
+    assert f"why: {verdict.summary}" in stderr
     assert "rank 1 received 8 float32 with tag 2 at helpers/faulty_rank.py" in verdict.summary
 
 
@@ -178,7 +178,7 @@ def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_end_of_run_compares_files_as_far_as_they_come(is_shared, tmp_path, monkeypatch):
-    """A shared file system shows a file late; without one it never comes, and a missing file is not a difference."""
+    """A shared file system may show a file late. Without one it never appears; this does not count as a difference."""
     call = LoggedCall(kind="collective", group="0", ranks=(0, 1), signature="all_reduce of 4 float32", caller="a.py:1")
     line = call.to_json() + "\n"
     files = {rank: calls_file(tmp_path, rank) for rank in range(2)}

@@ -1,4 +1,4 @@
-"""A loss beyond repair: the run goes back, and passes over the text that led there."""
+"""Rollbacks after divergence: the run returns to a checkpoint, and skips the text that led there."""
 
 from __future__ import annotations
 
@@ -62,24 +62,25 @@ def inverted_targets(targets: torch.Tensor) -> torch.Tensor:
 def test_loss_spike_rolls_back_and_skips_the_offending_steps(
     run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the checkpoint before it; what is learned then is what is learned without the text since."""
+    """The run returns to the checkpoint before the spike; then its losses are those of a run that skips the text
+    since."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
-    directory, wrong = create_run(run, 1, resume=False), (SPIKE_STEP - 1) * 8
-    replace_targets(monkeypatch, range(wrong, wrong + 8), inverted_targets)
+    directory, first_sequence = create_run(run, 1, resume=False), (SPIKE_STEP - 1) * 8
+    replace_targets(monkeypatch, range(first_sequence, first_sequence + 8), inverted_targets)
     assert worker.run_rank(directory, RankOptions(resume=True)) == 0
-    (back,) = [event for event in read_events(directory) if event["kind"] == "rolled_back"]
-    assert (back["after"], back["to"]) == (SPIKE_STEP, 12)
-    assert "times the recent median" in back["reason"]
-    one = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "one", CHANGES))
-    before = train_until(one, 12)
-    one.loader.skip_steps(SPIKE_STEP - 12)
-    assert recorded_losses(directory) == before + train_until(one, STEPS)
+    (rollback,) = [event for event in read_events(directory) if event["kind"] == "rolled_back"]
+    assert (rollback["after"], rollback["to"]) == (SPIKE_STEP, 12)
+    assert "times the recent median" in rollback["reason"]
+    reference = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "one", CHANGES))
+    before = train_until(reference, 12)
+    reference.loader.skip_steps(SPIKE_STEP - 12)
+    assert recorded_losses(directory) == before + train_until(reference, STEPS)
 
 
 def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
     run: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As often as is allowed; then the run ends. Before its first checkpoint it goes back to its beginning."""
+    """Before its first checkpoint, the run returns to its beginning."""
     training = run.training.model_copy(update={"max_nonfinite_steps": 2})
     run = run.model_copy(update={"training": training})
     directory = create_run(run, 1, resume=False)
@@ -94,27 +95,27 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
 
     monkeypatch.setattr(Trainer, "forward_backward", infinite)
     assert worker.run_rank(directory, RankOptions(resume=True)) == 1
-    back = [(event["after"], event["to"]) for event in read_events(directory) if event["kind"] == "rolled_back"]
-    assert back == [(5, 0), (2, 0)]
+    rollbacks = [(event["after"], event["to"]) for event in read_events(directory) if event["kind"] == "rolled_back"]
+    assert rollbacks == [(5, 0), (2, 0)]
     assert count_rollbacks(directory) == 2
     assert steps_to_skip(directory, 0) == 7
-    said = capsys.readouterr().err
-    assert "rolling back to step 0; skipping the text of steps 1 to 5" in said
-    assert said.count("2 consecutive steps were not finite") == 3
+    stderr = capsys.readouterr().err
+    assert "rolling back to step 0; skipping the text of steps 1 to 5" in stderr
+    assert stderr.count("2 consecutive steps were not finite") == 3
 
 
 def scale_weights_once(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
-    """Have the first update that ends this step ruin all weights."""
+    """Scale all weights after the first update of this step."""
     update, done = Trainer.update, []
 
-    def ruined(self: Trainer, ratio: float) -> None:
+    def update_and_scale(self: Trainer, ratio: float) -> None:
         update(self, ratio)
         if self.step == step - 1 and not done:
             done.append(step)
             for parameter in self.module.parameters():
                 parameter.data.mul_(factor)
 
-    monkeypatch.setattr(Trainer, "update", ruined)
+    monkeypatch.setattr(Trainer, "update", update_and_scale)
 
 
 def recorded_rollbacks(directory: Path) -> list[tuple[int, int]]:
@@ -129,7 +130,8 @@ def recorded_rollbacks(directory: Path) -> list[tuple[int, int]]:
 def test_rollback_goes_further_back_when_checkpoint_has_nonfinite_weights(
     every: int, expected_rollbacks: list[tuple[int, int]], run: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
+    """No checkpoint is saved while steps are not finite. A checkpoint from which the run diverges again is not used a
+    second time."""
     checkpoint = run.checkpoint.model_copy(update={"every": every})
     training = run.training.model_copy(update={"max_nonfinite_steps": 5})
     directory = create_run(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
@@ -140,7 +142,7 @@ def test_rollback_goes_further_back_when_checkpoint_has_nonfinite_weights(
 
 
 def test_rollback_quarantines_checkpoint_that_spikes_again(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After going back it is still known what loss was usual before."""
+    """The rollback keeps the history of losses, with which the next loss is compared."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory = create_run(run, 1, resume=False)
     scale_weights_once(monkeypatch, 12, 30.0)

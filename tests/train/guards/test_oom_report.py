@@ -1,4 +1,4 @@
-"""Which errors are want of memory, and what allocators say was asked for."""
+"""Recognition of out-of-memory errors, and the requested bytes in messages of allocators."""
 
 from __future__ import annotations
 

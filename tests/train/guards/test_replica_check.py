@@ -1,4 +1,4 @@
-"""What ranks must hold alike is compared bit by bit: one changed bit is found in every layout, and nothing else is."""
+"""Replicas are compared bit by bit: one changed bit is found in every layout, and nothing else is reported."""
 
 from __future__ import annotations
 
@@ -60,15 +60,17 @@ def flip_bit(tensor: torch.Tensor, bit: int) -> None:
 
 def test_find_mismatch_names_minority_ranks_or_both_of_two() -> None:
     assert find_mismatch([{1: 5, 2: 6}, {1: 5}, {2: 6}]) is None
-    found = find_mismatch([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
-    assert found is not None
-    assert (found.key, found.ranks, found.holders, found.tensors) == (1, (2,), (0, 1, 2), 3)
-    text = describe_mismatch(found, "model.head.weight", ParallelDims(dp_replicate=3), 40, 10)
+    mismatch = find_mismatch([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
+    assert mismatch is not None
+    assert (mismatch.key, mismatch.ranks, mismatch.holders, mismatch.tensors) == (1, (2,), (0, 1, 2), 3)
+    text = describe_mismatch(mismatch, "model.head.weight", ParallelDims(dp_replicate=3), 40, 10)
     assert "step 40: model.head.weight differs on rank 2 (dp=2) from the 2 other ranks" in text
     assert "and 2 more tensors; it was equal after step 30" in text
-    two = find_mismatch([{1: 5}, {1: 6}])
-    assert two is not None
-    assert "between rank 0 (dp=0), rank 1 (dp=1)" in describe_mismatch(two, "x", ParallelDims(dp_replicate=2), 10, 10)
+    mismatch_of_two = find_mismatch([{1: 5}, {1: 6}])
+    assert mismatch_of_two is not None
+    assert "between rank 0 (dp=0), rank 1 (dp=1)" in describe_mismatch(
+        mismatch_of_two, "x", ParallelDims(dp_replicate=2), 10, 10
+    )
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -84,7 +86,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1, "model": {**DENSE, "tie_embeddings": True}}),
     (4, {"layout.ep": 2, "layout.tp": 2, "model": MOE}),
 ]
-"""Of the parity table, those that between them hold everything in every way."""
+"""Layouts that together replicate every kind of tensor in every way."""
 
 
 @pytest.mark.parametrize(("count", "changes"), LAYOUTS)
@@ -92,41 +94,42 @@ def test_replica_check_finds_one_flipped_bit_in_every_layout(
     count: int, changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
     run = small_run(text, tmp_path, {"training.precision": "fp32", **changes})
-    told = rank_pool(count).run(check_after_corruption, run)
-    assert {said for said, _, _, _ in told} == {told[0][0]}, "all ranks say the same"
-    found, name, _, holders = told[-1]
-    # Rows that are trained may be those of what is computed with: one place of memory under two names.
-    assert found.startswith((f"step 3: {name} differs ", f"step 3: computing.{name.removeprefix('model.')} differs "))
-    named = [rank for rank in range(count) if f"rank {rank} (" in found]
-    assert named == (holders if " differs between " in found else [count - 1])
-    print(found)
+    results = rank_pool(count).run(check_after_corruption, run)
+    assert {message for message, _, _, _ in results} == {results[0][0]}, "all ranks report the same"
+    message, name, _, holders = results[-1]
+    # A trained parameter and the one that computes may share memory, which then has two names.
+    assert message.startswith((f"step 3: {name} differs ", f"step 3: computing.{name.removeprefix('model.')} differs "))
+    named_ranks = [rank for rank in range(count) if f"rank {rank} (" in message]
+    assert named_ranks == (holders if " differs between " in message else [count - 1])
+    print(message)
 
 
 def check_after_corruption(run: Any) -> tuple[str, str, int, list[int]]:
-    """What is said after the last rank changed a bit of something that others hold too; before, nothing is."""
-    under_way = make_trainer(run)
+    """Return the message after the last rank changed a bit of a replicated tensor, with the tensor's name, key and
+    holders. Before the change, there is no message."""
+    trainer = make_trainer(run)
     for step in (1, 2):
-        train_until(under_way, step)
-        assert replica_check_message(under_way, step) == ""
-    held = list(_hash_tensors(under_way.strategy, under_way.optimizers))
-    tables = _gather_hashes({key: value for key, _, value in held})
+        train_until(trainer, step)
+        assert replica_check_message(trainer, step) == ""
+    hashes = list(_hash_tensors(trainer.strategy, trainer.optimizers))
+    tables = _gather_hashes({key: value for key, _, value in hashes})
     last = len(tables) - 1
     key = [key for key in tables[last] if any(key in table for table in tables[:last])][-1 if last == 1 else 0]
-    name = next((name for known, name, _ in held if known == key), "")
-    if under_way.mesh.rank == last:
-        flip_bit(local_tensor(tensor_by_name(under_way, name)), 3)
-    return replica_check_message(under_way, 3), name, key, [rank for rank, table in enumerate(tables) if key in table]
+    name = next((name for known, name, _ in hashes if known == key), "")
+    if trainer.mesh.rank == last:
+        flip_bit(local_tensor(tensor_by_name(trainer, name)), 3)
+    return replica_check_message(trainer, 3), name, key, [rank for rank, table in enumerate(tables) if key in table]
 
 
-def replica_check_message(under_way: Trainer, step: int) -> str:
-    return str(check_replica_consistency(under_way.strategy, under_way.optimizers, under_way.mesh.dims, step, 1) or "")
+def replica_check_message(trainer: Trainer, step: int) -> str:
+    return str(check_replica_consistency(trainer.strategy, trainer.optimizers, trainer.mesh.dims, step, 1) or "")
 
 
-def tensor_by_name(under_way: Trainer, name: str) -> torch.Tensor:
-    """The tensor itself, by the name under which it is compared."""
+def tensor_by_name(trainer: Trainer, name: str) -> torch.Tensor:
+    """Return the tensor that is compared under a name."""
     if name.startswith("computing."):
-        return under_way.module.get_parameter(name.removeprefix("computing.")).detach()
-    return checkpoint_tensors(under_way.strategy, under_way.optimizers)[name]
+        return trainer.module.get_parameter(name.removeprefix("computing.")).detach()
+    return checkpoint_tensors(trainer.strategy, trainer.optimizers)[name]
 
 
 def test_shard_id_depends_on_name_not_on_values() -> None:
@@ -140,14 +143,15 @@ def test_replica_check_is_rejected_for_parameter_server(text: Path, tmp_path: Pa
 
 
 def test_replica_check_stops_run_and_names_rank_tensor_and_step(text: Path, tmp_path: Path) -> None:
-    """Real processes, as `phalanx train` starts them."""
+    """The ranks are real processes, as `phalanx train` starts them."""
     changes = {"training.replica_check_interval": 2}
     directory = create_run_directory(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
-    said = wait_for_failure(start_faulty_run(directory, 3, "bit"))
-    print(said)
-    assert "phalanx: CorruptionError: step 4: model." in said
-    assert "differs on rank 1 (dp=1) from the 2 other ranks, where it must be equal; it was equal after step 2" in said
-    assert "why:" not in said
+    stderr = wait_for_failure(start_faulty_run(directory, 3, "bit"))
+    print(stderr)
+    assert "phalanx: CorruptionError: step 4: model." in stderr
+    assert "differs on rank 1 (dp=1) from the 2 other ranks, where it must be equal" in stderr
+    assert "; it was equal after step 2" in stderr
+    assert "why:" not in stderr
     assert not list((directory / "hangs").glob("*.json"))
     verdict = command_json("debug", directory)["verdict"]
     assert (verdict["kind"], verdict["ranks"]) == ("error", [1])

@@ -1,4 +1,4 @@
-"""A rank's word: that it stays where the rank failed, goes where it did not, and tells what belongs together."""
+"""Dumps of the watchdog: kept if the rank failed, removed if it continued, and with the collectives of each backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.hang_dumps import BUSY, WAITING, make_dump
 
 @pytest.fixture(autouse=True)
 def preserve_pytest_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stays as it is."""
+    """Keep pytest's own fault handler."""
     monkeypatch.setattr(watchdog, "_install_abort_handler", lambda file: None)
     monkeypatch.setattr(watchdog.faulthandler, "disable", lambda: None)
 
@@ -30,26 +30,26 @@ def preserve_pytest_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_watchdog_preserves_failure_dump_when_collectives_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though just then the thread sees something move: a collective ends when it gives up."""
-    looking = threading.Event()
+    """The watchdog sees progress just when the rank fails, because a collective ends when it times out."""
+    has_looked = threading.Event()
 
-    def moved() -> bytes:
+    def changing_fingerprint() -> bytes:
         if not dump_file(tmp_path, 0).exists():
             return b""
-        looking.set()
+        has_looked.set()
         wait_until(lambda: "error" in read_dumps(tmp_path)[0], "the failure is written down")
         return b"moved"
 
-    monkeypatch.setattr(watchdog, "recorder_fingerprint", moved)
-    under_watch = Watchdog(tmp_path, timeout_seconds=0.1)
+    monkeypatch.setattr(watchdog, "recorder_fingerprint", changing_fingerprint)
+    watchdog_context = Watchdog(tmp_path, timeout_seconds=0.1)
 
     def fail() -> None:
-        assert looking.wait(WAIT_SECONDS), "it hangs"
+        assert has_looked.wait(WAIT_SECONDS), "it hangs"
         raise RuntimeError("gloo: Timed out waiting for others")
 
-    with pytest.raises(RuntimeError), under_watch:
+    with pytest.raises(RuntimeError), watchdog_context:
         fail()
-    under_watch._thread.join()
+    watchdog_context._thread.join()
     assert "Timed out" in read_dumps(tmp_path)[0]["error"]
 
 
@@ -75,29 +75,30 @@ def test_watchdog_does_not_write_through_a_link(tmp_path: Path) -> None:
 
 
 def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the group of all ranks has both: the first of one is not compared with the first of the other."""
+    """On a GPU, the group of all ranks has both backends: the first collective of one is not compared with the first of
+    the other."""
     sizes = ParallelDims(dp_shard=2)
     gloo, nccl = recorder_entry("gloo:broadcast", over=True), recorder_entry("nccl:all_reduce", over=False)
     here, late = recorded_collectives(monkeypatch, [gloo], [nccl]), recorded_collectives(monkeypatch, [gloo], [])
     dumps = {0: make_dump(0, sizes, here, WAITING), 1: make_dump(1, sizes, late, BUSY)}
-    for told in dumps.values():
-        told["groups"] = {call["group"]: [0, 1] for call in here}
-    found = diagnose_hang(dumps, {}, sizes).verdict
-    assert (found.kind, found.ranks) == ("absent", (1,))
-    assert "rank 0 (dp=0) waited in all_reduce of [4] Float, number 1 of all ranks" in found.summary
+    for dump in dumps.values():
+        dump["groups"] = {call["group"]: [0, 1] for call in here}
+    verdict = diagnose_hang(dumps, {}, sizes).verdict
+    assert (verdict.kind, verdict.ranks) == ("absent", (1,))
+    assert "rank 0 (dp=0) waited in all_reduce of [4] Float, number 1 of all ranks" in verdict.summary
 
 
 def recorder_entry(name: str, over: bool) -> dict[str, Any]:
-    """The first collective of all ranks, as PyTorch's recorders tell of it."""
-    found = {"process_group": ("0", "default_pg"), "collective_seq_id": 1, "profiling_name": name, "is_p2p": False}
-    found |= {"input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"], "state": "scheduled"}
-    return {**found, "retired": over, "time_created_ns": 1 if over else 2}
+    """Return the first collective of all ranks, as PyTorch's recorders describe it."""
+    entry = {"process_group": ("0", "default_pg"), "collective_seq_id": 1, "profiling_name": name, "is_p2p": False}
+    entry |= {"input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"], "state": "scheduled"}
+    return {**entry, "retired": over, "time_created_ns": 1 if over else 2}
 
 
 def recorded_collectives(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]) -> list[Any]:
     for name, entries in (("_dump_fr_trace", gloo), ("_dump_nccl_trace", nccl)):
-        told = pickle.dumps({"entries": entries})
-        monkeypatch.setattr(c10d, name, lambda *_, told=told: told, raising=False)
+        pickled = pickle.dumps({"entries": entries})
+        monkeypatch.setattr(c10d, name, lambda *_, pickled=pickled: pickled, raising=False)
     return list(flight_recorder.recent_collectives(with_lines=False))
 
 

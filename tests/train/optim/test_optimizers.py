@@ -70,7 +70,7 @@ def test_learning_rate_factor_stays_between_minimum_and_peak(
 def test_wsd_schedule_never_decays_faster_than_its_slope(
     steps: int, min_lr_ratio: float, lr_decay_fraction: float, data: st.DataObject
 ) -> None:
-    """Nor jumps where warm-up leaves fewer steps than the decay asks for."""
+    """The rate does not jump where warm-up leaves fewer steps than the decay asks for."""
     warmup = data.draw(st.integers(0, steps - 1))
     fields = {
         "warmup_steps": warmup,

@@ -1,4 +1,4 @@
-"""One clock for ranks whose clocks differ: a rank in a time namespace of its own, whose clock is far ahead."""
+"""Clock offsets between ranks, one of which has a time namespace with a clock that is far ahead."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def start_rank(rank: int, directory: Path, *prefix: str) -> subprocess.Popen[str
 
 @pytest.fixture
 def time_namespace_prefix() -> list[str]:
-    """A command before another that gives that a clock of its own."""
+    """Provide the prefix of a command that gives it a clock of its own."""
     prefix = ["unshare", "--time", "--monotonic", str(CLOCK_OFFSET_SECONDS), "--fork"]
     try:
-        able = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
+        is_permitted = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
-        able = False
-    if not able:
+        is_permitted = False
+    if not is_permitted:
         pytest.skip("this process may not make a time namespace")
     return prefix
 
@@ -46,9 +46,9 @@ def test_measure_clock_offset_matches_offset_of_time_namespace(
     tmp_path: Path, time_namespace_prefix: list[str]
 ) -> None:
     ranks = [start_rank(0, tmp_path), start_rank(1, tmp_path, *time_namespace_prefix), start_rank(2, tmp_path)]
-    said = [[float(word) for word in rank.communicate(timeout=120)[0].split()] for rank in ranks]
+    outputs = [[float(word) for word in rank.communicate(timeout=120)[0].split()] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    offsets, errors, times = zip(*said, strict=True)
+    offsets, errors, times = zip(*outputs, strict=True)
     assert times[1] - times[0] > CLOCK_OFFSET_SECONDS / 2  # it really had another clock
     assert offsets[0] == offsets[2] == errors[0] == errors[2] == 0
     assert 0 < errors[1] < 5

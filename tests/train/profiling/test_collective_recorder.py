@@ -1,4 +1,4 @@
-"""What is recorded of the collectives of real ranks."""
+"""Records of the collectives of real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from phalanx.train.profiling.collective_recorder import CollectiveCall, Collecti
 
 
 def record_collectives() -> list[tuple[str, tuple[int, ...], int, bool]]:
-    """Collectives of 1,000 fp32 numbers, and what was recorded: operation, group, bytes, whether an end is known."""
+    """Run collectives of 1,000 fp32 numbers, and return the records: operation, group, bytes, and whether the end is
+    known."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     half = dist.new_group([0, 1])
     values, doubled = torch.ones(1000), torch.ones(2000)
@@ -77,4 +78,4 @@ def test_exclude_queueing_starts_collectives_of_a_group_one_by_one() -> None:
         call("all_reduce", "a", 7.5, None),
     ]
     exclude_queueing(calls)
-    assert [each.start for each in calls] == [1.0, 5.0, 2.0, 2.0, 7.0, 7.5]
+    assert [recorded.start for recorded in calls] == [1.0, 5.0, 2.0, 2.0, 7.0, 7.5]

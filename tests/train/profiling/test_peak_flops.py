@@ -1,4 +1,4 @@
-"""The measured peak counts 2 n^3 operations over the best time, by a clock that the test turns."""
+"""The measured peak is 2 n^3 operations over the best time, here with a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def test_measure_peak_flops_equals_2_n_cubed_over_best_time(size: int, monkeypat
 
 def test_measure_peak_flops_multiplies_once_per_round_in_given_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    real = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, a.shape, b.shape)) or real(a, b))
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, a.shape, b.shape)) or mm(a, b))
     measure_peak_flops(torch.device("cpu"), torch.bfloat16, 16, rounds=4)
     assert seen == [(torch.bfloat16, (16, 16), (16, 16))] * 4
 
 
 def test_measure_peak_flops_limits_matrix_size_on_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a number takes a nanosecond: 128 takes longer than is needed to time it, 256 is not tried."""
+    """The simulated clock advances one nanosecond per operation: a product of size 128 is long enough to time, so 256
+    is not tried."""
     now, sides = [0.0], []
 
     def multiplied(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -47,7 +48,7 @@ def test_measure_peak_flops_limits_matrix_size_on_slow_device(monkeypatch: pytes
 def test_fastest_precision_needs_instructions_and_a_clear_gain(
     has_instructions: bool, bf16_flops: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a moment's measurement says, bf16 in software is not a choice; products are timed with one thread."""
+    """bf16 in software is never chosen, whatever its measured speed. Products are timed with one thread."""
     threads = torch.get_num_threads()
 
     def measured(_: torch.device, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""Steps looked at closely: which they are, and what is noted of them."""
+"""Profiled steps: which steps they are, and what is recorded of them."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from tests.helpers.small_runs import MOE, make_trainer, small_run
 
 
 def profiled_step_records(run: Any, window: range, last: int, after: int = 0) -> list[dict[str, Any]]:
-    """What a rank notes of the steps up to `last`, of a run that went on after a step."""
-    under_way = make_trainer(run)
-    under_way.step = after
-    under_way.directory.mkdir(parents=True, exist_ok=True)
-    closely, batches, noted = StepProfiler(under_way, window), prefetch(under_way.loader, after, last), []
+    """Return a rank's records of the steps up to `last`, in a run that resumes after the step `after`."""
+    trainer = make_trainer(run)
+    trainer.step = after
+    trainer.directory.mkdir(parents=True, exist_ok=True)
+    profiler, batches, records = StepProfiler(trainer, window), prefetch(trainer.loader, after, last), []
     for _ in range(after, last):
-        record = closely(batches)()
-        noted.append({**(under_way.step_record or {}), "profiled": record.get("profiled", False)})
-    return noted
+        record = profiler(batches)()
+        records.append({**(trainer.step_record or {}), "profiled": record.get("profiled", False)})
+    return records
 
 
 def test_step_profiler_records_memory_in_first_steady_step(text: Path, tmp_path: Path) -> None:
-    noted = profiled_step_records(small_run(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
-    assert [line["profiled"] for line in noted] == [False, True, True, True, True, False]
-    assert ["spans" in line for line in noted] == [line["profiled"] for line in noted]
-    assert [line["step"] for line in noted if "memory" in line] == [3]
+    records = profiled_step_records(small_run(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
+    assert [record["profiled"] for record in records] == [False, True, True, True, True, False]
+    assert ["spans" in record for record in records] == [record["profiled"] for record in records]
+    assert [record["step"] for record in records if "memory" in record] == [3]
     [measured] = (tmp_path / "parity" / "measured").glob("*")
     assert json.loads(measured.read_text())["held_bytes"]["optimizer"] > 0
-    for line in noted[1:5]:
-        assert sum(map(sum, line["expert_tokens"])) == 2 * 2 * 256  # of two layers, each token two experts
-        kinds = [kind for kind, *_ in line["spans"]]
+    for record in records[1:5]:
+        assert sum(map(sum, record["expert_tokens"])) == 2 * 2 * 256  # of two layers, each token two experts
+        kinds = [kind for kind, *_ in record["spans"]]
         assert sorted(kinds) == ["B"] * (len(kinds) // 2) + ["F"] * (len(kinds) // 2)
 
 
 def test_step_profiler_pass_spans_are_ordered_and_inside_step(text: Path, tmp_path: Path) -> None:
     changes = {"layout.pp": 2, "layout.micro_batch_size": 1}
-    for noted in rank_pool(2).run(profiled_step_records, small_run(text, tmp_path, changes), range(3, 5), 4):
-        line = noted[-1]
-        ends = [moment for *_, begun, ended in line["spans"] for moment in (begun, ended)]
+    for records in rank_pool(2).run(profiled_step_records, small_run(text, tmp_path, changes), range(3, 5), 4):
+        record = records[-1]
+        ends = [moment for *_, start, end in record["spans"] for moment in (start, end)]
         assert ends == sorted(ends)
-        assert line["start"] <= ends[0]
-        assert ends[-1] <= line["start"] + line["seconds"]["data"] + line["seconds"]["passes"]
-        assert {what for what, *_ in line["waits"]} >= {"pipeline"}
-        assert {call["operation"] for call in line["collectives"]} >= {"send", "recv", "all_reduce"}
+        assert record["start"] <= ends[0]
+        assert ends[-1] <= record["start"] + record["seconds"]["data"] + record["seconds"]["passes"]
+        assert {kind for kind, *_ in record["waits"]} >= {"pipeline"}
+        assert {call["operation"] for call in record["collectives"]} >= {"send", "recv", "all_reduce"}
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,20 @@ def test_compiled_blocks_stay_compiled_after_profiled_steps(
 
 def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {"training.steps": 20})
-    under_way = make_trainer(run)
-    under_way.step = 11
-    assert profiled_steps(under_way, False, range(10, 14)) == range(12, 14)
-    assert not profiled_steps(under_way, False, range(3, 6))
-    assert profiled_steps(under_way, False, range(18, 30)) == range(18, 21)
-    assert profiled_steps(under_way, True, None) == range(14, 15)
-    assert not profiled_steps(under_way, False, None)
+    trainer = make_trainer(run)
+    trainer.step = 11
+    assert profiled_steps(trainer, False, range(10, 14)) == range(12, 14)
+    assert not profiled_steps(trainer, False, range(3, 6))
+    assert profiled_steps(trainer, False, range(18, 30)) == range(18, 21)
+    assert profiled_steps(trainer, True, None) == range(14, 15)
+    assert not profiled_steps(trainer, False, None)
     assert [
         line["step"] for line in profiled_step_records(run, range(12, 15), last=15, after=11) if "memory" in line
     ] == [14]
 
 
 class StopAfter(Callback):
-    """Stops the run like a signal, without waiting for the device."""
+    """A callback that stops the run like a signal, without waiting for the device."""
 
     reads_weights = False
 

@@ -21,14 +21,14 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.views.plan_json import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 
-    described = run.model_copy(update={"auto_layout": False})
+    described = run.replace(auto_layout=False)
     ranks = run.cluster.ranks
     with search_progress(ranks) as report:
         plan = plan_or_raise(described, ranks, report=report)
     best = plan.best
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.searched:,}; {seconds})", file=sys.stderr)
-    resolved = described.model_copy(update={"layout": best.candidate.layout()})
+    resolved = described.replace(layout=best.candidate.layout())
     return resolved, json.dumps(plan_to_json(resolved, ranks, plan, top=10, tokens=None), indent=2)
 
 
@@ -40,7 +40,7 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     if ranks is None:
         fix = "set cluster.nproc_per_node, or add --nproc"
         raise UserError("layout", "auto", "requires the number of ranks", fix=fix)
-    return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks})}))
+    return choose_layout(run.replace(cluster=run.cluster.replace(nproc_per_node=ranks)))
 
 
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
@@ -60,7 +60,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     directory = run_directory(run)
     recorded_run = read_run(directory).run
     run = load_run(directory / RUN_FILE, environment={})
-    cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
+    cluster = (recorded_run or run).cluster.replace(nproc_per_node=per_node, nodes=ranks // per_node)
     speeds = [cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second]
     if ranks > cluster.fast_link_domain_size:
         speeds.append(cluster.network_bytes_per_second)

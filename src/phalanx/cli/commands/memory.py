@@ -120,7 +120,7 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
         is_own = data == run.layout.data_parallel
         layout = run.layout if is_own else _layout_with_strategy(run.layout, data, world_size)
         if layout is not None:
-            strategy_rows = _layout_rows(run.model_copy(update={"layout": layout}), world_size, is_own)
+            strategy_rows = _layout_rows(run.replace(layout=layout), world_size, is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -151,8 +151,8 @@ def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> La
         if size * layout.cp * layout.tp % layout.ep == 0
     ]
     if data == "hsdp":
-        return layout.model_copy(update={**unset, "data_parallel": data, "dp_shard": shards[-1]}) if shards else None
-    return layout.model_copy(update={**unset, "data_parallel": data})
+        return layout.replace(**unset, data_parallel=data, dp_shard=shards[-1]) if shards else None
+    return layout.replace(**unset, data_parallel=data)
 
 
 def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
@@ -177,7 +177,7 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
 def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
     """Return the output of `phalanx memory --json` for the rows of the table."""
     return {
-        "model": run.model.preset or run.model.from_hf,
+        "model": run.model.source_name,
         "ranks": world_size,
         "precision": run.training.precision,
         "optimizer": run.optimizer.name,
@@ -195,7 +195,7 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
 
 def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
-    console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
+    console.print(run.model.source_name or "model", style="bold", end="  ", highlight=False)
     print_line(console, describe(run.model))
     sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"

@@ -17,8 +17,8 @@ from phalanx.cli.commands.pipeline_split import split
 from phalanx.cli.common.options import Json
 from phalanx.cli.common.output_file import check_replaceable
 from phalanx.report.drawing.schedule import COLORS, LEGEND, chrome_trace, draw, kinds, lines
-from phalanx.schedule.published import active_fraction_per_tick, book_overlap
-from phalanx.schedule.registry import PUBLISHED, build_schedule
+from phalanx.schedule.published import PUBLISHED, active_fraction_per_tick, book_overlap
+from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Schedule, read_csv, to_csv
 from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, simulate
@@ -37,10 +37,7 @@ OUTPUT_SUFFIXES = (".svg", ".png", ".json", ".csv")
 def show(
     schedule: Annotated[
         str,
-        Argument(
-            help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, searched, book-overlap (idealised), "
-            "or a .csv file."
-        ),
+        Argument(help=f"{', '.join(PUBLISHED)}, searched, {IDEALIZED} (idealised), or a .csv file."),
     ],
     stages: Annotated[int | None, Option(help="Pipeline ranks.", min=1, metavar="P")] = None,
     microbatches: Annotated[int | None, Option(help="Micro-batches of a step.", min=1, metavar="M")] = None,

@@ -183,7 +183,7 @@ def _run_label(run: RunSpec, world_size: int) -> str:
         if getattr(layout, axis) > 1:
             is_outer = axis == "pp" and layout.rank_order == "pipeline_outer"
             axes.append(f"{axis} {getattr(layout, axis)}{' (outer)' if is_outer else ''}")
-    return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join(axes)}"
+    return f"{run.model.source_name or 'model'}, {', '.join(axes)}"
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from phalanx.spec.formatting import format_si
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
     from phalanx.spec.swarm import Codec, Method, SwarmSpec
+    from phalanx.swarm.rpc.client import SwarmClient
 
 app = typer.Typer(
     add_completion=False,
@@ -147,13 +148,7 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
 
         phalanx swarm status 203.0.113.7:7077 --certs ann
     """
-    _check_address(address, "ADDRESS")
-    _check_installed()
-    from phalanx.swarm.rpc.certificates import certificate_member
-    from phalanx.swarm.rpc.client import SwarmClient
-
-    certificate_member(certificates)
-    swarm_status = SwarmClient(address, certificates).status()
+    swarm_status = _client(address, certificates).status()
     print(json.dumps(swarm_status, indent=2) if json_ else _format_status(swarm_status))
 
 
@@ -172,16 +167,12 @@ def text(
 
         phalanx swarm text 203.0.113.7:7077 1f0c2a9be47d5d31-8c1de0a95b7742f6 --certs certs/lead
     """
-    _check_address(address, "ADDRESS")
-    _check_installed()
+    client = _client(address, certificates)
     from phalanx.swarm.coordinator.update_checks import UpdateRejected
-    from phalanx.swarm.rpc.certificates import certificate_member
-    from phalanx.swarm.rpc.client import SwarmClient
     from phalanx.swarm.rpc.link_errors import rejection_error
 
-    certificate_member(certificates)
     try:
-        SwarmClient(address, certificates).set_text(checksum)
+        client.set_text(checksum)
     except UpdateRejected as rejected:
         raise rejection_error(address, rejected) from None
     print(f"nodes of this swarm must read text {checksum}")
@@ -319,6 +310,17 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
         parts += [f"rejected {count} x: {reason}" for reason, count in node["refused"].items()]
         lines.append("  ".join(part for part in parts if part))
     return "\n".join(lines)
+
+
+def _client(address: str, certificates: Path) -> SwarmClient:
+    """Return a connection to a coordinator. Raises UserError for an invalid address or certificate."""
+    _check_address(address, "ADDRESS")
+    _check_installed()
+    from phalanx.swarm.rpc.certificates import certificate_member
+    from phalanx.swarm.rpc.client import SwarmClient
+
+    certificate_member(certificates)
+    return SwarmClient(address, certificates)
 
 
 def _check_installed() -> None:

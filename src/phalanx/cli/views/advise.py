@@ -28,7 +28,7 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
     situation = advised.situation
     best = advised.best
-    name = run.model.preset or run.model.from_hf or "model"
+    name = run.model.source_name or "model"
     machine = run.cluster.preset or "device"
     agreement = f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner"
     setup = f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}"
@@ -72,7 +72,7 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
     """Return the output of `phalanx advise --json`."""
     situation = advised.situation
     return {
-        "model": run.model.preset or run.model.from_hf,
+        "model": run.model.source_name,
         "parameters": situation.parameters,
         "devices": situation.ranks,
         "best": _option_to_json(advised.best),

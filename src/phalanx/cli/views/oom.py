@@ -57,7 +57,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
 def _print_head(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
     memory = diagnosis.current_footprint.memory
     cluster = run.cluster
-    name = run.model.preset or run.model.from_hf or "model"
+    name = run.model.source_name or "model"
     machine = cluster.preset or "device"
     verdict = describe_fit(diagnosis.current_footprint.p_oom)
     print_line(
@@ -132,7 +132,7 @@ def _table(*headers: str) -> Table:
 def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the output of `phalanx advise oom --json`."""
     return {
-        "model": run.model.preset or run.model.from_hf,
+        "model": run.model.source_name,
         "devices": run.cluster.ranks,
         "limit_bytes": diagnosis.limit_bytes,
         "micro_batch": diagnosis.micro_batch,

@@ -23,7 +23,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
     front = plan.pareto_front
     return {
         "trainer": "Phalanx",
-        "model": run.model.preset or run.model.from_hf,
+        "model": run.model.source_name,
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
         "assumed": list_assumptions(run, world_size, plan.layouts[:top]),

@@ -26,7 +26,7 @@ class NodeCount:
 def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
     """Print a row for each number of nodes, with tokens/s per device relative to the first that fits."""
     console = plan_console()
-    name = run.model.preset or run.model.from_hf or "model"
+    name = run.model.source_name or "model"
     training = run.training
     for line in (
         f"{PREDICTED_TRAINER}: {name} on {run.cluster.preset or 'the cluster'}, {training.tokens_per_step:,} tokens a "
@@ -60,7 +60,7 @@ def node_counts_to_json(run: RunSpec, planned: Sequence[NodeCount]) -> dict[str,
     """Return the output of `phalanx plan --nodes MIN:MAX --json`."""
     return {
         "trainer": "Phalanx",
-        "model": run.model.preset or run.model.from_hf,
+        "model": run.model.source_name,
         "node_counts": [
             {
                 "nodes": count.nodes,

@@ -23,7 +23,7 @@ PREDICTED_TRAINER = "Phalanx's own trainer"
 
 def describe_setup(run: RunSpec, world_size: int) -> str:
     """Describe the model and the machine."""
-    name = run.model.preset or run.model.from_hf or "model"
+    name = run.model.source_name or "model"
     return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}"
 
 

@@ -96,7 +96,10 @@ def format_latest_step(facts: Facts, index: int = -1) -> str:
 
 
 def _report(facts: Facts) -> Iterator[RenderableType]:
-    yield format_header(facts)
+    run = facts["run"]
+    ranks, *more = formatting.run_summary(run)
+    problems = "".join(f"\n! {problem}" for problem in facts["problems"])
+    yield Text.assemble((run["name"], "bold"), f"  {ranks}\n", "  ".join(more), (problems, "yellow"))
     if facts["verdict"]:
         yield format_bottleneck(facts["verdict"])
         yield Text("\n").join(
@@ -127,14 +130,6 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
 def format_round_totals(facts: Facts) -> Text:
     """Format the totals of a swarm's rounds as a line."""
     return Text("  ".join(" ".join(filter(None, parts)) for parts in formatting.round_totals(facts)), "bold")
-
-
-def format_header(facts: Facts) -> Text:
-    """Format the run in two lines, and missing data below them."""
-    about = formatting.run_summary(facts["run"])
-    run = facts["run"]
-    problems = "".join(f"\n! {problem}" for problem in facts["problems"])
-    return Text.assemble((run["name"], "bold"), f"  {about[0]}\n", "  ".join(about[1:]), (problems, "yellow"))
 
 
 def format_bottleneck(finding: Facts) -> Text:

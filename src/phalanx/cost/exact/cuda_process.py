@@ -10,6 +10,7 @@ from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
+from phalanx.spec.layout import ZERO_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
@@ -96,7 +97,7 @@ def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
     in_stage = _stage_ranks_in_domain(dims, domain)
     is_bf16 = run.training.precision in BF16_PRECISIONS
     has_muon = run.optimizer.name == "muon"
-    reduces_bf16 = is_bf16 and layout.data_parallel in ("zero1", "zero2")
+    reduces_bf16 = is_bf16 and layout.data_parallel in ZERO_STRATEGIES
     data_dims = dims.with_cp_as_data_parallel(layout)
     cp_peers = _peers(dims.cp, domain // dims.tp)
     peers = (min(2, cp_peers) if layout.cp_method == "ring" else cp_peers) + _peers(dims.ep, in_stage)

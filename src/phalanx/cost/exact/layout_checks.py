@@ -8,7 +8,7 @@ from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
-from phalanx.spec.layout import check_supported
+from phalanx.spec.layout import FSDP_STRATEGIES, check_supported
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
@@ -97,7 +97,7 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             fix="use a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len",
         )
     first, last = schedule.end_ranks
-    if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
+    if run.model.tie_embeddings and first != last and layout.data_parallel in FSDP_STRATEGIES:
         raise UserError(
             "model.tie_embeddings",
             True,

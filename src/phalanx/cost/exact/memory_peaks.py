@@ -24,7 +24,7 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
-from phalanx.spec.layout import MAX_BF16_SUMS
+from phalanx.spec.layout import FSDP_STRATEGIES, MAX_BF16_SUMS, ZERO_STRATEGIES
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements
@@ -79,7 +79,7 @@ def split_persistent_memory(
         has_buckets and layout.ddp_find_unused_parameters and accumulation > 1
     )
     summed_bytes = gradients
-    if strategy in ("zero3", "hsdp") and layout.pp > 1:
+    if strategy in FSDP_STRATEGIES and layout.pp > 1:
         summed_bytes = STATE_BYTES[run.training.precision] * sum(
             map(num_elements, [*rank.dense.values(), *rank.expert.values()])
         )
@@ -105,7 +105,7 @@ def weight_gradients(run: RunSpec, strategy: Strategy) -> WeightGradients:
     add each to a sum at once. ZeRO-2 without a pipeline has them in the buffer of the next bucket. On CUDA they are not
     counted."""
     size = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[run.training.precision]
-    if strategy in ("zero3", "hsdp") and (run.layout.pp == 1 or run.training.precision in BF16_PRECISIONS):
+    if strategy in FSDP_STRATEGIES and (run.layout.pp == 1 or run.training.precision in BF16_PRECISIONS):
         return WeightGradients(block=size)
     return WeightGradients(own=0 if strategy == "zero2" and run.layout.pp == 1 else size)
 
@@ -210,7 +210,7 @@ def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, acc
         accumulation: Micro-batches per step.
     """
     precision = run.training.precision
-    is_zero = strategy in ("zero1", "zero2") and run.layout.offload == "none"
+    is_zero = strategy in ZERO_STRATEGIES and run.layout.offload == "none"
     if not is_zero:
         return 0
     rows = _owned_elements(rank, strategy)

@@ -36,7 +36,7 @@ from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.spec.batch import BatchPlan, plan_batch
-from phalanx.spec.layout import assign_parameters_to_servers
+from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -272,7 +272,7 @@ def _reserved_bytes(
     run = setup.run
     peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
     largest_sum = 0
-    if setup.strategy in ("zero3", "hsdp"):
+    if setup.strategy in FSDP_STRATEGIES:
         buffers = fsdp_stream_buffers(rank, run, setup.micro_batches)
         computing_peaks = working.peaks(*without_other_streams(persistent, state.buffer_peaks))
         peak_bytes = max(computing_peaks) + buffers.side_streams

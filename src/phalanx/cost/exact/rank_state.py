@@ -13,6 +13,7 @@ from phalanx.cost.exact.parameter_shapes import Shape, Shapes, is_muon_parameter
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.layout import FSDP_STRATEGIES, ZERO_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, strategy_on_ranks
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
@@ -43,7 +44,7 @@ def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_
             states=0 if strategy == "parameter_server" else states,
             micro_batches=micro_batches,
         )
-        if strategy in ("zero1", "zero2") and precision not in BF16_PRECISIONS and layout.offload == "none":
+        if strategy in ZERO_STRATEGIES and precision not in BF16_PRECISIONS and layout.offload == "none":
             # These rows are trained in a copy.
             strided = {name: shape for name, shape in shapes.items() if has_strided_shards(shape, shards)}
             total += StateBytes(0, 0, STATE_BYTES[precision] * owned_counts(strided, run, shards)[0])
@@ -70,7 +71,7 @@ def resident_and_offloaded(
     row_bytes = 0 if run.training.precision in BF16_PRECISIONS else STATE_BYTES[run.training.precision] * owned
     resident, offloaded = _split_offloaded(strategy, state, row_bytes)
     # FSDP2 keeps parameters and gradients in CPU memory; Phalanx can store only the optimizer state in files.
-    on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
+    on_disk = state.optimizer if strategy in FSDP_STRATEGIES else offloaded
     return resident, offloaded, on_disk if layout.offload == "nvme" else 0
 
 
@@ -130,7 +131,7 @@ def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> t
     ZeRO-1 offloads all trained rows and their state, ZeRO-2 also the gradients, and ZeRO-3 everything. `row_bytes`
     counts the rows if the model's own rows would otherwise be trained.
     """
-    if strategy in ("zero3", "hsdp"):
+    if strategy in FSDP_STRATEGIES:
         return StateBytes(0, 0, 0), state.total
     resident = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
     return resident, state.total - resident.total + row_bytes

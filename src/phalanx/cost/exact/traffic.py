@@ -25,7 +25,7 @@ from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
-from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, rows_on_rank, tensor_sharding
@@ -136,7 +136,7 @@ def _sharded_traffic(
             step_traffic("ddp", state_bytes * total, sent_by_compression[layout.gradient_compression], ranks=ranks),
         )
     muon = [] if uses_model_parallelism(layout) else _muon_traffic(shapes, run, ranks)
-    if layout.data_parallel in ("zero1", "zero2"):
+    if layout.data_parallel in ZERO_STRATEGIES:
         traffic = step_traffic(
             layout.data_parallel, compute_bytes * total, compute_bytes * total, ranks=ranks, accumulation=num_reductions
         )
@@ -179,7 +179,7 @@ def _partial_gradient_traffic(
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
-    is_zero = run_strategy(run, data_dims) in ("zero1", "zero2")
+    is_zero = run_strategy(run, data_dims) in ZERO_STRATEGIES
     bytes_per_element = zero_gradient_bytes(precision, micro_batches) if is_zero else STATE_BYTES[precision]
     for name, shape in rank.dense.items():
         sharding = tensor_sharding(run.model, layout, name)

@@ -21,7 +21,7 @@ from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import BatchPlan, needs_all_logits
-from phalanx.spec.layout import EMBEDDINGS
+from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
 from phalanx.spec.run import RunSpec
 
 
@@ -155,7 +155,7 @@ def _gradient_sums(
     final_bytes = zero_gradient_bytes(precision, batch_plan.gradient_accumulation_steps)
     return GradientSums(
         shares=shares,
-        narrow=COMPUTE_BYTES[precision] / final_bytes if strategy in ("zero1", "zero2") else 1.0,
+        narrow=COMPUTE_BYTES[precision] / final_bytes if strategy in ZERO_STRATEGIES else 1.0,
         weight_gradients=weight_gradients(run, strategy),
     )
 

@@ -19,7 +19,7 @@ from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import FSDP_STRATEGIES, ZERO_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import transformer_only_options
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.torch_compat import check_torch_supports
@@ -87,11 +87,11 @@ def apply_data_parallelism(
     offload = build_offload(layout)
     expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()
     experts = expert_parameters, mesh.expert_dp_mesh
-    if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
+    if layout.data_parallel in FSDP_STRATEGIES and shards is not None:
         sharded = FSDP(module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, *experts)
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
-    if layout.data_parallel in ("zero1", "zero2") or offload is not None:
+    if layout.data_parallel in ZERO_STRATEGIES or offload is not None:
         return ZeRO(module, layout, shards, device, compute_dtype, offload, *experts, model_sharding)
     if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)

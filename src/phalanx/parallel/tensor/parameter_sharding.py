@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from phalanx.parallel.dtensor_shards import as_dtensor, rows_per_rank
 from phalanx.parallel.mesh import Mesh, make_device_mesh
 from phalanx.parallel.module_tensors import named_modules
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import ZERO_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, tensor_sharding
 
@@ -108,7 +108,7 @@ class ModelSharding:
         if not sharding.is_partial_sum:
             return None
         if sharding.mesh_axis == "ep":  # ZeRO and FSDP ranks with sharded state sum the gradients themselves
-            is_zero = self.layout.data_parallel in ("zero1", "zero2") or self.layout.offload != "none"
+            is_zero = self.layout.data_parallel in ZERO_STRATEGIES or self.layout.offload != "none"
             sharded = is_zero or self.mesh.data_dims.dp_shard > 1
             return None if sharded else self.mesh.expert_dp_group
         if sharding.replication == self.layout.tp:

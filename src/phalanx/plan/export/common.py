@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import sqrt
@@ -85,26 +85,33 @@ class ExportJob:
 
 
 @dataclass(frozen=True)
-class UnsupportedOption:
-    """Values of a field that a trainer cannot express, and the alternative."""
+class SupportedOption:
+    """Values of a field that a trainer can express. Any other value is refused, also one that a later version adds."""
 
     field: str
-    values: tuple[object, ...]
-    """Unsupported values; empty for all values except the default."""
+    values: Collection[object] = ()
+    """Supported values; the default is always supported."""
     fix: str = "use another model"
+    """Alternative to every other value that is not in `fixes`."""
+    fixes: Mapping[str, str] | None = None
+    """Alternatives to some values."""
 
 
-UNSUPPORTED_EVERYWHERE = (
-    UnsupportedOption("layout.data_parallel", ("parameter_server",), 'use "zero1" or another strategy'),
-    UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
-    UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
-    UnsupportedOption("layout.recomputed_blocks", (), "remove it: all blocks then recompute activations"),
-    UnsupportedOption("model.attention_sinks", (True,)),
-    UnsupportedOption("training.seconds", (), "set training.steps instead"),
-    UnsupportedOption("training.precision", ("fp8", "fp64"), 'use "bf16" or "fp32"'),
-    UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon computes the same updates'),
+NO_MUON = {"muon": 'use "adamw": no other Muon computes the same updates'}
+NO_SERVERS = {"parameter_server": 'use "zero1" or another strategy'}
+SUPPORTED_EVERYWHERE = (
+    SupportedOption("model.attention_sinks"),
+    SupportedOption("training.seconds", fix="set training.steps instead"),
+    SupportedOption("optimizer.implementation", fix="remove it"),
+    SupportedOption("optimizer.lr_function", fix="remove it: optimizer.lr_schedule then applies"),
+    # In `ExportJob.learning_rate`.
+    SupportedOption("training.batch_scaling", ("linear", "sqrt"), 'use "keep"'),
+    # Expressed, or in a note of `common_notes`.
+    SupportedOption("layout.rank_order", ("pipeline_outer",), 'use "data_outer"'),
+    SupportedOption("layout.tp_attention", fix="use a tensor-parallel degree that divides the heads"),
+    SupportedOption("layout.recomputed_blocks", fix="remove it: all blocks then recompute activations"),
 )
-"""Values that none of the four trainers can express."""
+"""Options that all four trainers support, or none."""
 TRAINER_SPECIFIC = (
     "layout.bucket_mb",
     "layout.first_bucket_mb",
@@ -118,20 +125,20 @@ TRAINER_SPECIFIC = (
 """Options that do not affect results, and that each trainer implements differently."""
 
 
-def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[UnsupportedOption]) -> None:
+def check_export_supported(job: ExportJob, trainer: Trainer, supported: Sequence[SupportedOption]) -> None:
     """Raise UserError for the first value that a trainer cannot express.
 
-    Fields of the layout are checked last, since another layout may not need them. `gaps` are the options that this
-    trainer does not support.
+    Fields of the layout are checked last, since another layout may not need them. `supported` has each choice of a
+    run that `SUPPORTED_EVERYWHERE` leaves to the trainer.
     """
     window = job.run.model.sliding_window
     if has_window(job.run.model, job.run.training.seq_len):
         fix = f"use training.seq_len = {window} or less, or another model"
         raise unsupported_error(trainer, "model.sliding_window", window, fix)
-    for gap in sorted((*UNSUPPORTED_EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
-        value, default = _value_and_default(job.run, gap.field)
-        if value in gap.values if gap.values else value != default:
-            raise unsupported_error(trainer, gap.field, value, gap.fix)
+    for option in sorted((*SUPPORTED_EVERYWHERE, *supported), key=lambda option: option.field.startswith("layout.")):
+        value, default = _value_and_default(job.run, option.field)
+        if value != default and value not in option.values:
+            raise unsupported_error(trainer, option.field, value, fix=(option.fixes or {}).get(str(value), option.fix))
 
 
 def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from phalanx.plan.export.common import (
+    NO_MUON,
+    NO_SERVERS,
     ExportedConfig,
     ExportJob,
-    UnsupportedOption,
+    SupportedOption,
     check_export_supported,
     common_notes,
     keeps_in_addition,
@@ -23,17 +25,25 @@ from phalanx.plan.export.common import (
 Table = dict[str, object]
 
 unsupported = partial(unsupported_error, "deepspeed")
-GAPS = (
-    UnsupportedOption("layout.data_parallel", ("hsdp",), 'use "zero3": its MiCS was removed'),
-    UnsupportedOption("layout.schedule", (), 'use "1f1b"'),
-    UnsupportedOption("layout.schedule_file", (), "remove it"),
-    UnsupportedOption("layout.activation_checkpointing", ("norms",), 'use "none"'),
-    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
-    UnsupportedOption("optimizer.lr_schedule", ("wsd",), 'use "cosine"'),
-)
 REDUCE_BUCKET_SIZE = 500_000_000
 """Default of `reduce_bucket_size`, in elements (deepspeed/runtime/zero/config.py)."""
 ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+SUPPORTED = (
+    SupportedOption("training.precision", ("fp32",), 'use "bf16" or "fp32"'),
+    SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
+    SupportedOption("optimizer.lr_schedule", ("linear", "none"), 'use "cosine"'),
+    SupportedOption(
+        "layout.data_parallel", ZERO_STAGES, 'use "zero3"', {"hsdp": 'use "zero3": its MiCS was removed', **NO_SERVERS}
+    ),
+    SupportedOption("layout.cp_method", ("ulysses",), 'use "ulysses"'),
+    SupportedOption("layout.schedule", fix='use "1f1b"'),
+    SupportedOption("layout.schedule_file", fix="remove it"),
+    SupportedOption("layout.activation_checkpointing", ("selective", "full", "offload"), 'use "none"'),
+    SupportedOption("layout.offload", ("cpu", "nvme"), 'use "cpu"'),
+    SupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
+)
+"""Options besides those of the model and the loss, which the program creates."""
 
 
 def deepspeed(job: ExportJob) -> ExportedConfig:
@@ -41,7 +51,7 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
 
     Raises UserError if DeepSpeed cannot express the run.
     """
-    check_export_supported(job, "deepspeed", GAPS)
+    check_export_supported(job, "deepspeed", SUPPORTED)
     _check(job)
     run = job.run
     sizes = job.sizes

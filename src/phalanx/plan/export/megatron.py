@@ -11,9 +11,11 @@ from functools import partial
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
+    NO_MUON,
+    NO_SERVERS,
     ExportedConfig,
     ExportJob,
-    UnsupportedOption,
+    SupportedOption,
     check_export_supported,
     check_kv_heads,
     common_notes,
@@ -27,19 +29,40 @@ Flags = dict[str, object]
 """Flags by name, without dashes; True for flags without a value, None for flags to omit."""
 
 unsupported = partial(unsupported_error, "megatron")
-GAPS = (
-    UnsupportedOption(
-        "layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'
-    ),
-    UnsupportedOption("layout.schedule_file", (), "remove it"),
-    UnsupportedOption("layout.activation_checkpointing", ("offload",), 'use "full"'),
-    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu" with layout.data_parallel = "zero1"'),
-    UnsupportedOption("model.qk_norm", ("full",)),
-    UnsupportedOption("model.rope.scaling", ("yarn",)),
-)
 FSDP_SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
+RECOMPUTATION: dict[str, Flags] = {
+    "none": {},
+    "norms": {"recompute-granularity": "selective", "recompute-modules": "layernorm"},
+    "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
+    "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+}
 LLAMA3_ROPE = (1.0, 4.0, 8192)
 """Fixed values in Megatron-LM of the other parameters of Llama 3's RoPE scaling."""
+NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
+LR_DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "none": "constant"}
+
+SUPPORTED = (
+    SupportedOption("training.precision", ("fp32",), 'use "bf16" or "fp32"'),
+    SupportedOption("training.loss", fix="remove it"),
+    SupportedOption("optimizer.name", OPTIMIZERS, 'use "adamw"', NO_MUON),
+    SupportedOption("optimizer.lr_schedule", LR_DECAY_STYLES, 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
+    SupportedOption("model.norm", NORMALIZATIONS),
+    SupportedOption("model.activation", ("swiglu", "gelu", "gelu_tanh")),
+    SupportedOption("model.position_embedding", ("rope", "learned")),
+    SupportedOption("model.qk_norm", ("head",)),
+    SupportedOption("model.rope.scaling", ("linear", "llama3")),
+    SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
+    SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
+    SupportedOption("layout.data_parallel", ("ddp", "zero1", *FSDP_SHARDING), 'use "zero1"', NO_SERVERS),
+    SupportedOption("layout.cp_method", ("ring", "ulysses"), 'use "ring"'),
+    SupportedOption("layout.schedule", ("interleaved",), 'use "1f1b" or "interleaved"'),
+    SupportedOption("layout.schedule_file", fix="remove it"),
+    SupportedOption("layout.activation_checkpointing", RECOMPUTATION, 'use "full"'),
+    SupportedOption("layout.offload", ("cpu",), 'use "cpu" with layout.data_parallel = "zero1"'),
+    SupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
+)
 
 
 def megatron(job: ExportJob) -> ExportedConfig:
@@ -49,7 +72,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
     """
     run = job.run
     layout = run.layout
-    check_export_supported(job, "megatron", GAPS)
+    check_export_supported(job, "megatron", SUPPORTED)
     check_kv_heads(job, "megatron")
     if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
         fix = f"use a multiple of {2 * job.sizes.cp}"
@@ -125,7 +148,7 @@ def _model(job: ExportJob) -> Flags:
         "untie-embeddings-and-output-weights": not spec.tie_embeddings,
         "max-position-embeddings": max(spec.max_seq_len, sequence),
         "seq-length": sequence,
-        "normalization": "RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm",
+        "normalization": NORMALIZATIONS[spec.norm],
         "norm-epsilon": spec.norm_eps,
         "swiglu": spec.activation == "swiglu",
         "no-bias-gelu-fusion": spec.activation == "gelu",
@@ -222,12 +245,6 @@ def _parallel(job: ExportJob) -> Flags:
     # Its all-to-all requires different key/value heads on every context-parallel rank, without copies.
     has_enough_heads = job.run.model.num_kv_heads // sizes.tp % sizes.cp == 0
     cp_comm_type = "a2a" if layout.cp_method == "ulysses" and has_enough_heads else "p2p"
-    recompute: dict[str, Flags] = {
-        "none": {},
-        "norms": {"recompute-granularity": "selective", "recompute-modules": "layernorm"},
-        "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
-        "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
-    }
     return {
         "tensor-model-parallel-size": sizes.tp,
         "sequence-parallel": sizes.tp > 1 and layout.sequence_parallel,
@@ -237,7 +254,7 @@ def _parallel(job: ExportJob) -> Flags:
         "context-parallel-size": sizes.cp,
         "cp-comm-type": cp_comm_type if sizes.cp > 1 else None,
         "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and experts_inside,
-        **recompute[layout.activation_checkpointing],
+        **RECOMPUTATION[layout.activation_checkpointing],
     }
 
 
@@ -291,11 +308,11 @@ def _optimizer(job: ExportJob) -> Flags:
     adam = {"adam-beta1": beta1, "adam-beta2": beta2, "adam-eps": spec.eps}
     wsd = {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": job.decay_steps}
     return {
-        "optimizer": {"adamw": "adam", "sgd": "sgd"}[spec.name],
+        "optimizer": OPTIMIZERS[spec.name],
         **(adam if spec.name == "adamw" else {"sgd-momentum": spec.momentum}),
         "lr": job.learning_rate,
         "min-lr": job.min_learning_rate,
-        "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.lr_schedule, spec.lr_schedule),
+        "lr-decay-style": LR_DECAY_STYLES[spec.lr_schedule],
         **(wsd if spec.lr_schedule == "wsd" else {}),
         "lr-decay-iters": steps,
         "lr-warmup-iters": job.warmup_steps,

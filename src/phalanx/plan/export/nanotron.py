@@ -11,9 +11,11 @@ from functools import partial
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
+    NO_MUON,
+    NO_SERVERS,
     ExportedConfig,
     ExportJob,
-    UnsupportedOption,
+    SupportedOption,
     check_export_supported,
     check_kv_heads,
     common_notes,
@@ -24,25 +26,29 @@ from phalanx.plan.export.common import (
 Table = dict[str, object]
 
 unsupported = partial(unsupported_error, "nanotron")
-GAPS = (
-    UnsupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "ddp" or "zero1"'),
-    UnsupportedOption("layout.cp", (), "use layout.cp = 1"),
-    UnsupportedOption(
-        "layout.schedule", ("naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "gpipe"'
-    ),
-    UnsupportedOption("layout.schedule_file", (), "remove it"),
-    UnsupportedOption("layout.offload", (), "remove it"),
-    UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
-    UnsupportedOption("layout.activation_checkpointing", ("norms", "selective", "full", "offload"), 'use "none"'),
-    UnsupportedOption("training.precision", ("fp32",), 'use "bf16"'),
-    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
-    UnsupportedOption("model.norm", ("layernorm",)),
-    UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
-    UnsupportedOption("model.position_embedding", ("learned",)),
-    UnsupportedOption("model.qk_norm", ("head", "full")),
-    UnsupportedOption("model.rope.scaling", ("linear", "llama3", "yarn")),
-)
 ROPE_THETA = 10_000.0
+PP_ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
+
+SUPPORTED = (
+    SupportedOption("training.precision", fix='use "bf16"'),
+    SupportedOption("training.loss", fix="remove it"),
+    SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
+    SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
+    SupportedOption("model.norm"),
+    SupportedOption("model.activation"),
+    SupportedOption("model.position_embedding"),
+    SupportedOption("model.qk_norm"),
+    SupportedOption("model.rope.scaling"),
+    SupportedOption("layout.data_parallel", ("ddp", "zero1"), 'use "ddp" or "zero1"', NO_SERVERS),
+    SupportedOption("layout.cp", fix="use layout.cp = 1"),
+    SupportedOption("layout.cp_method", fix="use layout.cp = 1"),
+    SupportedOption("layout.schedule", PP_ENGINES, 'use "1f1b" or "gpipe"'),
+    SupportedOption("layout.schedule_file", fix="remove it"),
+    SupportedOption("layout.offload", fix="remove it"),
+    SupportedOption("layout.gradient_compression", fix="remove it"),
+    SupportedOption("layout.activation_checkpointing", fix='use "none"'),
+)
 
 
 def nanotron(job: ExportJob) -> ExportedConfig:
@@ -60,7 +66,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         reason = f"its Llama always uses {ROPE_THETA:g}"
         fix = f"set it to {ROPE_THETA:g}, or use another model"
         raise unsupported("model.rope.theta", run.model.rope.theta, fix, reason)
-    check_export_supported(job, "nanotron", GAPS)
+    check_export_supported(job, "nanotron", SUPPORTED)
     check_kv_heads(job, "nanotron")
     every = run.checkpoint.every
     interval = 500 if every == "auto" else every or run.training.steps
@@ -97,7 +103,7 @@ def _parallelism(job: ExportJob) -> Table:
         "dp": sizes.dp_size,
         "pp": sizes.pp,
         "tp": sizes.tp,
-        "pp_engine": {"1f1b": "1f1b", "gpipe": "afab"}[layout.schedule],
+        "pp_engine": PP_ENGINES[layout.schedule],
         "tp_mode": "REDUCE_SCATTER" if shared else "ALL_REDUCE",
         "tp_linear_async_communication": shared,
     }

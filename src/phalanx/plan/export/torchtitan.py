@@ -12,9 +12,11 @@ from textwrap import indent
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
+    NO_MUON,
+    NO_SERVERS,
     ExportedConfig,
     ExportJob,
-    UnsupportedOption,
+    SupportedOption,
     check_export_supported,
     check_kv_heads,
     common_notes,
@@ -26,25 +28,6 @@ from phalanx.schedule.registry import representative_schedule
 
 SCHEDULE_FILE_FIX = "save it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
 unsupported = partial(unsupported_error, "torchtitan")
-GAPS = (
-    UnsupportedOption("layout.data_parallel", ("zero1",), 'use "zero2"'),
-    UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), SCHEDULE_FILE_FIX),
-    UnsupportedOption("layout.cp_method", ("ulysses",), 'use "ring"'),
-    UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
-    UnsupportedOption(
-        "layout.activation_checkpointing", ("selective",), 'use "none" or "full": its own "selective" saves attention'
-    ),
-    UnsupportedOption("layout.activation_checkpointing", ("norms",), 'use "none"'),
-    UnsupportedOption("layout.activation_checkpointing", ("offload",), 'use "full"'),
-    UnsupportedOption("layout.offload", ("nvme",), 'use "cpu"'),
-    UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
-    UnsupportedOption("model.norm", ("layernorm",)),
-    UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
-    UnsupportedOption("model.position_embedding", ("learned",)),
-    UnsupportedOption("model.qk_norm", ("full",)),
-    UnsupportedOption("model.rope.scaling", ("linear", "yarn")),
-    UnsupportedOption("model.moe.capacity_factor", (), "remove it"),
-)
 SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
@@ -53,6 +36,35 @@ SCHEDULES = {
     "dualpipe-v": "DualPipeV",
 }
 """Names of torch.distributed.pipelining.schedules.get_schedule_class."""
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+CHECKPOINTING_FIXES = {
+    "selective": 'use "none" or "full": its own "selective" saves attention',
+    "norms": 'use "none"',
+    "offload": 'use "full"',
+}
+
+SUPPORTED = (
+    SupportedOption("training.precision", PRECISIONS, 'use "bf16" or "fp32"'),
+    SupportedOption("training.loss", fix="remove it"),
+    SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
+    SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
+    SupportedOption("model.norm"),
+    SupportedOption("model.activation"),
+    SupportedOption("model.position_embedding"),
+    SupportedOption("model.qk_norm", ("head",)),
+    SupportedOption("model.rope.scaling", ("llama3",)),
+    SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
+    # It has no balance loss: `_notes`.
+    SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
+    SupportedOption("model.moe.capacity_factor", fix="remove it"),
+    SupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "zero2"', NO_SERVERS),
+    SupportedOption("layout.schedule", SCHEDULES, SCHEDULE_FILE_FIX),
+    SupportedOption("layout.cp_method", fix='use "ring"'),
+    SupportedOption("layout.gradient_compression", fix="remove it"),
+    SupportedOption("layout.activation_checkpointing", ("full",), 'use "none" or "full"', CHECKPOINTING_FIXES),
+    SupportedOption("layout.offload", ("cpu",), 'use "cpu"'),
+)
 IMPORTS = """\
 from functools import partial
 
@@ -71,7 +83,7 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
 
     Raises UserError if torchtitan cannot express the run.
     """
-    check_export_supported(job, "torchtitan", GAPS)
+    check_export_supported(job, "torchtitan", SUPPORTED)
     check_kv_heads(job, "torchtitan")
     _check(job)
     notes = [
@@ -135,7 +147,7 @@ def _trainer_config(job: ExportJob) -> PythonSource:
         seq_len=run.training.seq_len,
         steps=run.training.steps,
         max_norm=optimizer.max_grad_norm or PythonSource('float("inf")'),
-        mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[run.training.precision],
+        mixed_precision_param=PRECISIONS[run.training.precision],
         mixed_precision_reduce="float32",
         enable_cpu_offload=run.layout.offload == "cpu",
         # torchtitan rejects CUDA graphs with these two, but enables them by default.

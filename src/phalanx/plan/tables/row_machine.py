@@ -31,7 +31,7 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
         assumed.append("network")
         usual = GENERATION_DEFAULTS[cluster.generation].network_bytes_per_second
         changes.setdefault("network_bytes_per_second", cluster.network_bytes_per_second or usual)
-    return cluster.model_copy(update=changes), assumed
+    return cluster.replace(**changes), assumed
 
 
 def _find_preset(chip: str) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ DOTS_PER_INCH = 100
 """Picture units per inch of a PNG, which has a higher resolution."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Region:
     """A filled rectangle with a tooltip."""
 
@@ -31,7 +31,7 @@ class Region:
     tooltip: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Label:
     """A line of text; the anchor is the start, the middle or the end of its base line."""
 

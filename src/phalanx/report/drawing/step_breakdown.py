@@ -101,8 +101,8 @@ def save_picture(breakdown: Breakdown, file: Path) -> None:
 def layout_shapes(breakdown: Breakdown) -> list[Shape]:
     """Return all shapes of the picture, from top to bottom."""
     shapes: list[Shape] = [
-        Label(kind="title", x=LEFT, y=32, content=breakdown.title, size=15, bold=True),
-        Label(kind="layout", x=LEFT, y=52, content=breakdown.layout, size=12),
+        Label("title", LEFT, 32, breakdown.title, size=15, bold=True),
+        Label("layout", LEFT, 52, breakdown.layout, size=12),
     ]
     shapes += _time_section(breakdown, _bottom(shapes) + GAP)
     shapes += _memory_section(breakdown, _bottom(shapes) + GAP)
@@ -121,14 +121,14 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     def describe_time(part: str, time: float, total: float) -> tuple[str, str]:
         return f"{time / total:.1%}", f"{breakdown.meaning[part]}: {time:.3f} {unit}, {time / total:.1%}"
 
-    yield Label(kind="section", x=LEFT, y=top, content=f"time of a step, {unit}", size=12, bold=True)
+    yield Label("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
     for bar in bars:
         is_main = bar is main_bar
         top += LINE + 2
         difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
-        yield Label(kind="name", x=LEFT, y=top, content=bar.name, bold=is_main)
+        yield Label("name", LEFT, top, bar.name, bold=is_main)
         total = f"{bar.total:.3f} {unit}{difference}"
-        yield Label(kind="total", x=LEFT + MAX_BAR_WIDTH, y=top, content=total, anchor="end", bold=is_main)
+        yield Label("total", LEFT + MAX_BAR_WIDTH, top, total, anchor="end", bold=is_main)
         thickness = THICK_BAR if is_main else THIN_BAR
         top += 5
         yield from _bar("time", bar, top, thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time)
@@ -150,13 +150,13 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     def describe_bytes(part: str, size_bytes: float, total: float) -> tuple[str, str]:
         return f"{size_bytes / GIB:.1f}", f"{part}: {size_bytes / GIB:.2f} GiB, {size_bytes / total:.1%}"
 
-    yield Label(kind="section", x=LEFT, y=top, content="memory of a rank, GiB", size=12, bold=True)
+    yield Label("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
     section_top = top = top + 2 * LINE
     names = []
     for bar in breakdown.bytes:
         top += LINE + 2
         text = f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"
-        names.append(Label(kind="name", x=LEFT, y=top, content=text))
+        names.append(Label("name", LEFT, top, text))
         yield from _bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
         top += 5 + THICK_BAR
     yield from _line("limit", breakdown.memory_bytes, "of the device for a rank", scale, section_top - LINE, top)
@@ -164,7 +164,7 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     yield from _line("counted", breakdown.counted_bytes, counted_text, scale, section_top, top)
     for name in names:
         width = len(name.content) * DIGIT_WIDTH
-        yield Region(kind="behind", x=name.x, y=name.y - 11, width=width, height=14, fill="#ffffff")
+        yield Region("behind", name.x, name.y - 11, width, 14, "#ffffff")
         yield name
     yield from _axis(max_bytes / GIB, top)
     parts = {part: part for part in breakdown.bytes[0].parts}
@@ -187,11 +187,11 @@ def _bar(
         (label, tooltip) = describe_part(part, value, bar.total)
         fill = COLORS[part]
         gap = 1 if width > 2 else 0
-        yield Region(kind=kind, x=x, y=y, width=width - gap, height=thickness, fill=fill, tooltip=tooltip)
+        yield Region(kind, x, y, width - gap, thickness, fill, tooltip=tooltip)
         if width > (len(label) + 1) * DIGIT_WIDTH:
             middle = y + thickness / 2 + 4
             ink = _text_color(fill)
-            yield Label(kind=f"{kind}-label", x=x + width / 2, y=middle, content=label, anchor="middle", fill=ink)
+            yield Label(f"{kind}-label", x + width / 2, middle, label, anchor="middle", fill=ink)
         x += width
 
 
@@ -199,20 +199,20 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
     """Yield a vertical line at an amount of memory, with a label at its top, on the side with space."""
     x = LEFT + size_bytes * scale
     color = INK if kind == "limit" else GRAY
-    yield Region(kind=kind, x=x - 1, y=top - 10, width=2, height=bottom - top + 14, fill=color)
+    yield Region(kind, x - 1, top - 10, 2, bottom - top + 14, color)
     content = f"{size_bytes / GIB:.1f} GiB {text}"
     if x > WIDTH / 2:
-        yield Label(kind=kind, x=x - 6, y=top, content=content, anchor="end")
+        yield Label(kind, x - 6, top, content, anchor="end")
     else:
-        yield Label(kind=kind, x=x + 6, y=top, content=content)
+        yield Label(kind, x + 6, top, content)
 
 
 def _axis(max_value: float, y: float) -> Iterator[Shape]:
     """Yield the numbers below bars whose maximum is `max_value`."""
     for number in axis_ticks(max_value):
         x = LEFT + number / max_value * MAX_BAR_WIDTH
-        yield Region(kind="tick", x=x - 0.5, y=y + 3, width=1, height=4, fill=GRAY)
-        yield Label(kind="number", x=x, y=y + 19, content=f"{number:g}", anchor="middle", fill=GRAY)
+        yield Region("tick", x - 0.5, y + 3, 1, 4, GRAY)
+        yield Label("number", x, y + 19, f"{number:g}", anchor="middle", fill=GRAY)
 
 
 def axis_ticks(max_value: float, count: int = 10) -> list[float]:
@@ -228,13 +228,13 @@ def _legend(
 ) -> Iterator[Shape]:
     """Yield the color, the meaning and the numbers of each part, including parts too small to be visible."""
     for index, column in enumerate(columns):
-        yield Label(kind="column", x=COLUMN + index * COLUMN_STEP, y=top, content=column, anchor="end", fill=GRAY)
+        yield Label("column", COLUMN + index * COLUMN_STEP, top, column, anchor="end", fill=GRAY)
     for part, numbers in rows.items():
         top += LINE
-        yield Region(kind="legend", x=LEFT, y=top - 10, width=12, height=12, fill=COLORS[part])
-        yield Label(kind="part", x=LEFT + 20, y=top, content=names[part])
+        yield Region("legend", LEFT, top - 10, 12, 12, COLORS[part])
+        yield Label("part", LEFT + 20, top, names[part])
         for index, number in enumerate(numbers):
-            yield Label(kind="figure", x=COLUMN + index * COLUMN_STEP, y=top, content=number, anchor="end")
+            yield Label("figure", COLUMN + index * COLUMN_STEP, top, number, anchor="end")
 
 
 def _text_color(fill: str) -> str:

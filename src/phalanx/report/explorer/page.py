@@ -144,7 +144,7 @@ def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     run = exploration.run
     training = run.training
     cluster = run.cluster
-    model = run.model.preset or run.model.from_hf or "model"
+    model = run.model.source_name or "model"
     machine = cluster.preset or "the cluster"
     flops = training_flops_per_token(run.model, training.seq_len)
     peak = exploration.predictions.peak_flops

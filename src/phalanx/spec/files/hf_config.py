@@ -6,6 +6,7 @@ Shapes only; `model.huggingface` converts the weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.spec.base import parse_table
@@ -17,6 +18,7 @@ from phalanx.spec.model import ModelSpec, RopeSpec
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+NO_ARCHITECTURE = "is not used by any supported Hugging Face architecture with these model settings"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -195,7 +197,8 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
 
 def _architecture(spec: ModelSpec) -> str:
     """Return the Hugging Face model type with this shape."""
-    _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False, attention_sinks=False)
+    llama_shape = {"position_embedding": "rope", "activation": "swiglu", "bias": False, "attention_sinks": False}
+    _require_exportable("model", spec, norm="rmsnorm", **llama_shape)
     if spec.moe is None:
         model_types = {"none": "llama" if spec.sliding_window is None else "mistral", "head": "qwen3"}
     else:
@@ -224,8 +227,8 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
     for field, value in expected.items():
         actual = getattr(spec, field)
         if actual != value:
-            problem = "is not used by any supported Hugging Face architecture with these model settings"
-            raise UserError(f"{table}.{field}", actual, problem, fix=f"export a model with {table}.{field} = {value!r}")
+            fix = f"export a model with {table}.{field} = {value!r}"
+            raise UserError(f"{table}.{field}", actual, NO_ARCHITECTURE, fix=fix)
 
 
 def _to_moe(model_type: str, spec: ModelSpec) -> Table:
@@ -249,8 +252,17 @@ def _to_moe(model_type: str, spec: ModelSpec) -> Table:
     }
 
 
+def _hf_name(field: str, value: str, names: Mapping[str, str]) -> str:
+    """Return the first Hugging Face name of a value, or raise UserError. `names` maps these names to our values."""
+    for name, known in names.items():
+        if known == value:
+            return name
+    values = " or ".join(map(repr, dict.fromkeys(names.values())))
+    raise UserError(field, value, NO_ARCHITECTURE, fix=f"export a model with {field} = {values}")
+
+
 def _to_rope(rope: RopeSpec) -> Table:
-    rope_type = next(name for name, scaling in SCALINGS.items() if scaling == rope.scaling)
+    rope_type = _hf_name("model.rope.scaling", rope.scaling, SCALINGS)
     table: Table = {"rope_type": rope_type, "rope_theta": rope.theta}
     if rope.scaling == "none":
         return table
@@ -284,7 +296,7 @@ def _to_gpt2(spec: ModelSpec) -> Table:
         "n_inner": spec.ffn_hidden_size,
         "n_positions": spec.max_seq_len,
         "n_ctx": spec.max_seq_len,
-        "activation_function": next(name for name, activation in GELUS.items() if activation == spec.activation),
+        "activation_function": _hf_name("model.activation", spec.activation, GELUS),
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tie_embeddings,
         "torch_dtype": "float32",

@@ -1,0 +1,27 @@
+"""Choices of a run file, and unknown values of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args, get_origin
+
+from phalanx.spec.base import S, Spec
+from phalanx.spec.components import ComponentSpec
+
+
+def choice_fields(spec_class: type[Spec], path: str) -> Iterator[str]:
+    """Yield the paths of all fields of a table, and of the tables in it, that are a `Literal` or a custom component."""
+    for name, info in spec_class.model_fields.items():
+        types = [info.annotation, *get_args(info.annotation)]
+        if ComponentSpec in types or any(get_origin(type_) is Literal for type_ in types):
+            yield f"{path}.{name}"
+        for type_ in types:
+            if isinstance(type_, type) and issubclass(type_, Spec) and type_ is not ComponentSpec:
+                yield from choice_fields(type_, f"{path}.{name}")
+
+
+def with_unknown_value(table: S, path: str) -> S:
+    """Return a copy of a table with a value in the field at `path` that its type does not allow."""
+    name, _, rest = path.partition(".")
+    value = with_unknown_value(getattr(table, name), rest) if rest else "unknown"
+    return table.model_copy(update={name: value})  # unvalidated, like a value of a later version
