@@ -81,7 +81,7 @@ class FaultResult:
 
 
 class RunUnderTest:
-    """Running run: its launchers and its observed progress."""
+    """Run that a benchmark breaks: its launchers and its observed progress."""
 
     def __init__(self, file: Path, directory: Path) -> None:
         self.file, self.directory = file, directory
@@ -111,7 +111,7 @@ class RunUnderTest:
     ) -> FaultResult:
         """Strike after a checkpoint, and measure how the run continues with `ranks` ranks.
 
-        `again` is the reaction of a user or a scheduler.
+        `react` is the reaction of a user or a scheduler.
         """
         self.wait_between_saves()
         num_starts, pids = len(self.starts()), set(rank_pids(self.directory).values())

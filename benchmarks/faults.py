@@ -115,7 +115,7 @@ def train_command(run: RunUnderTest, ranks: int) -> list[str]:
 def compare_with_references(
     run: RunUnderTest, results: Sequence[FaultResult], num_ranks: int | None = None
 ) -> Iterator[FaultResult]:
-    """End a run; compare it with one process, and with `alike` ranks if its number of ranks was constant."""
+    """End a run; compare it with one process, and with `num_ranks` ranks if its number of ranks was constant."""
     run.end()
     difference, same = (
         max_loss_difference(run),

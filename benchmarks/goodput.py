@@ -124,7 +124,7 @@ def kill_one(directory: Path, chance: random.Random) -> float:
 
 @contextmanager
 def record_steps(file: Path, observed_steps: list[tuple[float, int]]) -> Iterator[None]:
-    """Append the time of each new step in `file` to `seen` while the context is open."""
+    """Append the time of each new step in `file` to `observed_steps` while the context is open."""
     stopped = threading.Event()
 
     def look() -> None:

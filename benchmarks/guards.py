@@ -105,7 +105,7 @@ def start_pair(directory: Path, guarded: bool) -> Ranks:
 
 
 def measure(pair: Ranks, operation: str) -> tuple[float, float, float, int]:
-    """Let both ranks execute `what`, and measure it.
+    """Let both ranks execute `operation`, and measure it.
 
     Returns:
         The seconds of the slower rank, the CPU seconds of both processes, the CPU seconds of rank 0's thread, and the
