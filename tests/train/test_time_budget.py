@@ -121,7 +121,7 @@ def test_run_with_seconds_decides_steps_precision_and_shows_samples(timed_run: t
     assert run.training.steps == read_metrics(directory)[-1]["step"] > DECISION_STEPS
     assert is_finished(directory)
     assert not run.training.auto_precision
-    assert f"{run.training.steps} steps fit into 8 s" in output
+    assert f"{run.training.steps} steps fit into 5 s" in output
     assert output.count("sample after step") == 3
 
 
