@@ -47,12 +47,14 @@ def dry_run_case(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 BF16 = {"training.precision": "bf16"}
 SGD = {"optimizer.name": "sgd"}
+MUON = {"optimizer.name": "muon"}
 LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "norms", "selective", "full", "offload")],
     dry_run_case(1, activation_checkpointing="full", recomputed_blocks=1),
     *[dry_run_case(n, data_parallel=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
     *[dry_run_case(2, data_parallel=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
     dry_run_case(8, data_parallel="zero2", bucket_mb=0.2),
+    *[dry_run_case(2, data_parallel=data, **MUON) for data in ("zero1", "zero3")],
     dry_run_case(2, bucket_mb=0.2),
     dry_run_case(2, bucket_mb=0.2, ddp_static_graph=True, **{"training.tokens_per_step": 512}),
     dry_run_case(2, gradient_compression="bf16"),

@@ -47,7 +47,9 @@ def _case_id(value: object) -> str:
     layout = [
         f"{key[7:]}={setting}" for key, setting in value.items() if key.startswith("layout.") and "micro" not in key
     ]
-    return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
+    precision = ["bf16"] if value["training.precision"] == "bf16" else []
+    optimizer = [value["optimizer.name"]] if "optimizer.name" in value else []
+    return "-".join([*model, *layout, *precision, *optimizer])
 
 
 def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:

@@ -295,3 +295,13 @@ def test_recomputed_norms_save_two_tensors_of_the_residual_stream_per_block():
         jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
         sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes[0] - sizes[1] == pytest.approx(32 * 2 * 8192 * 4096 * 2)
+
+
+def test_context_parallel_rank_saves_its_share_of_a_sequence():
+    table = {"model": {"preset": "llama3-8b"}, "cluster": {"preset": "h100"}, "training": {"seq_len": 8192}}
+    sizes = []
+    for cp in (1, 4):
+        run = run_from_table({**table, "layout": {"micro_batch_size": 1, "cp": cp}})
+        jobs = candidate_jobs(run, cp, [candidate_from_run(run, cp)])
+        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
+    assert sizes[1] == pytest.approx(sizes[0] / 4, rel=0.1)
