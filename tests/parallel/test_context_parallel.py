@@ -19,8 +19,8 @@ from phalanx.parallel import context_parallel
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import (
     ContextParallelGroup,
+    _build_document_ring,
     _ring_attention,
-    _ring_of_documents,
     apply_context_parallel,
     local_token_indices,
 )
@@ -55,7 +55,7 @@ def attend_on_rank(cp: ContextParallelGroup, operands: Sequence[Tensor], documen
     indices = cp.local_token_indices(operands[0].shape[1], torch.device("cpu"))
     *qkv, gradient = (x[:, indices] for x in operands)
     leaves = [x.requires_grad_() for x in qkv]
-    ring = None if documents is None else _ring_of_documents(cp, documents, gradient.dtype)
+    ring = None if documents is None else _build_document_ring(cp, documents, gradient.dtype)
     out = _ring_attention(Attention.attend, cp, *leaves, ring)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves)]

@@ -62,12 +62,12 @@ def check_ids(
     Arguments are those of `CheckedLoader`; `locate` returns the name of a row of the batch."""
     last = vocab_size - 1
     allowed = f"0 to {last} (model.vocab_size = {vocab_size})"
-    if wrong := _first_outside(batch.tokens, vocab_size):
+    if wrong := _find_first_invalid_id(batch.tokens, vocab_size):
         token = int(batch.tokens[wrong])
         fix = "correct the data" + (f", or set model.vocab_size = {token + 1}" if token > last else "")
         position = f"position {wrong[1]} of {locate(wrong[0])}"
         raise UserError(field, source, f"has the token id {token} at {position}, but ids are {allowed}", fix)
-    if checks_targets and (wrong := _first_outside(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
+    if checks_targets and (wrong := _find_first_invalid_id(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
         target = int(batch.targets[wrong])
         fix = f"correct the data, or set model.vocab_size = {target + 1}"
         if target < 0:
@@ -77,7 +77,7 @@ def check_ids(
         raise UserError(field, source, problem, fix)
 
 
-def _first_outside(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
+def _find_first_invalid_id(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
     """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one."""
     unsigned = ids.view(np.uint64)  # negative numbers become the largest, so that one pass finds both kinds
     if not ids.size or unsigned.max() < vocab_size:

@@ -45,13 +45,13 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     Raises UserError for errors of the sources, the tokenizer or the cache."""
     check_sources(data)
     cache = Path(data.cache).expanduser()
-    final_folder = cache / _fingerprint(data)
+    final_folder = cache / _cache_key(data)
     try:
         if not (final_folder / COMPLETE_FILE).is_file():
             cache.mkdir(parents=True, exist_ok=True)
             temp_folder = Path(tempfile.mkdtemp(prefix=f"{final_folder.name}.", suffix=".partial", dir=cache))
             try:
-                _write(data, temp_folder, progress)
+                _write_cache_folder(data, temp_folder, progress)
                 try:
                     temp_folder.rename(final_folder)
                 except OSError:
@@ -69,7 +69,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     return PreparedData(train if data.writes_train_tokens else "", held_out, str(final_folder / "tokenizer.json"))
 
 
-def _training_texts(data: DataSpec) -> Iterator[str]:
+def _iterate_training_texts(data: DataSpec) -> Iterator[str]:
     """Yield training text, its files in the order of their hashes, so that its start is a sample.
 
     If every document would be held out by name, the end of the text is held out instead: then it is all documents."""
@@ -89,9 +89,9 @@ def _is_held_out(data: DataSpec, document: Document) -> bool:
     return not data.held_out and is_held_out(document.name, data.held_out_fraction)
 
 
-def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
+def _write_cache_folder(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     """Fill a cache folder: tokenizer.json, and the pairs that are not the user's own."""
-    tokenizer = tokenizer_without_training(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
+    tokenizer = tokenizer_without_training(data) or train_bpe(_iterate_training_texts(data), data.tokenizer_vocab)
     tokenizer.save(folder / "tokenizer.json")
     train = folder / "train"
     held_out = folder / "held_out"
@@ -163,7 +163,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, prefixes: list[Path], pro
         _carry_metadata([str(everything)], tokenizer, *prefixes)
 
 
-def _fingerprint(data: DataSpec) -> str:
+def _cache_key(data: DataSpec) -> str:
     key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
     key["streaming"] = not data.writes_train_tokens
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):

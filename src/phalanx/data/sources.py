@@ -94,20 +94,22 @@ def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[Source
 def _expand_source(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
-        return [_source_file(path, library, field) for path in _walk(library) if path.endswith(".py")]
+        return [
+            _describe_source_file(path, library, field) for path in _list_visible_files(library) if path.endswith(".py")
+        ]
     if source.startswith("hf:"):  # with size and time on disk; for a dataset on the hub only the name is known
         path = os.path.expanduser(source[3:])
-        files = [os.stat(file) for file in _walk(path)]
+        files = [os.stat(file) for file in _list_visible_files(path)]
         size = sum(file.st_size for file in files)
         changed = max((file.st_mtime_ns for file in files), default=0)
         name = "hf" if os.path.isdir(path) else source
         return [SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)]
     path = os.path.expanduser(source)
     if os.path.isfile(path):
-        return [_source_file(path, os.path.dirname(path), field, is_explicit=True)]
+        return [_describe_source_file(path, os.path.dirname(path), field, is_explicit=True)]
     if os.path.isdir(path):
         root = path
-        paths = _walk(path)
+        paths = _list_visible_files(path)
     elif glob.has_magic(source):
         parts = path.split(os.sep)
         first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
@@ -119,10 +121,10 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         raise UserError(field, source, f"no such file or directory{where}", fix)
     if not paths:
         raise UserError(field, source, "matches no file", "correct the path")
-    return [_source_file(match, root, field) for match in paths]
+    return [_describe_source_file(match, root, field) for match in paths]
 
 
-def _walk(root: str) -> list[str]:
+def _list_visible_files(root: str) -> list[str]:
     paths = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
@@ -132,7 +134,7 @@ def _walk(root: str) -> list[str]:
     return paths
 
 
-def _source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
+def _describe_source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
     """Return a file below `root`; a link has its own name, because that of its target may be a hash."""
     try:
         status = os.stat(path)
@@ -184,13 +186,13 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         is_text = b"\0" not in beginning
         raw = beginning + file.read() if is_text else beginning
     if is_text:
-        yield Document(source_file.name, _decode(raw))
+        yield Document(source_file.name, _decode_text(raw))
     elif source_file.is_explicit:
         fix = "use text, .jsonl, .json or .parquet files"
         raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix)
 
 
-def _decode(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -79,7 +79,7 @@ class StreamingLoader(SequenceCounter):
         sequences = [self._next_sequence(index in local_rows) for index in range(self.sequences_per_step)]
         self._next_step += 1
         self._save_state()
-        return _batch([row for row in sequences if row is not None], self.sequence, self.data.mask_documents)
+        return _build_batch([row for row in sequences if row is not None], self.sequence, self.data.mask_documents)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able).
@@ -112,7 +112,7 @@ class StreamingLoader(SequenceCounter):
         self._buffer: deque[DocumentPiece] = deque()
         self._num_buffered_tokens = -cursor.offset
         self._start = cursor
-        self._pieces = self._read(cursor)
+        self._pieces = self._tokenize_documents_from(cursor)
         self._states.clear()
         self._save_state()
 
@@ -141,7 +141,7 @@ class StreamingLoader(SequenceCounter):
             self._start = StreamPosition(epoch=self._start.epoch + 1)
             self._buffer.clear()
             self._num_buffered_tokens = self._skip = self._position = 0
-            self._pieces = self._read(self._start)
+            self._pieces = self._tokenize_documents_from(self._start)
         row: list[np.ndarray] | None = None
         if wanted:
             row = []
@@ -160,7 +160,7 @@ class StreamingLoader(SequenceCounter):
             self._skip -= len(self._buffer.popleft().ids)
         return row
 
-    def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
+    def _tokenize_documents_from(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """Yield the tokenized documents with end tokens from the cursor to the end of its epoch."""
         order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._source_files))
         locations: deque[tuple[int, int]] = deque()
@@ -187,7 +187,7 @@ class StreamingLoader(SequenceCounter):
             "sequence": self.sequence,
             "sequences_per_step": self.sequences_per_step,
             "recipe": RECIPE_VERSION,
-            "fingerprint": _fingerprint(self._source_files, self.tokenizer, self.data),
+            "fingerprint": _hash_text_sources(self._source_files, self.tokenizer, self.data),
         }
 
 
@@ -201,14 +201,14 @@ class DocumentPiece:
     """Ids of the document and the end token, int32 [tokens]."""
 
 
-def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
+def _build_batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
     piece_starts = np.cumsum([0, *map(len, pieces)])
     row_starts = np.arange(len(rows)) * (seq_len + 1)
     return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
 
 
-def _fingerprint(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
+def _hash_text_sources(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
     files = [(source_file.name, source_file.size) for source_file in source_files]
     split_by = None if data.held_out else data.held_out_fraction
     key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])

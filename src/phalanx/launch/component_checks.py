@@ -27,7 +27,7 @@ def check_component(field: str, spec: ComponentSpec) -> None:
         raise UserError(field, spec.class_path, problem, fix)
     if spec.module == package and found.origin is not None and found.origin.endswith(".py"):
         try:
-            names = _top_level_names(ast.parse(Path(found.origin).read_bytes()))
+            names = _find_top_level_names(ast.parse(Path(found.origin).read_bytes()))
         except SyntaxError as error:
             problem = f"belongs to a module with a syntax error: {error}"
             raise UserError(field, spec.class_path, problem, f"correct {found.origin}") from None
@@ -36,7 +36,7 @@ def check_component(field: str, spec: ComponentSpec) -> None:
             raise UserError(field, spec.class_path, f"is not defined in {found.origin}", fix)
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def _find_top_level_names(tree: ast.Module) -> set[str]:
     """Return the names that a module defines or imports outside of classes and functions; "*" if it imports all."""
     names = set()
     nodes: list[ast.AST] = [*tree.body]

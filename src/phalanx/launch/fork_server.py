@@ -62,11 +62,11 @@ def fork_server(server: socket.socket) -> int:
     if pid == 0:
         os.closerange(3, server.fileno())
         os.closerange(server.fileno() + 1, 2**16)
-        _serve(server)
+        _serve_fork_requests(server)
     return pid
 
 
-def _serve(server: socket.socket) -> NoReturn:
+def _serve_fork_requests(server: socket.socket) -> NoReturn:
     """Fork for each request until no client is left."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the clients
@@ -216,7 +216,7 @@ def main() -> NoReturn:
             import_module(module)
     except KeyboardInterrupt:  # Ctrl-C goes to all processes of a terminal; the launcher reports it
         sys.exit(EXIT_INTERRUPTED)
-    _serve(server)
+    _serve_fork_requests(server)
 
 
 if __name__ == "__main__":

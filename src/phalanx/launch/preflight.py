@@ -131,7 +131,7 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
         return
     from phalanx.plan.advice.oom import changed_settings
 
-    fitting = _fitting_run(run, memory_bytes, planned, device)
+    fitting = _find_fitting_run(run, memory_bytes, planned, device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
     ranks = plural(nproc, "rank") if device == "cpu" else "the rank that needs the most"
     problem = f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})"
@@ -149,7 +149,7 @@ def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunS
     return run.replace(cluster=run.cluster.replace(**machine))
 
 
-def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
+def _find_fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
     """Return the run with settings that fit the memory; None if none are found.
 
     A model deeper than `MAX_SEARCHED_LAYERS` is planned rarely. The search, which plans about 70 runs, uses a model of
@@ -181,7 +181,7 @@ def _search_fitting_run(run: RunSpec, memory_bytes: float, device: str) -> RunSp
 
     needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
     remedied = (needed[-1].run or run) if needed else run
-    candidates = (*_with_shorter_sequences(remedied), *_with_shorter_sequences(run))
+    candidates = (*_shorten_sequences(remedied), *_shorten_sequences(run))
     return next((candidate for candidate in candidates if _planned_bytes(candidate, device) <= memory_bytes), None)
 
 
@@ -197,7 +197,7 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
     return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
 
 
-def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
+def _shorten_sequences(run: RunSpec) -> Iterator[RunSpec]:
     """Yield the run, and the run with 1/2, 1/4, ... of its sequence length while a plan exists."""
     yield run
     seq_len = run.training.seq_len // 2

@@ -87,10 +87,10 @@ class WarmProcess:
         """
         try:
             if not self._is_ready:
-                self._receive(IMPORT_SECONDS, "did not import PyTorch")
+                self._receive_answer(IMPORT_SECONDS, "did not import PyTorch")
                 self._is_ready = True
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-            answer = self._receive(FORK_SECONDS, "did not answer")
+            answer = self._receive_answer(FORK_SECONDS, "did not answer")
         except ConnectionError:
             raise WarmProcessError("has exited") from None
         if not answer.isdecimal():
@@ -106,7 +106,7 @@ class WarmProcess:
                 os.waitpid(self.pid, 0)
         self._is_closed = True
 
-    def _receive(self, seconds: float, complaint: str) -> str:
+    def _receive_answer(self, seconds: float, complaint: str) -> str:
         if not select.select([self._socket], [], [], seconds)[0]:
             raise WarmProcessError(f"{complaint} within {seconds:g} s")
         answer = self._socket.recv(MESSAGE_BYTES).decode()

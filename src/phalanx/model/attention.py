@@ -155,13 +155,15 @@ def attention_mask(
 
     It is the bounds of the documents if there is a kernel for them. Otherwise it is their dense mask, or for
     FlexAttention their starts. `window`: rows are longer than the window of some layers."""
-    backend = _backend(documents.bounds.device, dtype, head_dim, window, sinks)
+    backend = _choose_document_backend(documents.bounds.device, dtype, head_dim, window, sinks)
     if backend == AttentionBackend.FLEX:
         return documents.starts
     return document_mask(documents.starts) if backend == AttentionBackend.SDPA_MASKED else documents.bounds
 
 
-def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool) -> AttentionBackend:
+def _choose_document_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool
+) -> AttentionBackend:
     """Return the kernel for documents, of which every row may be one."""
     half = dtype in (torch.bfloat16, torch.float16)
     return choose_backend(
@@ -171,7 +173,7 @@ def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bo
 
 def _row_bounds(q_BTHK: Tensor) -> Tensor | None:
     """Return the bounds of rows of one document, for windows and sinks; None if their kernel is FlexAttention."""
-    backend = _backend(q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True)
+    backend = _choose_document_backend(q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True)
     if backend == AttentionBackend.FLEX:
         return None
     rows, tokens = q_BTHK.shape[:2]
@@ -186,7 +188,7 @@ def document_mask(starts_BT: Tensor) -> Tensor:
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether flash attention runs on CUDA."""
-    return _backend(device, dtype, head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
+    return _choose_document_backend(device, dtype, head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
 
 
 def attend_within_documents(

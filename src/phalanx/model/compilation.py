@@ -30,11 +30,11 @@ def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
             continue
         for part in block.modules():
             if isinstance(part, Attention):
-                part.rotate = _compiled_rotary()
+                part.rotate = _compile_rotary()
             elif isinstance(part, MLP | Experts):
                 part.activation = compiled_activation(part.activation)
 
 
 @cache
-def _compiled_rotary() -> Callable[[Tensor, RotaryTable], Tensor]:
+def _compile_rotary() -> Callable[[Tensor, RotaryTable], Tensor]:
     return torch.compile(apply_rotary, dynamic=True)

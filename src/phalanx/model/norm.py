@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        for part, rms_part, out_part in _chunks(x, inverse_rms, out):
+        for part, rms_part, out_part in _split_rows(x, inverse_rms, out):
             exact = at_least_fp32(part)
             torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
             out_part.copy_((exact * rms_part).mul_(weight))
@@ -53,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
         grad_weight = at_least_fp32(weight).new_zeros(weight.shape)
-        for part, rms_part, gradient_part, grad_part in _chunks(x, inverse_rms, gradient, grad_x):
+        for part, rms_part, gradient_part, grad_part in _split_rows(x, inverse_rms, gradient, grad_x):
             normalized = at_least_fp32(part) * rms_part
             exact = at_least_fp32(gradient_part)
             grad_weight += (exact * normalized).sum(0)
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), None
 
 
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _split_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield chunks of the rows of tensors [..., width]."""
     return row_chunks(max(1, CHUNK_ELEMENTS // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
 

@@ -46,7 +46,7 @@ def apply_activation_checkpointing(
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)
         if mode == "offload":
-            functions |= _offloads(module, list(blocks), recompute, device)
+            functions |= _build_block_offloads(module, list(blocks), recompute, device)
         for name, block in blocks.items():
             for router in block.modules():
                 if isinstance(router, Router):
@@ -57,7 +57,7 @@ def apply_activation_checkpointing(
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def _offloads(
+def _build_block_offloads(
     module: Transformer, names: list[str], recompute: Callable[..., Any], device: torch.device
 ) -> dict[str, BlockOffload]:
     """Return the offload of each block by name, except blocks whose input another stage of a pipeline has sent.

@@ -165,11 +165,11 @@ def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[in
     of `Documents`; None if every row is one document."""
     piece = row_tokens // (2 * ranks)
     steps: list[list[RingBlock]] = [[] for _ in range(ranks)]
-    for rows, document in _documents_of_rows(row_tokens, bounds):
-        queries = _tokens_of_rank(document, rank, ranks, piece)
+    for rows, document in _locate_documents(row_tokens, bounds):
+        queries = _local_token_range(document, rank, ranks, piece)
         for step in range(ranks if queries else 0):
             source = (rank - step) % ranks
-            keys = _tokens_of_rank(document, source, ranks, piece)
+            keys = _local_token_range(document, source, ranks, piece)
             # All queries see the front piece of a lower rank. Those of the back piece see a higher rank's two pieces.
             first_query = max(queries.start, piece) if source > rank else queries.start
             last_key = min(keys.stop, piece) if source < rank else keys.stop
@@ -181,7 +181,7 @@ def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[in
     return Ring(steps)
 
 
-def _documents_of_rows(row_tokens: int, bounds: Sequence[int] | None) -> Iterator[tuple[slice, range]]:
+def _locate_documents(row_tokens: int, bounds: Sequence[int] | None) -> Iterator[tuple[slice, range]]:
     """Yield the rows of each document, and its positions in them."""
     if bounds is None:
         yield slice(None), range(row_tokens)
@@ -191,7 +191,7 @@ def _documents_of_rows(row_tokens: int, bounds: Sequence[int] | None) -> Iterato
         yield slice(row, row + 1), range(position, position + end - start)
 
 
-def _tokens_of_rank(document: range, rank: int, ranks: int, piece: int) -> range:
+def _local_token_range(document: range, rank: int, ranks: int, piece: int) -> range:
     """Return the indices of a document's tokens among those of a rank, which has two pieces; they are contiguous."""
     piece_starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
 

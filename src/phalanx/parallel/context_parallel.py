@@ -90,7 +90,7 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)  # type: ignore[method-assign]
     if cp.kind == "ring":
-        model.attention_mask = partial(_ring_of_documents, cp)  # type: ignore[assignment, method-assign]
+        model.attention_mask = partial(_build_document_ring, cp)  # type: ignore[assignment, method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
             attend = _ring_attention if cp.kind == "ring" else _ulysses_attention
@@ -154,7 +154,7 @@ class _AllToAll(torch.autograd.Function):
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
-def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
+def _build_document_ring(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
     return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], documents.host_bounds)
 
 

@@ -31,7 +31,7 @@ def log_sum_exp(x_NV: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return log_sum_exp_in_one_pass(x_NV)
     logsumexp_N = x_NV.new_empty(len(x_NV), dtype=torch.promote_types(x_NV.dtype, torch.float32))
-    for x, logsumexp in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N):
+    for x, logsumexp in row_chunks(_rows_per_chunk(x_NV), x_NV, logsumexp_N):
         maximum = at_least_fp32(x.amax(1))
         torch.add(maximum, torch.sub(x, maximum[:, None]).exp_().sum(1).log_(), out=logsumexp)
     return logsumexp_N
@@ -51,7 +51,7 @@ def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, sca
     if the target is in another rank's columns or not counted."""
     if torch.compiler.is_compiling():
         return replace_by_gradient_in_one_pass(x_NV, logsumexp_N, column_N, scale)
-    for x, logsumexp, column in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
+    for x, logsumexp, column in row_chunks(_rows_per_chunk(x_NV), x_NV, logsumexp_N, column_N):
         gradient = torch.sub(x, logsumexp[:, None]).exp_()
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
         x.copy_(gradient if scale == 1 else gradient.mul_(scale))
@@ -66,7 +66,7 @@ def replace_by_gradient_in_one_pass(x_NV: Tensor, logsumexp_N: Tensor, column_N:
     return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * scale)
 
 
-def _chunk_rows(x_NV: Tensor) -> int:
+def _rows_per_chunk(x_NV: Tensor) -> int:
     return loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
 
 

@@ -150,11 +150,11 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         backward_p2p_group=backward_p2p_group,
     )
     # Groups over several axes.
-    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
+    dp_group = _flatten_to_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
     loss_group = dp_group
     if sizes.pp > 1:
-        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
-    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
+        loss_group = _flatten_to_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
+    expert_dp_group = _flatten_to_group(mesh.expert_dp_mesh, "same_experts")
     return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
 
 
@@ -200,13 +200,13 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
     backends: list[tuple[str | None, Any]] = []
     for axis, size in zip(axes, rank_grid.shape, strict=True):
         if axis == "pp":
-            backends.append(("nccl", _pipeline_options()))
+            backends.append(("nccl", _build_pipeline_options()))
         else:
             backends.append((None if size == dist.get_world_size() else "nccl", None))
     return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes, backend_override=tuple(backends))
 
 
-def _flat_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
+def _flatten_to_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
     """Return one group over all axes of a mesh; an axis alone has its group already."""
     if mesh is None:
         return None
@@ -224,12 +224,12 @@ def new_pipeline_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup 
     """Create an NCCL group for each pipeline, and return the group of this rank (a collective)."""
     own_group = None
     for pipeline in pipelines:
-        group = dist.new_group(list(pipeline), backend="nccl", pg_options=_pipeline_options())
+        group = dist.new_group(list(pipeline), backend="nccl", pg_options=_build_pipeline_options())
         own_group = group if dist.get_rank() in pipeline else own_group
     return own_group
 
 
-def _pipeline_options() -> Any:
+def _build_pipeline_options() -> Any:
     """Return the NCCL options for one pipeline's group; each group needs its own object."""
     c10d: Any = dist.distributed_c10d
     options: Any = dist.ProcessGroupNCCL.Options()

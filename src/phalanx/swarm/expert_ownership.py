@@ -55,10 +55,10 @@ def assign_experts(
     if previous_owners is None:  # in order, starting over after the last expert
         slots = [node for node, count in counts.items() for _ in range(count)]
         return tuple(tuple(slots[expert::num_experts]) for expert in range(num_experts))
-    return _least_changed_owners(num_experts, num_copies, counts, previous_owners)
+    return _assign_with_fewest_changes(num_experts, num_copies, counts, previous_owners)
 
 
-def _least_changed_owners(
+def _assign_with_fewest_changes(
     num_experts: int, num_copies: int, counts: Mapping[str, int], previous_owners: Owners
 ) -> Owners:
     """Assign experts with the minimal number of new owners, as a flow of minimal cost.

@@ -72,7 +72,7 @@ def join_swarm(
     try:
         run = _receive_run(link, out, name, overrides)
         ranks = select_nproc(run, nproc)
-        join_message = _prepare(run, ranks, directory)
+        join_message = _prepare_node(run, ranks, directory)
         link.join(**join_message, begin=False)
         log(f"{name} receives the weights from {address}")  # before it is a member, because it may take long
         version = RoundExchange(run, directory, name, link).download_model()
@@ -126,7 +126,7 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     return run
 
 
-def _prepare(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
+def _prepare_node(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
     """Prepare the text and the node's directory, and return the message with which the node joins."""
     assert run.swarm is not None
     memory_bytes = rank_memory_bytes(run, select_device(run))

@@ -152,7 +152,7 @@ def offer_recorded_tokens(run: RunSpec, resume: bool) -> Iterator[None]:
         yield
     except UserError as error:
         if resume and error.field in ("data.train", "data.held_out"):
-            error.fix += _recorded_tokens_fix(run_directory(run).absolute(), None)
+            error.fix += _suggest_recorded_tokens(run_directory(run).absolute(), None)
         raise
 
 
@@ -166,19 +166,19 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
             return None
         if before.optimizer.lr_function or run.optimizer.lr_function:  # the launcher does not run the user's code
             return None
-        old_rate, same_step_rate = (_learning_rate(spec, step - 1) for spec in (before, run))
+        old_rate, same_step_rate = (_unscaled_learning_rate(spec, step - 1) for spec in (before, run))
         if math.isclose(old_rate, same_step_rate):
             return None
         settings = [("training.steps", before.training.steps, run.training.steps)]
         for field in type(run.optimizer).model_fields:
             settings.append((f"optimizer.{field}", getattr(before.optimizer, field), getattr(run.optimizer, field)))
         changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in settings if old != new)
-        rates = f"{old_rate:.3g} at step {step} -> {_learning_rate(run, step):.3g} at step {step + 1}"
+        rates = f"{old_rate:.3g} at step {step} -> {_unscaled_learning_rate(run, step):.3g} at step {step + 1}"
         return f"{changes}: the learning rate follows the new schedule, {rates}"
     return None
 
 
-def _learning_rate(run: RunSpec, step: int) -> float:
+def _unscaled_learning_rate(run: RunSpec, step: int) -> float:
     """Return the learning rate of a step (from 0), before it is scaled for the number of ranks."""
     return run.optimizer.learning_rate * learning_rate_factor(run.optimizer, step, run.training.steps)
 
@@ -201,11 +201,11 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
                 loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
             except UserError as error:
                 if error.field == "data":
-                    error.fix += _recorded_tokens_fix(run_directory(run), prepared)
+                    error.fix += _suggest_recorded_tokens(run_directory(run), prepared)
                 raise
 
 
-def _recorded_tokens_fix(directory: Path, prepared: PreparedData | None) -> str:
+def _suggest_recorded_tokens(directory: Path, prepared: PreparedData | None) -> str:
     """Return how to continue a run with the tokens of its first start, if they still exist."""
     with suppress(UserError, OSError):
         recorded = read_run_directory(directory)[1]

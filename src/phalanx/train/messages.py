@@ -25,7 +25,7 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
     precision = f"{trainer.run.training.precision}{', compiled' if trainer.compiles else ''}"
     size = f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {precision}"
-    lines = [size, _describe_batch(trainer), *_notes(trainer)]
+    lines = [size, _describe_batch(trainer), *_describe_surprising_settings(trainer)]
     if resumed:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != trainer.mesh.dims.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
@@ -60,7 +60,7 @@ def _describe_batch(trainer: Trainer) -> str:
     )
 
 
-def _notes(trainer: Trainer) -> Iterator[str]:
+def _describe_surprising_settings(trainer: Trainer) -> Iterator[str]:
     """Yield a line for each setting that may surprise."""
     training = trainer.run.training
     model = trainer.run.model

@@ -397,13 +397,13 @@ class Trainer(Learner):
         """Start a checkpoint of this step."""
         self.strategy.drain_pending_updates()
         tensors = checkpoint_tensors(self.strategy, self.optimizers)
-        self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
+        self.checkpointer.save(self.step, tensors, self._build_manifest(), on_disk=self.run.layout.offload == "nvme")
 
     def save_in_memory(self) -> None:
         """Copy this step's state into memory that outlives this rank."""
         if self.in_memory_checkpointer is not None:
             self.strategy.drain_pending_updates()
-            manifest = {**self._manifest(), "step": self.step, "random": rng_state()}
+            manifest = {**self._build_manifest(), "step": self.step, "random": rng_state()}
             self.in_memory_checkpointer.save(self.step, checkpoint_tensors(self.strategy, self.optimizers), manifest)
 
     def start_checkpoint(self) -> None:
@@ -424,7 +424,7 @@ class Trainer(Learner):
             self.unreported_checkpoint = None
             self.call_hook("on_checkpoint_saved", directory)
 
-    def _manifest(self) -> MetricsRecord:
+    def _build_manifest(self) -> MetricsRecord:
         """Return the state of a run besides its tensors."""
         states = {name: call_callback(name, callback.state_dict) for name, callback in self.callbacks.items()}
         # Copies as JSON: a thread writes them while callbacks change their own.

@@ -64,14 +64,19 @@ class FSDP(Strategy):
         )
         on_gpu = mesh.device_type != "cpu"
         offload_policy = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
-        wrapped = [part for block in blocks for part in _fsdp_units(block, layout.fsdp_unit)]
+        wrapped = [part for block in blocks for part in _select_unit_modules(block, layout.fsdp_unit)]
         shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
         reshard = layout.reshard_after_forward and layout.pp == 1
         experts = modules_owning(module, expert_parameters)
         for owner in experts:  # from the inside to the outside
             assert expert_mesh is not None
-            shard(owner, mesh=expert_mesh, shard_placement_fn=_placements(expert_mesh), reshard_after_forward=reshard)
-        shard = partial(shard, mesh=mesh, shard_placement_fn=_placements(mesh))
+            shard(
+                owner,
+                mesh=expert_mesh,
+                shard_placement_fn=_choose_shard_placement(expert_mesh),
+                reshard_after_forward=reshard,
+            )
+        shard = partial(shard, mesh=mesh, shard_placement_fn=_choose_shard_placement(mesh))
         for part in wrapped:
             shard(part, reshard_after_forward=reshard)
         if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
@@ -79,7 +84,7 @@ class FSDP(Strategy):
         self.root = shard(module, reshard_after_forward=False)
         super().__init__(module, group)
         self.autocast = False
-        self.units = _units_in_forward_order(module)
+        self.units = _list_units_in_forward_order(module)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -90,7 +95,7 @@ class FSDP(Strategy):
         self.offload = offload
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
-        self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
+        self._schedule_prefetches(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:  # gloo
             self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
@@ -99,7 +104,7 @@ class FSDP(Strategy):
                 unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
                 unit.set_custom_reduce_scatter(self.reduce_scatter)
 
-    def _prefetch(self, depth: int, inner: Collection[FSDPModule]) -> None:
+    def _schedule_prefetches(self, depth: int, inner: Collection[FSDPModule]) -> None:
         """Gather `depth` units ahead of the current unit.
 
         A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
@@ -179,7 +184,9 @@ class FSDP(Strategy):
         if self.offload is None:
             super().update(optimizers)
             return
-        named_pieces = chunk_by_bytes(self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_bytes)
+        named_pieces = chunk_by_bytes(
+            self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_shard_bytes
+        )
         pieces = [[parameter for _, parameter in piece] for piece in named_pieces]
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
@@ -187,7 +194,7 @@ class FSDP(Strategy):
             with self.offload.stepping(index, optimizers, piece, gradients=[]):
                 step_parameters(optimizers, piece, piece_gradients)
 
-    def _largest_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
+    def _largest_shard_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
         """Return the bytes of the largest shard of a parameter on any rank.
 
         With these sizes all ranks form the same pieces, which matters to an optimizer that communicates."""
@@ -214,7 +221,7 @@ def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
     """Return the all-gather buffers of FSDP2's units, of which there are none in other modules.
 
     The storage of a unit's buffers is freed and reallocated together, behind persistent tensors."""
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in _units_in_forward_order(module)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in _list_units_in_forward_order(module)]
     return [
         [buffer for parameter in group.fsdp_params for buffer in getattr(parameter, "all_gather_outputs", [])]
         for group in groups
@@ -224,11 +231,11 @@ def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
 
 def reshard_parameters(module: nn.Module) -> None:
     """Free the parameters that a forward pass without a backward pass has left gathered in FSDP2's units."""
-    for unit in _units_in_forward_order(module):
+    for unit in _list_units_in_forward_order(module):
         unit.reshard()
 
 
-def _placements(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+def _choose_shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
     """Return the placement of each parameter on the last axis of a mesh."""
     return lambda parameter: Shard(data_parallel_axis(parameter.shape, mesh.size(-1)))
 
@@ -250,7 +257,7 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
     model.apply_head = lambda x_BTD, head: model.head(model.norm(x_BTD), head)  # type: ignore[method-assign]
 
 
-def _units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
+def _list_units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
     """Return the first module of each FSDP unit, in the order of the forward pass."""
     units: dict[object, FSDPModule] = {}
     for part in root.modules():
@@ -265,7 +272,7 @@ def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     return [part for name, part in named_modules(module) if name in owners]
 
 
-def _fsdp_units(block: nn.Module, wrap: str) -> list[nn.Module]:
+def _select_unit_modules(block: nn.Module, wrap: str) -> list[nn.Module]:
     """Return the units of a block: the block, its submodules, or none (the full model is one unit)."""
     parts = [child for child in block.children() if any(True for _ in child.parameters())]
     return {"model": [], "block": [block], "sublayer": parts}[wrap]

@@ -110,7 +110,7 @@ class DiskOffload(CpuOffload):
         yield
         if index not in self.pieces:
             self.pieces[index] = self._move_new_state_to_disk(optimizers, parameters, gradients)
-        self._write(self.pieces[index])
+        self._start_writes(self.pieces[index])
 
     def release(self, tensor: Tensor) -> None:
         """Drop the file of a tensor; its blocks are freed after pending writes."""
@@ -118,9 +118,9 @@ class DiskOffload(CpuOffload):
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
         """Start to write the files of these tensors."""
-        self._write(self._mapped_files(tensors))
+        self._start_writes(self._find_mapped_files(tensors))
 
-    def _write(self, files: Sequence[MappedFile]) -> None:
+    def _start_writes(self, files: Sequence[MappedFile]) -> None:
         """Start to write files, after waiting for the previous writes, which bounds the memory."""
         writing = [self._writer.submit(file.write) for file in files]
         for previous in self._pending_writes:
@@ -143,9 +143,9 @@ class DiskOffload(CpuOffload):
                         if local_tensor(value).data_ptr() not in self.files:
                             state[key] = _wrap_like(value, self.to_host(local_tensor(value)))
                         tensors.append(state[key])
-        return self._mapped_files(tensors)
+        return self._find_mapped_files(tensors)
 
-    def _mapped_files(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
+    def _find_mapped_files(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
         files = [self.files.get(local_tensor(tensor).data_ptr()) for tensor in tensors]
         return [file for file in files if file is not None]
 

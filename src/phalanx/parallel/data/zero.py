@@ -107,7 +107,9 @@ class ZeRO(Strategy):
         # Weak references: autograd keeps hooks alive, which would keep the groups of ranks alive.
         for bucket in self.buckets:
             for owned in bucket.parameters:
-                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned))
+                ready = partial(
+                    ZeRO._on_gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned)
+                )
                 owned.parameter.register_post_accumulate_grad_hook(ready)
 
     def overlap_gathers(self, transformer: Transformer) -> None:
@@ -152,7 +154,7 @@ class ZeRO(Strategy):
         """Reduce all gradients of the step, after its passes."""
         self._reduce_remaining()
 
-    def _gradient_ready(self, bucket: Bucket, owned: OwnedParameter, _: Tensor) -> None:
+    def _on_gradient_ready(self, bucket: Bucket, owned: OwnedParameter, _: Tensor) -> None:
         if self.keeps_full_gradients or (bucket.group is None and self.offload is None):
             owned.add_full_gradient()
         bucket.num_missing -= 1
@@ -216,7 +218,7 @@ class ZeRO(Strategy):
             masters = [owned.master for owned in parameters]
             gradients = [owned.gradient for owned in parameters]
             with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
-                step_parameters(optimizers, masters, self._master_gradients(parameters))
+                step_parameters(optimizers, masters, self._scale_master_gradients(parameters))
             for bucket in piece:
                 bucket.drop_gradients()
                 self.gathers.add(bucket)
@@ -229,7 +231,7 @@ class ZeRO(Strategy):
             return self.offload.piece_bytes
         return math.inf if self.group is None and not all(map(steps_in_pieces, optimizers)) else PIECE_BYTES
 
-    def _master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
+    def _scale_master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""
         gradients = [owned.master_gradient(self._gradient_factor) for owned in parameters]
         if self.offload is not None and self.keeps_full_gradients:  # the gradients were on the device until now

@@ -83,14 +83,14 @@ class Bucket:
             received = self._full_gradients()
         else:
             parameters = self.parameters
-            received = self._reduced_rows(self._reducing)
+            received = self._wait_for_reduced_rows(self._reducing)
             self._reducing = None
         if self.parameters[0].offload is not None and not keep_full:
             received = copy_to_host(*received)
         for owned, gradient in zip(parameters, received, strict=True):
             owned.accumulate(gradient, keep_full)
 
-    def _reduced_rows(self, reducing: ReduceScatter) -> list[Tensor]:
+    def _wait_for_reduced_rows(self, reducing: ReduceScatter) -> list[Tensor]:
         """Wait for a reduction, and return the summed gradients of the owned rows of each parameter."""
         reducing.wait()
         pairs = zip(self.parameters, reducing.out.split(self.sizes), strict=True)

@@ -76,7 +76,7 @@ class PipelineStrategy(Strategy):
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers
-        self.model = cast(nn.Module, self._full_logits)
+        self.model = cast(nn.Module, self._compute_full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
         self.tied_embedding = TiedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
@@ -140,7 +140,7 @@ class PipelineStrategy(Strategy):
         return loss
 
     @torch.no_grad()
-    def _full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+    def _compute_full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Return the logits of the full model on every rank (at least fp32), and an auxiliary loss of 0."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
@@ -177,12 +177,12 @@ class PipelineStrategy(Strategy):
             rows, tokens = micro.tokens.shape
             sizes = rows, tokens * self.cp_size, micro.tokens.device  # kernels of a ring depend on lengths of documents
             for documents in (None, Documents.whole_rows(*sizes), Documents.single_tokens_first(*sizes)):
-                self._rehearse(replace(micro, documents=documents), shapes[index], losses)
+                self._rehearse_stages(replace(micro, documents=documents), shapes[index], losses)
         self.passes.backward_scale = self.data_parallel.backward_scale
         self.data_parallel.end_rehearsal()
         torch.cuda.empty_cache()  # a rehearsal's tensors have other sizes than a step's, such as its sums of gradients
 
-    def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
+    def _rehearse_stages(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on synthetic activations of this shape.
 
         All forward passes precede all backward passes. (At the end of any backward pass FSDP2 visits all stages, which

@@ -74,10 +74,10 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
         if isinstance(part, ProductLinear):
             part.product = replace(part.product, defer_or_compute=deferred_grads.defer_or_compute)
         elif isinstance(part, nn.Linear):
-            part.forward = partial(_linear, part, product)  # type: ignore[method-assign]
+            part.forward = partial(_apply_linear, part, product)  # type: ignore[method-assign]
         elif isinstance(part, Experts):
             part.defer_or_compute = deferred_grads.defer_or_compute
 
 
-def _linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:
+def _apply_linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:
     return activated_product(product, IDENTITY, layer.weight, x, bias=layer.bias)

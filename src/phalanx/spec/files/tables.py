@@ -68,7 +68,7 @@ def parse_toml(text: str) -> Table:
     try:
         table = tomllib.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise _nesting_error() from None
     except ValueError as error:  # also for a number of thousands of digits
         raise tomllib.TOMLDecodeError(str(error)) from None
     _check_values(table, MAX_DEPTH)
@@ -78,7 +78,7 @@ def parse_toml(text: str) -> Table:
 def _check_values(value: Any, depth: int) -> None:
     """Raise TOMLDecodeError for values that are nested deeper, for control characters, and for too large integers."""
     if depth < 0:
-        raise _too_deep()
+        raise _nesting_error()
     if isinstance(value, int) and abs(value) >= 2**63:
         raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
     if isinstance(value, str) and printable(value) != value:
@@ -88,7 +88,7 @@ def _check_values(value: Any, depth: int) -> None:
         _check_values(part, depth - 1)
 
 
-def _too_deep() -> tomllib.TOMLDecodeError:
+def _nesting_error() -> tomllib.TOMLDecodeError:
     return tomllib.TOMLDecodeError(f"tables or lists are nested more than {MAX_DEPTH} deep")
 
 

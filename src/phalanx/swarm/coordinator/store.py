@@ -83,7 +83,7 @@ class SwarmStore:
         """Write the initial model; the weights are its last file."""
         self.base.parent.mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
-        for kind in self._used_kinds(config)[1:]:
+        for kind in self._used_file_kinds(config)[1:]:
             TensorFile.create(self._model_path(kind), shapes).close()
         partial_path = self.base.with_suffix(".part")
         with TensorFile.create(partial_path, shapes) as file:
@@ -109,7 +109,7 @@ class SwarmStore:
         try:
             if committed:
                 self.apply_round(last_round)
-            for kind in self._used_kinds(config):
+            for kind in self._used_file_kinds(config):
                 with TensorFile(self._model_path(kind)) as file:
                     if file.shapes != shapes:
                         raise TensorFileError(f"{file.path.name} has tensors of another model")
@@ -157,7 +157,7 @@ class SwarmStore:
             ]
             old_files = {}
             new_files = {}
-            for kind in self._used_kinds(config):
+            for kind in self._used_file_kinds(config):
                 old_files[kind] = files.enter_context(TensorFile(self._model_path(kind)))
                 new_file = TensorFile.create(self._new_path(round_number, kind), round_shapes)
                 new_files[kind] = files.enter_context(new_file)
@@ -177,7 +177,7 @@ class SwarmStore:
 
     def apply_round(self, round_number: int) -> None:
         """Apply a round's result to the model; an interrupted call can be repeated."""
-        for kind in self._used_kinds(aggregation_config(self.run, round_number)):
+        for kind in self._used_file_kinds(aggregation_config(self.run, round_number)):
             path = self._new_path(round_number, kind)
             if path.exists() and self._is_unfragmented:
                 path.replace(self._model_path(kind))
@@ -224,7 +224,7 @@ class SwarmStore:
         """True if a round covers the full model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
-    def _used_kinds(self, config: AggregationConfig) -> list[str]:
+    def _used_file_kinds(self, config: AggregationConfig) -> list[str]:
         """Return the kinds of files that the model has."""
         used = dict.fromkeys(MOMENTS, config.descent is not None)
         used |= {"error_feedback": not sends_weights(config.codec), "velocity": not config.outer.is_plain_mean}

@@ -37,7 +37,7 @@ class NodeRank:
 
     def run(self) -> None:
         """Train until the last round is done, or until a signal."""
-        worker = self._start()
+        worker = self._start_worker()
         loggers: list[Logger] = []
         round_logger = None
         if self.link is not None:
@@ -58,7 +58,7 @@ class NodeRank:
             loss = evaluation.get("held_out_loss")
             print_line(end if loss is None else f"{end}; held-out loss {loss:.4f}")
 
-    def _start(self) -> SwarmWorker:
+    def _start_worker(self) -> SwarmWorker:
         """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
         run, data = read_run_directory(self.directory)
         link_record = read_link(self.directory)

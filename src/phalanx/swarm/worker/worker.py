@@ -93,14 +93,14 @@ class SwarmWorker:
     ) -> MetricsRecord:
         """Participate until the last round is done or the node must leave, and return the last evaluation."""
         if self.link is not None:
-            threading.Thread(target=self._heartbeat_loop, daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
         try:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # otherwise a restarted node has already sent this round
                     record = RoundRecord(round=task.round)
                     start = time.perf_counter()
-                    self._prepare(task, record)
+                    self._prepare_round(task, record)
                     self._run_round(task, record, loggers)
                     record.seconds = time.perf_counter() - start
                     record.held_bytes = self.state_bytes
@@ -111,7 +111,9 @@ class SwarmWorker:
             if self.trainer is None:
                 return {}
             if task is not None:
-                self._receive(plan_round(self.exchange, task.committed, final=True), RoundRecord(round=task.round))
+                self._receive_rounds(
+                    plan_round(self.exchange, task.committed, final=True), RoundRecord(round=task.round)
+                )
             self.trainer.experts.start_interval()
             return self.trainer.evaluate()
         except BaseException:
@@ -121,7 +123,7 @@ class SwarmWorker:
             self._stopped.set()
             self._executor.shutdown()
 
-    def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
+    def _prepare_round(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Prepare the weights, the trained experts and the text of a round."""
         assert task.first_step is not None
         self.current_round = task.round
@@ -131,7 +133,7 @@ class SwarmWorker:
         round_record.experts = len(task.owned)
         self.exchange.initial_download_bytes = 0
         if self.exchange.version != task.committed:
-            self._receive(plan_round(self.exchange, task.committed), round_record)
+            self._receive_rounds(plan_round(self.exchange, task.committed), round_record)
         if self.trainer is None or task.owned != self.exchange.local_experts:
             self._rebuild_trainer(task.owned)
         assert self.trainer is not None
@@ -183,7 +185,7 @@ class SwarmWorker:
             download.result()
         if next_task is not None:
             accepted_round = task.round if was_accepted else None
-            self._receive(plan_round(self.exchange, next_task.committed, accepted_round), round_record)
+            self._receive_rounds(plan_round(self.exchange, next_task.committed, accepted_round), round_record)
 
     def _train_steps(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
         """Train for `steps` steps, or at least one to meet the deadline (`in_time`); return their number."""
@@ -237,7 +239,7 @@ class SwarmWorker:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _receive(self, plan: RoundPlan, round_record: RoundRecord) -> None:
+    def _receive_rounds(self, plan: RoundPlan, round_record: RoundRecord) -> None:
         """Update the shared weights by the results of rounds, and blend them into the trained weights."""
         exchange = self.exchange
         old_version = exchange.version
@@ -270,7 +272,7 @@ class SwarmWorker:
             if leaving or task is not None:
                 return None if leaving else task
 
-    def _heartbeat_loop(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats periodically."""
         assert self.link is not None
         while not self._stopped.wait(min(5.0, self.swarm.round.lease_seconds / 6)):

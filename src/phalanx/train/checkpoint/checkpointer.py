@@ -77,18 +77,18 @@ class Checkpointer:
         path = self.directory / f"{step_name(step)}.tmp"
         if self.rank == 0:
             path.mkdir(parents=True)
-        self._barrier()
+        self._wait_for_all_ranks()
         full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
             files = assign_to_files(tensors, FILE_BYTES)
-            self._write(path, dict(tensors), rng_state(), full_manifest, files)
+            self._write_checkpoint(path, dict(tensors), rng_state(), full_manifest, files)
             self.wait()
             return
         arguments = path, self._host_copies.copy(tensors), rng_state(), full_manifest, None
-        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._write_checkpoint, args=arguments, daemon=True)
         self._thread.start()
 
-    def _write(
+    def _write_checkpoint(
         self,
         path: Path,
         tensors: dict[str, Tensor],
@@ -109,7 +109,7 @@ class Checkpointer:
                 sync(file)
             record = {"random": random_state, "sha256": {file.name: sha256(file) for file in local_files}}
             write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
-            self._barrier()
+            self._wait_for_all_ranks()
             if self.rank == 0:
                 write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
                 ranks = sorted(path.glob("rank-*.json"))
@@ -119,7 +119,7 @@ class Checkpointer:
                 for file in ranks:
                     checksums |= json.loads(file.read_text())["sha256"]
                 publish(path, checksums)
-                self._remove_old()
+                self._remove_old_checkpoints()
             self.save_seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
             self._error = error
@@ -130,7 +130,7 @@ class Checkpointer:
             for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
                 file.unlink(missing_ok=True)
 
-    def _remove_old(self) -> None:
+    def _remove_old_checkpoints(self) -> None:
         """Remove checkpoints older than those to keep, quarantined or not.
 
         A checkpoint that another process reads is left to the next save."""
@@ -157,7 +157,7 @@ class Checkpointer:
     def wait_for_all_ranks(self) -> None:
         """Wait until the current save, if any, is published by rank 0; raises UserError if it failed on this rank."""
         self.wait()
-        self._barrier()
+        self._wait_for_all_ranks()
 
     @property
     def is_saving(self) -> bool:
@@ -169,7 +169,7 @@ class Checkpointer:
         """True if no save runs, and the last one did not fail."""
         return not self.is_saving and self._error is None
 
-    def _barrier(self) -> None:
+    def _wait_for_all_ranks(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
 

@@ -105,13 +105,13 @@ class InMemoryCheckpointer:
         """Copy this rank's state after a step to its launcher and to the next node (a collective).
 
         This rank's shards are copied, and the values of a checkpoint's manifest (JSON-able)."""
-        self._write(step, self._local.next, tensors, manifest)
+        self._write_slot(step, self._local.next, tensors, manifest)
         self._local.flip()
         if self._next_rank != self.rank:
             self._exchange_with_neighbors(step)
         self._neighbor.flip()
 
-    def _write(
+    def _write_slot(
         self, step: int, slot: SharedMemorySlot, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
     ) -> None:
         """Copy this rank's state to a slot: header, metadata, and one shard after the other."""
@@ -123,10 +123,10 @@ class InMemoryCheckpointer:
         }
         descriptions = {name: entry.to_json() for name, entry in entries.items()}
         metadata = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": descriptions}).encode()
-        shards_bytes = sum(_align(entry.nbytes) for entry in entries.values())
-        slot.ensure_size(HEADER_BYTES + _align(len(metadata)) + shards_bytes)
+        shards_bytes = sum(_round_up_to_alignment(entry.nbytes) for entry in entries.values())
+        slot.ensure_size(HEADER_BYTES + _round_up_to_alignment(len(metadata)) + shards_bytes)
         slot.memory[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
-        buffer = slot.bytes()[_align(len(metadata)) :]
+        buffer = slot.bytes()[_round_up_to_alignment(len(metadata)) :]
         for name, part in _restore_parts(entries, buffer).items():
             part.copy_(shards[name], non_blocking=True)
         wait_for_host_copies(self._device)
@@ -168,7 +168,7 @@ class InMemoryCheckpointer:
         needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._transfer(step, rank, holder, needed_copies)
+                self._transfer_state(step, rank, holder, needed_copies)
         slot = self._find_slot(step, self.rank)
         metadata = slot.metadata()
         entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
@@ -180,13 +180,13 @@ class InMemoryCheckpointer:
             step=slot.header.step,
             manifest=metadata["manifest"],
             shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
-            tensors=_restore_parts(entries, slot.bytes()[_align(slot.header.metadata_length) :]),
+            tensors=_restore_parts(entries, slot.bytes()[_round_up_to_alignment(slot.header.metadata_length) :]),
         )
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
         return next(slot for slot in self._slots if slot.header.copy_id == (step, rank))
 
-    def _transfer(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
+    def _transfer_state(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
         """Send a rank its state from its holder; the slots of `needed_copies` are not overwritten."""
         if self.rank == holder:
             slot = self._find_slot(step, rank)
@@ -220,7 +220,7 @@ def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> t
     return None
 
 
-def _align(size: int) -> int:
+def _round_up_to_alignment(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -230,5 +230,5 @@ def _restore_parts(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[s
     offset = 0
     for name, entry in entries.items():
         parts[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
-        offset += _align(entry.nbytes)
+        offset += _round_up_to_alignment(entry.nbytes)
     return parts

@@ -78,7 +78,9 @@ class CollectiveLog:
         self, operation: Any, name: str, argument_names: Sequence[str], keys: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._file is not None:
-            call = _describe(name, dict(zip(argument_names, args, strict=False)))  # optional arguments may be missing
+            call = _describe_call(
+                name, dict(zip(argument_names, args, strict=False))
+            )  # optional arguments may be missing
             with self._lock:
                 number = self._numbers.get(call)
                 if number is None:
@@ -88,11 +90,11 @@ class CollectiveLog:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
+def _describe_call(name: str, arguments: dict[str, Any]) -> LoggedCall:
     group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
     ranks = ranks_of_group(group)
-    size, dtype = _given_size(arguments)
-    caller = _calling_line()
+    size, dtype = _measure_input(arguments)
+    caller = _find_calling_line()
     if name in ("send", "recv"):
         local_rank = dist.get_rank()
         peer = ranks[arguments["dst" if name == "send" else "src"]]
@@ -102,7 +104,7 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
     if "root_rank" in arguments:
         signature += f" with root {ranks[arguments['root_rank']]}"
-    sent, received = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    sent, received = _all_to_all_sizes(arguments, len(ranks)) if name == "all_to_all" else ((), ())
     # Threads that Python started; backward passes on a GPU run in threads of autograd, which PyTorch starts.
     thread = threading.get_ident()
     is_main = thread == threading.main_thread().ident
@@ -119,21 +121,23 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     )
 
 
-def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
+def _measure_input(arguments: dict[str, Any]) -> tuple[int, str]:
     """Return the number of elements and the dtype of a rank's input to a collective."""
     given = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
     # Only the root of a scatter has an input.
-    tensors = _flatten(given) or _flatten(arguments.get("output_tensors", ()))
+    tensors = _flatten_tensors(given) or _flatten_tensors(arguments.get("output_tensors", ()))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return sum(tensor.numel() for tensor in tensors), dtype
 
 
-def _flatten(tensors: Any) -> list[Tensor]:
+def _flatten_tensors(tensors: Any) -> list[Tensor]:
     """Return the tensors of a list, or of a list of lists."""
-    return [tensors] if isinstance(tensors, Tensor) else [tensor for item in tensors for tensor in _flatten(item)]
+    return (
+        [tensors] if isinstance(tensors, Tensor) else [tensor for item in tensors for tensor in _flatten_tensors(item)]
+    )
 
 
-def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _all_to_all_sizes(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the numbers of elements that a rank sends to each rank, and that it receives from each."""
     if "input_tensors" in arguments:
         sent, received = (arguments[f"{side}_tensors"] for side in ("input", "output"))
@@ -146,7 +150,7 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
     return sent, parts(arguments["output"], arguments["output_split_sizes"])
 
 
-def _calling_line() -> str:
+def _find_calling_line() -> str:
     """Return the innermost calling line outside of PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
@@ -196,7 +200,7 @@ class OrderGuard:
 
         def step_and_check(data: Data) -> Record:
             record = step(data)
-            self._check()
+            self._check_order()
             return record
 
         return step if self._log is None else step_and_check
@@ -208,12 +212,12 @@ class OrderGuard:
         deadline = time.monotonic() + LATE_FILE_SECONDS
         late = list(range(len(sizes)))
         while self._order is not None and late and time.monotonic() < deadline:
-            self._check()
+            self._check_order()
             late = [rank for rank in late if self._order.bytes_read(rank) < sizes[rank]]
             time.sleep(LATE_FILE_POLL_SECONDS if late else 0.0)
-        self._check(finished=[rank for rank in range(len(sizes)) if rank not in late])
+        self._check_order(finished=[rank for rank in range(len(sizes)) if rank not in late])
 
-    def _check(self, finished: Collection[int] = ()) -> None:
+    def _check_order(self, finished: Collection[int] = ()) -> None:
         """Raise CollectiveOrderError on the first rank if the calls of ranks differ."""
         difference = self._order.first_difference(finished) if self._order is not None else None
         if difference is not None:

@@ -64,7 +64,7 @@ class Watchdog:
         self._last_dump: HangDump | None = None
         self._stop_preceded_stall = False
         """True if the stop request came before the stall: the rank may be saving, for an unlimited time."""
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch_progress, name="watchdog", daemon=True)
         self._fault_log: IO[str] | None = None
 
     def __enter__(self) -> Self:
@@ -106,12 +106,12 @@ class Watchdog:
                 self._last_dump["error"] = message
                 self._write_dump(self._last_dump)
             else:
-                self._dump(FAILED, stack, message)
+                self._dump_state(FAILED, stack, message)
             resume_stopped(sibling_process_states())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch_progress(self) -> None:
         while not self._finished.wait(self._poll_seconds):
             if self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0:
                 self._record_abort()
@@ -132,7 +132,7 @@ class Watchdog:
                     self._stop_preceded_stall = stop_requested
                     with self._write_lock:
                         if not self._finished.is_set():
-                            self._dump(STALLED, _thread_stack(self._main_thread_id))
+                            self._dump_state(STALLED, _read_thread_stack(self._main_thread_id))
                 elif stop_requested and not self._stop_preceded_stall:
                     os._exit(1)  # it hung before the stop request, and would hang until it is killed
 
@@ -140,11 +140,11 @@ class Watchdog:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
         with self._write_lock:
             error = "aborted (SIGABRT) by a library: see its last output"
-            self._dump(ABORTED, _thread_stack(self._main_thread_id), error)
+            self._dump_state(ABORTED, _read_thread_stack(self._main_thread_id), error)
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def _dump(self, reason: str, stack: traceback.StackSummary, error: str | None = None) -> None:
+    def _dump_state(self, reason: str, stack: traceback.StackSummary, error: str | None = None) -> None:
         """Write a dump without collectives, then with them, then with their calling lines."""
         dump: HangDump = {
             "format": FORMAT,
@@ -182,7 +182,7 @@ class Watchdog:
             dump_file(self.directory, self.rank).unlink(missing_ok=True)
 
 
-def _thread_stack(thread: int) -> traceback.StackSummary:
+def _read_thread_stack(thread: int) -> traceback.StackSummary:
     """Return the stack of a thread, outermost frame first."""
     frames = sys._current_frames()
     stack = traceback.extract_stack(frames.get(thread))

@@ -89,14 +89,14 @@ class Muon(torch.optim.Optimizer):
             for (shape, shardings), parameters in groups.items():
                 scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 updates = orthogonal_parts(
-                    [local_tensor(self._momentum(p, group["momentum"])) for p in parameters], shardings
+                    [local_tensor(self._update_momentum(p, group["momentum"])) for p in parameters], shardings
                 )
                 for parameter, update in zip(parameters, updates, strict=True):
                     local = local_tensor(parameter)
                     local.mul_(1 - group["lr"] * group["weight_decay"])
                     local.sub_(scale * update.to(local.device, local.dtype))
 
-    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+    def _update_momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Return the Nesterov momentum of the gradient."""
         state = self.state[parameter]
         if "momentum" not in state:

@@ -80,7 +80,7 @@ def build_optimizers(
     if not parameters:
         return []
     if spec.implementation is not None:
-        groups = _groups(spec, parameters)
+        groups = _build_parameter_groups(spec, parameters)
         return [call_component("optimizer.implementation", spec.implementation, groups, lr=spec.learning_rate)]
     if spec.name == "muon":
         matrices = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
@@ -91,20 +91,24 @@ def build_optimizers(
             lr = spec.muon_learning_rate
             optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, parts))
         if others:
-            optimizers.append(_adamw(spec, others))
+            optimizers.append(_build_adamw(spec, others))
         return optimizers
     if spec.name == "adamw":
-        return [_adamw(spec, parameters)]
+        return [_build_adamw(spec, parameters)]
     # DTensor has no rule for fused SGD.
-    return [torch.optim.SGD(_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, foreach=True)]
+    return [
+        torch.optim.SGD(
+            _build_parameter_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, foreach=True
+        )
+    ]
 
 
-def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    groups = _groups(spec, parameters)
+def _build_adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = _build_parameter_groups(spec, parameters)
     return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
 
 
-def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
+def _build_parameter_groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
     groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters.values():
         # One call cannot step both full and sharded parameters.

@@ -95,34 +95,34 @@ class MemoryMeter(TorchDispatchMode):
         communicates = func.namespace in COMMUNICATION
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                self._track(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
+                self._track_storage(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
         self.reclassify_after_collective() if communicates else self._update_peaks()
         return out
 
     def reclassify(self) -> None:
         """Update the part of each known tensor."""
         self._known.clear()  # a tensor's storage may have been replaced
-        self._classify(self.known())
+        self._classify_tensors(self.known())
 
     def reclassify_after_collective(self) -> None:
         """Update the part of each new tensor that a collective may create: its result may be a gradient."""
-        self._classify(self.known_after_collectives())
+        self._classify_tensors(self.known_after_collectives())
 
-    def _classify(self, tensors_by_part: Mapping[str, Iterable[Tensor]]) -> None:
+    def _classify_tensors(self, tensors_by_part: Mapping[str, Iterable[Tensor]]) -> None:
         for part, tensors in tensors_by_part.items():
             known = self._known[part]
             for tensor in tensors:
                 before = known.get(id(tensor))
                 if before is None or before() is not tensor:
                     known[id(tensor)] = weakref.ref(tensor)
-                    self._track(_local(tensor), part, moves=True)
+                    self._track_storage(_local_shard(tensor), part, moves=True)
         self._update_peaks()
 
     def move(self, tensor: Tensor, part: str) -> None:
         """Count a tensor for a part from now on."""
-        self._track(tensor, part, moves=True)
+        self._track_storage(tensor, part, moves=True)
 
-    def _track(self, tensor: Tensor, part: str, moves: bool) -> None:
+    def _track_storage(self, tensor: Tensor, part: str, moves: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         previous_part = self.part_by_storage.get(key)
@@ -137,7 +137,9 @@ class MemoryMeter(TorchDispatchMode):
             self.numbers[key] = self.num_created
             self.num_created += 1
             # No reference to this meter, which would keep it alive as long as the storage.
-            weakref.finalize(storage, _release, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key)
+            weakref.finalize(
+                storage, _release_storage, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key
+            )
             weakref.finalize(storage, self.numbers.pop, key)
         elif moves and (previous_part == "activations" or part != "communication"):
             self.part_by_storage[key] = part
@@ -187,10 +189,10 @@ class MemoryMeter(TorchDispatchMode):
         finally:
             del self._changes[num_outer:]  # with those inside that an error left
             self._update_peaks()
-            change.peaks = _difference(self.peaks, start[0])
+            change.peaks = _subtract_counts(self.peaks, start[0])
             change.peak_working = self.peak_working - start[1]
             change.peak_total = self.peak_total - start[2]
-            change.net = _difference(self.bytes_by_part, start[0])
+            change.net = _subtract_counts(self.bytes_by_part, start[0])
             self.peaks |= before[0]
             self.peak_working = max(self.peak_working, before[1])
             self.peak_total = max(self.peak_total, before[2])
@@ -211,7 +213,7 @@ class MemoryMeter(TorchDispatchMode):
 
         def on_gradient(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._track(_local(parameter.grad), "gradients", moves=True)
+                self._track_storage(_local_shard(parameter.grad), "gradients", moves=True)
 
         trained = (parameter for parameter in parameters if parameter.requires_grad)
         hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in trained]
@@ -222,15 +224,17 @@ class MemoryMeter(TorchDispatchMode):
                 hook.remove()
 
 
-def _difference(after: Counter[str], before: Counter[str]) -> Counter[str]:
+def _subtract_counts(after: Counter[str], before: Counter[str]) -> Counter[str]:
     """Return the differences, of either sign (those of Counter's minus are positive)."""
     return Counter({part: after[part] - before[part] for part in after.keys() | before.keys()})
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_shard(tensor: Tensor) -> Tensor:
     # Not to_local(), which autograd records, at a hundred times the cost.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _release(part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int) -> None:
+def _release_storage(
+    part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int
+) -> None:
     bytes_by_part[part_by_key.pop(key)] -= bytes_by_key.pop(key)

@@ -27,14 +27,14 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 102
 
     A slow device uses an n less than `size`."""
     side = min(FIRST_SIZE, size)
-    seconds = _best_seconds(device, dtype, side, rounds)
+    seconds = _measure_best_seconds(device, dtype, side, rounds)
     while seconds < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
-        seconds = _best_seconds(device, dtype, side, rounds=rounds)
+        seconds = _measure_best_seconds(device, dtype, side, rounds=rounds)
     return 2 * side**3 / seconds
 
 
-def _best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
+def _measure_best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(rounds):

@@ -83,7 +83,7 @@ class StepProfiler:
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
         elif step_number == self.traced_step:
             file = gpu_trace_file(trainer.directory, trainer.mesh.rank, step_number)
-            with _recorded_waits(trainer.strategy) as waits:
+            with _record_waits(trainer.strategy) as waits:
                 record, gpu = trace_gpu_step(step, file, trainer.device)
             profile = StepProfile(waits=waits, gpu=gpu)
         else:
@@ -193,8 +193,8 @@ def profile_step(
         gradients = memory.tracking_gradients(learner.module.parameters())
         with (
             gradients,
-            _recorded_waits(strategy) as profile.waits,
-            _without_compiled_code(learner),
+            _record_waits(strategy) as profile.waits,
+            _disable_compiled_code(learner),
             memory,
             recorders.collectives,
             recorders.flops,
@@ -211,7 +211,7 @@ def profile_step(
 
 
 @contextmanager
-def _without_compiled_code(learner: Learner) -> Iterator[None]:
+def _disable_compiled_code(learner: Learner) -> Iterator[None]:
     """Run compiled blocks eagerly.
 
     A recorder of operations sees none of compiled code, and after a call of a block under a recorder, PyTorch would
@@ -227,7 +227,7 @@ def time_step(learner: Learner, step: Callable[[], StepResult]) -> tuple[StepRes
     """Run a step without compiled code, and return its result and the times of its waits and collectives."""
     strategy = learner.strategy
     recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
-    with _recorded_waits(strategy) as waits, _without_compiled_code(learner), recorder:
+    with _record_waits(strategy) as waits, _disable_compiled_code(learner), recorder:
         result = step()
     recorder.resolve_device_times()
     return result, StepProfile(waits=waits, calls=recorder.calls)
@@ -255,7 +255,7 @@ def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> lis
 
 
 @contextmanager
-def _recorded_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
+def _record_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
     timers = {COMMUNICATION: strategy.comm_wait, **strategy.model_parallel.wait_timers}
     if strategy.pipeline_wait is not None:
         timers[PIPELINE] = strategy.pipeline_wait
