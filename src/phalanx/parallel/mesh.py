@@ -46,7 +46,7 @@ class Mesh:
     NCCL runs the sends and receives of two ranks in one group in the order of the calls. That order is equal on both
     ranks only within one direction. None with gloo, which matches messages by tag."""
     dp_group: dist.ProcessGroup | None = None
-    """The ranks with the same share of the model and different data or tokens; all ranks with servers."""
+    """The ranks with the same share of the model and different data or tokens. With parameter servers, all ranks."""
     loss_group: dist.ProcessGroup | None = None
     """The ranks that each compute a part of the summed loss: data-parallel ranks and the pipelines' stages."""
     expert_dp_group: dist.ProcessGroup | None = None
@@ -54,7 +54,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """The share of the data that this rank reads, from 0 to degrees.dp - 1; unused on a server."""
+        """Index of the share of the data that this rank reads, from 0 to dp_size - 1; unused on a server."""
         coordinates = self.dims.coordinates(self.rank)
         return coordinates["dp_replicate"] * self.dims.dp_shard + coordinates["dp_shard"]
 
@@ -207,7 +207,7 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
 
 
 def _flatten_to_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
-    """Return one group over all axes of a mesh; an axis alone has its group already."""
+    """Return one group over all axes of a mesh. A mesh of a single axis already has this group."""
     if mesh is None:
         return None
     if mesh.ndim == 1:

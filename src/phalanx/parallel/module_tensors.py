@@ -51,7 +51,7 @@ def step_parameters(
 
 
 def materialize(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
-    """Move a module to a device, or allocate the memory of a meta module there; `parameters_on` is separate, if given.
+    """Move a module to a device, or allocate a meta module there. Parameters may go to another device, `parameters_on`.
 
     Allocated parameters are uninitialized, buffers are 0."""
     meta = any(parameter.is_meta for parameter in module.parameters())

@@ -38,7 +38,7 @@ from phalanx.spec.tensor_sharding import data_parallel_axis
 
 
 class FSDP(Strategy):
-    """A sharded model; gradients are summed over ranks, not averaged, as the trainer divides the loss."""
+    """A sharded model. Gradients are summed over ranks and not averaged, because the trainer divides the loss."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class FSDP(Strategy):
         A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
         backward pass, and would gather the head again.
 
-        Units inside others prefetch nothing in forward passes, and their outer units one unit more. If a block is
-        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again. `inner`
-        are the units inside others, except those inside the root alone."""
+        `inner` are the units inside other units (those that only the root contains do not count). They prefetch nothing
+        in forward passes, and their outer units prefetch one unit more. Otherwise the recomputation of a block, in
+        which the hooks of its outer unit are off, would let an inner unit gather the next block again."""
         root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
         forward = [*root, *self.units[1:]]
         backward = [*root, *reversed(self.units[1:])]
@@ -122,7 +122,8 @@ class FSDP(Strategy):
             unit.set_modules_to_forward_prefetch([] if unit in inner else forward[index + 1 : index + 1 + num_ahead])
         for index, unit in enumerate(backward):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
-        # Without a unit to gather, FSDP2 gathers the one before in its forward order: the previous micro-batch's head.
+        # Left without a unit to prefetch, FSDP2 would choose the preceding one in its forward order: the previous
+        # micro-batch's head.
         backward[-1].set_modules_to_backward_prefetch(backward[-1:])
 
     @contextmanager
@@ -140,7 +141,7 @@ class FSDP(Strategy):
         if self.reduce_scatter is None or not self.reduce_scatter.deferred:
             yield
             return
-        # FSDP2 would add to gradients whose sum is still pending: they accumulate here.
+        # Gradients accumulate here, because FSDP2 would add to gradients whose sum is still pending.
         accumulated = {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
         self.zero_grad()
         yield
@@ -161,8 +162,8 @@ class FSDP(Strategy):
     def finish_weight_grad_pass(self) -> None:
         """Accumulate the gradients of a pass of weight gradients, in FSDP2's reduction dtype.
 
-        FSDP2 does so at the end of a pass. Its hooks are on the units' inputs and outputs, which this pass did not
-        reach."""
+        FSDP2 itself does so at the end of a backward pass, but its hooks are on the inputs and outputs of units, which
+        a pass of weight gradients does not reach."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finalize_gradients(self) -> None:
@@ -218,7 +219,7 @@ class FSDP(Strategy):
 
 
 def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
-    """Return the all-gather buffers of FSDP2's units, of which there are none in other modules.
+    """Return the all-gather buffers of each FSDP2 unit; a module without FSDP2 has none.
 
     The storage of a unit's buffers is freed and reallocated together, behind persistent tensors."""
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in _list_units_in_forward_order(module)]
@@ -246,7 +247,7 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
     shard(embeddings, reshard_after_forward=reshard)
     for part in embeddings:
         cast("FSDPModule", part).set_unshard_in_backward(False)  # their gradients need token ids only
-    # Not resharded between the passes: its backward pass follows at once.
+    # The head is not resharded between its passes, because its backward pass follows at once.
     shard([model.norm, model.head], reshard_after_forward=False)
 
     def forward_of_head(x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
@@ -273,7 +274,7 @@ def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
 
 
 def _select_unit_modules(block: nn.Module, wrap: str) -> list[nn.Module]:
-    """Return the units of a block: the block, its submodules, or none (the full model is one unit)."""
+    """Return the modules of a block that become units: none where the full model is one unit."""
     parts = [child for child in block.children() if any(True for _ in child.parameters())]
     return {"model": [], "block": [block], "sublayer": parts}[wrap]
 

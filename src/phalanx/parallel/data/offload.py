@@ -72,10 +72,10 @@ class CpuOffload:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
-        """Wrap the step of a piece of the parameters; a piece has the same index at every step.
+        """Wrap the optimizer step of one piece of the parameters. A piece keeps its index from step to step.
 
-        The optimizers create the state of the piece. Gradients are in the offload storage; empty or None where they are
-        elsewhere."""
+        The optimizers create the state of the piece. `gradients` lists those in the offload storage; it is empty, or
+        has None, where gradients are elsewhere."""
         yield
 
 
@@ -121,7 +121,7 @@ class DiskOffload(CpuOffload):
         self._start_writes(self._find_mapped_files(tensors))
 
     def _start_writes(self, files: Sequence[MappedFile]) -> None:
-        """Start to write files, after waiting for the previous writes, which bounds the memory."""
+        """Wait for the previous writes, then start to write these files. Waiting bounds the memory."""
         writing = [self._writer.submit(file.write) for file in files]
         for previous in self._pending_writes:
             previous.result()

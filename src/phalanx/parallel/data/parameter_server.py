@@ -39,7 +39,7 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
     """Return this rank's strategy, a server or a worker.
 
-    A worker uses `device`, servers use the CPU. Raises UserError if the module has parameters of several dtypes."""
+    Workers use `device`, servers use the CPU. Raises UserError if the parameters have more than one dtype."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
@@ -113,7 +113,7 @@ class ParameterServerWorker(Strategy):
             gradients.zero_()
         # A synchronous worker has just received this step's update.
         version = self.steps_sent if self.roles.staleness is None else int(self._newest_values[0])
-        # Before the first update, this rank's own sums.
+        # Before the first update, this rank reports its own sums.
         reported_sums = self._newest_values[2:].to(sums.device) if version else sums
         return StepReduction(norm=self._newest_values[1], sums=reported_sums, steps_behind=self.steps_sent - version)
 
@@ -143,7 +143,7 @@ class ParameterServerWorker(Strategy):
         self._parse_header(header)
 
     def _receive_updates(self, needed: int) -> None:
-        """Receive updates of every server until there are `needed`, and further ones that have arrived."""
+        """Receive the first `needed` updates of every server, and all later ones that have already arrived."""
         for index in range(len(self.roles.servers)):
             while self.versions[index] < self.steps_sent:
                 _, header = self._post_header(index)
@@ -275,7 +275,7 @@ class ParameterServer(Strategy):
             self._pending_sends.popleft().wait()
 
     def _receive_gradients(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return the next gradients of a worker, and their message; asynchronous receives are posted ahead."""
+        """Return the next message of a worker and its gradients. Asynchronous servers post their receives ahead."""
         if self.roles.staleness is None:
             self._receive_buffer = torch.empty_like(self.sum) if self._receive_buffer is None else self._receive_buffer
             self._post_receive(worker, torch.empty(size, dtype=torch.float64), self._receive_buffer, steps_ahead=0)

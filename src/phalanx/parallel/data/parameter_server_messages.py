@@ -71,7 +71,7 @@ def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
 
 
 def first_tag(step: int) -> int:
-    """Return the tag of the message of a step; that of its vector is the next number."""
+    """Return the tag of a step's message. The tag of its vector is the next number."""
     return 2 * step
 
 
@@ -82,7 +82,7 @@ def send_pair(message: Tensor, vector: Tensor, destination: int, tag: int) -> li
 
 @dataclass(frozen=True)
 class MessagePair:
-    """A message and its vector on their way."""
+    """A message and its vector in transfer."""
 
     message: Tensor
     vector: Tensor

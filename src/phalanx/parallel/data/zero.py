@@ -49,8 +49,8 @@ from phalanx.spec.layout import LARGE_MESSAGE_BYTES, MAX_BUCKETS_IN_FLIGHT, Layo
 class ZeRO(Strategy):
     """ZeRO stage 1 or 2; trains this rank's rows as DTensors (full parameters on a single rank).
 
-    `offload` stores the trained rows and their state. `model_sharding` has the shards of the model itself, if ranks
-    share it."""
+    `offload` stores the trained rows and their state. If ranks share the model itself, `model_sharding` describes their
+    shards."""
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class ZeRO(Strategy):
         }
         self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
         limit = layout.bucket_mb * MIB
-        if offload is not None:  # a piece is complete buckets; their bytes are of all ranks, in the model's precision
+        # A piece consists of complete buckets, whose bytes are those of all ranks in the model's precision.
+        if offload is not None:
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
         buckets = make_buckets(owned_parameters.values(), limit)
         self.buckets = [Bucket(parameters, self.comm_wait) for parameters in buckets]
@@ -185,7 +186,8 @@ class ZeRO(Strategy):
     def _reduce_remaining(self) -> None:
         """Send the buckets that were not sent during a backward pass, and finish all reductions."""
         for bucket in self.buckets:
-            bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
+            # A missing gradient is missing on all ranks, or counts as 0.
+            bucket.num_missing = 0
         self._reduce_ready()
         while self._reducing:
             self._finish_first_reduction()
@@ -226,7 +228,9 @@ class ZeRO(Strategy):
             self.gathers.wait()
 
     def _piece_bytes(self, optimizers: Sequence[torch.optim.Optimizer]) -> float:
-        """Return the bytes of rows to step at once: on a single rank all, if an optimizer may use all gradients."""
+        """Return the bytes of rows to step at once.
+
+        A single rank steps all rows if an optimizer may use all gradients."""
         if self.offload is not None:
             return self.offload.piece_bytes
         return math.inf if self.group is None and not all(map(steps_in_pieces, optimizers)) else PIECE_BYTES

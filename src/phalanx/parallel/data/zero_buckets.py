@@ -102,7 +102,7 @@ class Bucket:
             owned.drop_gradient()
 
     def start_gather(self) -> None:
-        """Start to send the owned rows, as trained, to every rank."""
+        """Start to send the trained values of the owned rows to every rank."""
         if self.group is None:
             for owned in self.parameters:
                 if not owned.is_aliased:
@@ -110,7 +110,7 @@ class Bucket:
             return
         local_rows = self.parameters[0].parameter.new_zeros(sum(self.sizes))
         for owned, flat in zip(self.parameters, local_rows.split(self.sizes), strict=True):
-            # Cast on the device: the host would cast into memory that is not pinned, and wait for the device.
+            # Cast on the device, because the host would cast into memory that is not pinned and wait for the device.
             rows = owned.rows.to(flat.device, non_blocking=True)
             flat[: owned.rows.numel()].view_as(owned.rows).copy_(rows)
         gathered = local_rows.new_empty(self.group.size() * len(local_rows))

@@ -46,8 +46,8 @@ class PipelineP2P:
     ) -> None:
         """Create the message queues of this rank of the pipeline, and post the first receives.
 
-        `groups` carry messages to later ranks and to earlier ranks. `shapes` are those of each micro-batch's
-        activation, `like` has their dtype and device."""
+        The two `groups` carry messages to later ranks and to earlier ranks. `shapes` are the shapes of each
+        micro-batch's activation, and `like` is a tensor of their dtype and device."""
         self.schedule = schedule
         self.rank = rank
         self.groups = groups

@@ -55,11 +55,13 @@ class PipelineStrategy(Strategy):
     ) -> None:
         """Create the pipeline of this rank's stages.
 
-        `data_parallel` is connected to the groups that share the model. `representative` is a schedule of this pipeline
-        for any number of micro-batches. `p2p_groups` carry messages to later and to earlier ranks; `loss_group` has the
-        ranks of the pipeline and their data-parallel replicas. `activation_template` has the dtype and device of the
-        activations that stages send. `cp_size` ranks share the tokens of a row."""
-        # Not `super().__init__`: the loss of logits, for example, is that of `data_parallel`, and has no default here.
+        `data_parallel` is already connected to the groups that share the model. `representative` is a schedule of this
+        pipeline for any number of micro-batches. The two `p2p_groups` carry messages to later and to earlier ranks.
+        `loss_group` contains the ranks of the pipeline and their data-parallel replicas. `activation_template` is a
+        tensor of the dtype and device of the activations that stages send. `cp_size` ranks share the tokens of a
+        row."""
+        # `super().__init__` is not called: the loss of logits, for example, belongs to `data_parallel`, and has no
+        # default here.
         self.module = data_parallel.module
         self.group = loss_group
         self.trainable_parameters = data_parallel.trainable_parameters
@@ -162,8 +164,8 @@ class PipelineStrategy(Strategy):
 
         CUDA loads a kernel at its first launch, and the host then waits for all pending work of the GPU ("Lazy
         Loading", CUDA C++ Programming Guide). A receive whose message depends on that kernel would deadlock, as
-        observed on an H100. Rehearsals also communicate, such as tokens of experts. They depend on nothing that only
-        one rank knows, such as the documents of its rows."""
+        observed on an H100. Rehearsals also communicate, for example the tokens of experts, so they must not depend on
+        what only one rank knows, such as the documents of its rows."""
         if self.activation_template.device.type not in LAZY_LOADING_DEVICES:
             return
         shapes = self._activation_shapes(micros)
@@ -175,12 +177,14 @@ class PipelineStrategy(Strategy):
         for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
-            sizes = rows, tokens * self.cp_size, micro.tokens.device  # kernels of a ring depend on lengths of documents
+            # Kernels of a ring depend on the lengths of documents.
+            sizes = rows, tokens * self.cp_size, micro.tokens.device
             for documents in (None, Documents.whole_rows(*sizes), Documents.single_tokens_first(*sizes)):
                 self._rehearse_stages(replace(micro, documents=documents), shapes[index], losses)
         self.passes.backward_scale = self.data_parallel.backward_scale
         self.data_parallel.end_rehearsal()
-        torch.cuda.empty_cache()  # a rehearsal's tensors have other sizes than a step's, such as its sums of gradients
+        # Free the memory of a rehearsal: its tensors, such as sums of gradients, have other sizes than those of a step.
+        torch.cuda.empty_cache()
 
     def _rehearse_stages(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on synthetic activations of this shape.

@@ -23,7 +23,7 @@ from phalanx.model.products import IDENTITY, Product, ProductLinear, activated_p
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[GradientEdge, Callable[[], Tensor]]
-"""The place in the graph of a weight as it was used (perhaps a cast), and a function for its gradient."""
+"""The graph edge of a weight as it was used (perhaps after a cast), and the function that computes its gradient."""
 
 
 class DeferredWeightGrads:
