@@ -1,4 +1,6 @@
-"""Check of token ids and targets on the host: kernels on a device do not name a wrong one, or train on it silently."""
+"""Check of token ids and targets on the host.
+
+Kernels on a device do not name an invalid id, or train on it silently."""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def check_ids(
 
 def _find_first_invalid_id(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
     """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one."""
-    unsigned = ids.view(np.uint64)  # negative numbers become the largest, so that one pass finds both kinds
+    # Negative numbers become the largest ones, so that one pass finds both kinds of invalid ids.
+    unsigned = ids.view(np.uint64)
     if not ids.size or unsigned.max() < vocab_size:
         return None
     outside = (unsigned >= vocab_size) if ignored is None else (unsigned >= vocab_size) & (ids != ignored)

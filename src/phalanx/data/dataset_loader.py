@@ -1,4 +1,4 @@
-"""Loaders of the user's own datasets: map-style ones in shuffled order, iterable ones in theirs.
+"""Loaders of the user's own datasets: map-style datasets in shuffled order, iterable datasets in their own order.
 
 A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets, -100 where there is none. Global batches
 are equal at any number of ranks, because every rank reads the same order and keeps its own rows."""

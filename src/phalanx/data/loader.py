@@ -22,7 +22,7 @@ from phalanx.spec.errors import UserError
 
 
 class StepLoader(Protocol):
-    """Interface of the batches of steps: the loaders of token files, of streams, and of the user's datasets."""
+    """Interface of the loaders of token files, of streams, and of the user's datasets."""
 
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`."""
@@ -43,8 +43,8 @@ class StepLoader(Protocol):
 class SequenceCounter:
     """The rows of a rank in every step, and the number of each step's first sequence.
 
-    Sequence i of step n is number n * sequences_per_step + i. After a resume with steps of another size, n counts from
-    there."""
+    Sequence i of step n has the number n * sequences_per_step + i. After a resume with steps of another size, n counts
+    from the step of the resume."""
 
     def __init__(self, sequences_per_step: int, rank: int = 0, ranks: int = 1) -> None:
         self.sequences_per_step = sequences_per_step
@@ -186,7 +186,7 @@ def concat_batches(batches: list[Batch]) -> Batch:
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
     """Raise UserError for the first value that differs from the checkpoint's.
 
-    `identity` has the values that determine the order of tokens, by name, and `state` the checkpoint's.
+    `identity` maps names to the values that determine the order of tokens; `state` holds those of the checkpoint.
     `sequences_per_step` may differ if steps are `resized`."""
     fields = {
         "seed": "training.seed",
@@ -202,7 +202,8 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
         if name == "recipe":
             problem = "is split into sequences differently than by the version of Phalanx that wrote the checkpoint"
             raise UserError("data", None, problem, "resume with that version, or start a new run")
-        if name not in fields:  # a value without meaning to users
+        # A fingerprint means nothing to users.
+        if name not in fields:
             problem = "differs from the checkpoint's data: the text, the tokenizer or the held-out part has changed"
             raise UserError("data", None, problem, fix)
         saved_value = state.get(name)

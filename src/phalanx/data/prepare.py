@@ -40,8 +40,9 @@ class PreparedData:
 def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     """Tokenize the text of `data`, unless the cache has it.
 
-    The cache's key is the paths, names, sizes and times of all files (the name only of a dataset on the hub), the
-    tokenizer and the split. An entry is written to a temporary folder and renamed; of concurrent runs the first wins.
+    The key of the cache consists of the paths, names, sizes and times of all files (only the name of a dataset on the
+    hub), the tokenizer and the split. An entry is written to a temporary folder and renamed. If several runs write the
+    same entry, the first wins.
     Raises UserError for errors of the sources, the tokenizer or the cache."""
     check_sources(data)
     cache = Path(data.cache).expanduser()
@@ -61,7 +62,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
                 shutil.rmtree(temp_folder, ignore_errors=True)
     except OSError as error:
         raise disk_error("data.cache", data.cache, error) from None
-    # A pair of the user's is read in place, except for a held-out end.
+    # A pair of token files that the user provides is read in place, unless its end is held out.
     train_pairs = indexed_prefixes(data.train, "data.train") if data.held_out else []
     held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
     train = train_pairs[0] if len(train_pairs) == 1 else str(final_folder / "train")
@@ -70,9 +71,10 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
 
 
 def _iterate_training_texts(data: DataSpec) -> Iterator[str]:
-    """Yield training text, its files in the order of their hashes, so that its start is a sample.
+    """Yield the training text with its files in the order of their hashes, so that its beginning is a random sample.
 
-    If every document would be held out by name, the end of the text is held out instead: then it is all documents."""
+    If every document would be held out by its name, the end of the text is held out instead, and all documents are
+    yielded."""
     source_files = list_source_files(data.train)
     source_files.sort(key=lambda file: hashlib.blake2b(file.name.encode("utf-8", "replace")).digest())
 

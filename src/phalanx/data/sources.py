@@ -41,13 +41,13 @@ class Document:
     """A document with its name."""
 
     name: str
-    """Name by which it is held out: that of its file, or `file:number` (from 1) for a record."""
+    """Name that decides whether the document is held out: its file's name, or `file:number` (from 1) for a record."""
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A source that is opened as one: a file, or a Hugging Face dataset."""
+    """A file, or a Hugging Face dataset, which is opened like one."""
 
     kind: Kind
     path: str
@@ -97,7 +97,8 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         return [
             _describe_source_file(path, library, field) for path in _list_visible_files(library) if path.endswith(".py")
         ]
-    if source.startswith("hf:"):  # with size and time on disk; for a dataset on the hub only the name is known
+    # A dataset on disk has a size and a time. Of a dataset on the hub, only the name is known.
+    if source.startswith("hf:"):
         path = os.path.expanduser(source[3:])
         files = [os.stat(file) for file in _list_visible_files(path)]
         size = sum(file.st_size for file in files)
@@ -135,7 +136,9 @@ def _list_visible_files(root: str) -> list[str]:
 
 
 def _describe_source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
-    """Return a file below `root`; a link has its own name, because that of its target may be a hash."""
+    """Describe a file, named relative to `root`.
+
+    A link keeps its own name, because that of its target may be a hash."""
     try:
         status = os.stat(path)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Loader that tokenizes during training: TokenLoader's interface, forward only, with exact resume.
 
 Every rank reads and tokenizes all text and keeps its own rows, so that global batches are equal at any number of ranks.
-Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled."""
+Files (or datasets) are shuffled. The documents within a file stay in order, and sequences are not shuffled."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class StreamingLoader(SequenceCounter):
         self._position += 1
         self._num_buffered_tokens -= self.sequence
         self._skip += self.sequence
-        # The last target is the next sequence's first input, so its document is kept.
+        # The last target is also the first input of the next sequence, so its document stays in the buffer.
         while self._skip >= len(self._buffer[0].ids):
             self._skip -= len(self._buffer.popleft().ids)
         return row

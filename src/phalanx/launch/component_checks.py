@@ -1,4 +1,4 @@
-"""Check of the user's own components before ranks start: they exist. Their code is not run here."""
+"""Check that the user's own components exist before ranks start, without running their code."""
 
 from __future__ import annotations
 

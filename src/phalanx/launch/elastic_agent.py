@@ -125,7 +125,7 @@ class ElasticAgent(LocalElasticAgent):
         return started
 
     def _agree_on_command(self, group: WorkerGroup) -> Sequence[str]:
-        """Return the first node's command, for all nodes: a layout may depend on conditions at the start."""
+        """Return the first node's command, which all nodes run, because their conditions may differ."""
         world_size = group.workers[0].world_size
         if group.group_world_size == 1:
             return self._worker_command(world_size)
@@ -178,7 +178,9 @@ class ElasticAgent(LocalElasticAgent):
         super()._shutdown(signal.SIGKILL)
 
     def _stop_ranks(self, death_sig: signal.Signals) -> None:
-        """Stop ranks in order. If the signal itself ended one, the others have `FAILURE_GRACE_SECONDS` left."""
+        """Send ranks a signal, and give them time to save.
+
+        Once the signal itself has killed one, the others have `FAILURE_GRACE_SECONDS` left."""
         pids = self._list_pids()
         for pid in self._list_running_pids():
             os.kill(pid, death_sig)
@@ -266,7 +268,8 @@ def run_until_done(
                 fix = "use a port that no other run uses; to start several ranks on one machine, use --nproc"
                 problem = f"the rendezvous cannot be started on this machine: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
-            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to restart
+            # The other node may be about to restart.
+            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"the connection to the rendezvous failed: {error}"

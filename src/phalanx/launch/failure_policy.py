@@ -63,7 +63,8 @@ class FailurePolicy:
             return FailureAction.STOP if self.num_nodes == 1 else FailureAction.RESTART
         records = self.new_failure_records()
         first = find_first_failure(self.directory, failures, kills, records)
-        self._seen_failures.add(_failure_id(first))  # the record of a rank that wrote none was created just now
+        # For a rank that wrote no record, `first` was created just now.
+        self._seen_failures.add(_failure_id(first))
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         report = diagnose(self.directory, first, records, saved, failures, self.num_nodes)
         counters = self.counters

@@ -74,7 +74,7 @@ def diagnose(
 
 @dataclass(kw_only=True)
 class FailureCounters:
-    """Consecutive failures: those without a completed step between them."""
+    """Counts of consecutive failures, between which no step was completed."""
 
     last_step_reached: int = -1
     """Last finished step before a failure."""

@@ -152,8 +152,8 @@ def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunS
 def _find_fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
     """Return the run with settings that fit the memory; None if none are found.
 
-    A model deeper than `MAX_SEARCHED_LAYERS` is planned rarely. The search, which plans about 70 runs, uses a model of
-    fewer layers in proportionally less memory. The result is planned once with all layers.
+    The search plans about 70 runs, which takes too long for a model deeper than `MAX_SEARCHED_LAYERS`. It then uses a
+    model of fewer layers in proportionally less memory, and the result is planned once with all layers.
     """
     if run.model.num_layers <= MAX_SEARCHED_LAYERS:
         return _search_fitting_run(run, memory_bytes, device)

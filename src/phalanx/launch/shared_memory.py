@@ -35,7 +35,7 @@ class SlotHeader:
     rank: int = 0
     """Rank whose state was copied."""
     metadata_length: int = 0
-    """Bytes of the metadata (JSON), which follow the header."""
+    """Number of bytes of the metadata (JSON), which follows the header."""
 
     @property
     def is_complete(self) -> bool:
@@ -126,5 +126,5 @@ class SlotPair:
         self._next_index = 1 - self._next_index
 
     def make_current(self, index: int) -> None:
-        """Let the next copy overwrite the other slot than the first (0) or the second (1)."""
+        """Make the first (0) or the second slot (1) current, so that the next copy overwrites the other."""
         self._next_index = 1 - index

@@ -1,4 +1,4 @@
-"""Supervision of training: ranks are started, watched, and started again, fewer if necessary."""
+"""Supervision of training: start ranks, watch them, and restart them after failures, fewer of them if necessary."""
 
 from __future__ import annotations
 

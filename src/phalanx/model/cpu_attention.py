@@ -30,7 +30,7 @@ def attend_on_cpu(
 
 
 def _split_window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield consecutive queries of one document, and the keys that some of them see.
+    """Yield blocks of consecutive queries of one document, each with the keys that any of its queries sees.
 
     The first queries of a document see all earlier keys. Later blocks of n queries have n + window - 1 keys."""
     for start, end in pairwise(bounds):

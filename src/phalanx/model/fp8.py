@@ -72,7 +72,7 @@ def fp8_grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> T
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows in float8, each with the power of two that its numbers are multiples of."""
+    """Rows in float8, each with a power of two as its scale."""
 
     numbers: Tensor
     """e4m3, [..., N, I]."""

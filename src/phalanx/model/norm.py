@@ -14,7 +14,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.model import ModelSpec
 
 CHUNK_ELEMENTS = 2**15
-"""Elements that are in fp32 at one time: they fit a CPU's caches."""
+"""Number of elements that are converted to fp32 at one time, few enough for a CPU's caches."""
 
 
 class RMSNorm(nn.Module):

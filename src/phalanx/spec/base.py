@@ -84,7 +84,7 @@ PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal[", "tuple["
 
 
 def _drop_errors_of_other_types(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the errors without those of the other type where a field is a list or a single value."""
+    """Drop errors about the type that the user did not write, where a field may be a single value or a list."""
     paths = [tuple(_field_path(item)) for item in items]
 
     def is_of_other_type(item: dict[str, Any], path: tuple[str, ...]) -> bool:

@@ -35,7 +35,7 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
 
 
 def _fair_shares(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of the nodes without a count in the slots that are not yet assigned."""
+    """Divide the slots that are not yet assigned among the nodes without a count, in proportion to their capacities."""
     remaining = {node: capacity for node, capacity in capacities.items() if node not in counts}
     num_remaining_slots = num_slots - sum(counts.values())
     total = sum(remaining.values())

@@ -34,7 +34,7 @@ TRIM_THRESHOLD_BYTES = 2**26
 MMAP_THRESHOLD_BYTES = 2**24
 """Limits of malloc: memory that remains allocated, and sizes allocated outside of it.
 
-Both exceed the need of the RPC server, and of a piece of most models.
+Both are more than the RPC server, or a piece of most models, needs.
 """
 
 

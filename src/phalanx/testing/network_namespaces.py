@@ -25,7 +25,7 @@ class NamespacesUnavailable(OSError):  # noqa: N818 - a fact about the machine
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A namespace."""
+    """A host: a network namespace, and the host's link to the hub."""
 
     name: str
     namespace: str
@@ -34,7 +34,7 @@ class Host:
     hub: str
     """The hub's address on that link."""
     interface: str
-    """The host's interface; the hub's has the prefix h."""
+    """Name of the host's interface. The hub's end of the link has the same name with the prefix "h"."""
 
     @property
     def prefix(self) -> list[str]:

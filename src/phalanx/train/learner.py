@@ -141,7 +141,7 @@ class Learner:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def forward_backward(self, micros: Sequence[MicroBatch]) -> StepSums:
-        """Compute the gradients of the summed loss of this rank's rows, and return values to sum over ranks."""
+        """Compute the gradients of the summed loss of this rank's rows, and return the values that ranks must sum."""
         sums = StepSums.zeros(self.experts.load_shape, self.device)
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
@@ -164,7 +164,7 @@ class Learner:
         return self.loss(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy and the auxiliary loss, summed over tokens, whatever the loss of training."""
+        """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
         head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX)
         if head is not None:
             return self._run_model(model, micro, head)

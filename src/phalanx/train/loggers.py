@@ -52,7 +52,8 @@ class JsonLinesLogger:
 
     def close(self, failed: bool = False) -> None:
         """Close the file."""
-        with suppress(OSError):  # from a write that failed before; all others are flushed
+        # Only a write that failed before can raise here; all others have been flushed.
+        with suppress(OSError):
             self._file.close()
 
 
@@ -71,7 +72,8 @@ class TensorBoardLogger:
 
     def close(self, failed: bool = False) -> None:
         """Close the writer."""
-        with suppress(OSError):  # from a write that failed before, in the writer's thread
+        # Raised for a write that failed before, in the writer's thread.
+        with suppress(OSError):
             self._writer.close()
 
 

@@ -15,7 +15,8 @@ from phalanx.train.sample import sample_message
 from phalanx.train.trainer import Trainer
 
 MAX_SIZE_DIFFERENCE = 0.05
-"""Largest relative difference between a network's parameters and their description that is not reported."""
+"""Maximum relative difference between a network's number of parameters and that of its description that goes
+unreported."""
 OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 

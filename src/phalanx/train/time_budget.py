@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DECISION_STEPS = 10
 DECISION_SHARE = 0.05
-"""Minimum number of steps to measure, and minimum share of the time."""
+"""Minimum number of measured steps, and minimum share of the time budget that they take."""
 LATEST_DECISION_SHARE = 0.2
 """The share of the time after which fewer steps are enough."""
 WARM_UP_STEPS = 2

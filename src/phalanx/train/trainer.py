@@ -99,7 +99,7 @@ class Trainer(Learner):
         self.tokens = 0
         """Number of tokens computed in training, over all ranks."""
         self.targets = 0
-        """Number of targets trained on: of the tokens without those whose target is ignored."""
+        """Number of targets trained on: tokens without those whose target is ignored."""
         self.skipped = 0
         """Number of steps whose gradient was not finite."""
         # Checkpoints.
@@ -203,7 +203,7 @@ class Trainer(Learner):
         A callback that reads weights is called if it is due, and no other step has been launched since."""
         while len(self.launched) > keep:
             record = self.launched.popleft()()
-            # The sums of a later step are equal on all ranks. Asynchronous workers may receive older ones after a save.
+            # The sums of a step after the save are equal on all ranks. An asynchronous worker may receive older ones.
             saving = self.unreported_checkpoint
             if saving is not None and record["step"] > step_of(saving) and not self.has_pending_saves:
                 self._report_checkpoint()
@@ -306,7 +306,7 @@ class Trainer(Learner):
 
     @property
     def can_read_late(self) -> bool:
-        """True if a step can run without reading its results: whether the gradient is finite."""
+        """True if a step can run before the host knows whether its gradient is finite."""
         moe = self.run.model.moe
         routers_need_it = moe is not None and moe.bias_update_rate > 0
         layout = self.run.layout
@@ -314,7 +314,7 @@ class Trainer(Learner):
         return can_skip_on_device(self.optimizers) and steps_on_device and not routers_need_it
 
     def _read_step(self, results: LaunchedResults) -> MetricsRecord:
-        """Return the record of a launched step, and count its tokens, skipped steps and requests to stop."""
+        """Return the record of a launched step, and count its tokens, its targets, and a step that was skipped."""
         host_sums, norm = results.on_host.wait()
         sums = StepSums.unpack(host_sums, self.experts.load_shape)
         targets = int(sums.tokens)
@@ -357,7 +357,7 @@ class Trainer(Learner):
     # -- the end of the run ------------------------------------------------------------------------------------------
 
     def finish(self, reason: str) -> None:
-        """Request that the run ends soon, as if a step were its last: the next one, or on a GPU up to two later.
+        """Request that the run ends soon, as if the next step were its last (on a GPU, up to two steps later).
 
         One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps. Rank 0
         prints the reason if it is one of the ranks."""
@@ -427,7 +427,7 @@ class Trainer(Learner):
     def _build_manifest(self) -> MetricsRecord:
         """Return the state of a run besides its tensors."""
         states = {name: call_callback(name, callback.state_dict) for name, callback in self.callbacks.items()}
-        # Copies as JSON: a thread writes them while callbacks change their own.
+        # The states are copied as JSON, because a thread writes them while callbacks continue to change their own.
         copies = {name: json.loads(call_callback(name, json.dumps, state)) for name, state in states.items() if state}
         return {
             "tokens": self.tokens,

@@ -1,4 +1,4 @@
-"""Values of a run that suit each number of nodes of a range, as the fix of an error with one of these numbers."""
+"""Fixes for a run that fails with some number of nodes of a range: values that suit every number of the range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 MAX_BATCH_CHANGE = 2
-"""Maximum factor between the tokens per step of the run and those that a fix suggests: more is another training."""
+"""Maximum ratio of the tokens per step that a fix suggests to those of the run: beyond it, it is another training."""
 MAX_TRIED_BATCHES = 16
 """Maximum number of batches that are tried, the nearest first."""
 

@@ -39,7 +39,7 @@ def schema_text() -> str:
 
 
 def _simplify_table_schema(table: Schema) -> Schema:
-    """Return the schema of a table in which every key is optional, because a preset may define it."""
+    """Return the schema of a table with every key optional, because a preset may define it."""
     table = {key: value for key, value in table.items() if key not in ("required", "title")}
     if "description" in table:  # the example in a docstring is Python
         table["description"] = table["description"].partition("\n\nExample:")[0]

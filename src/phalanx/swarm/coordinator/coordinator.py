@@ -38,7 +38,8 @@ from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
 
 MAX_FROZEN_SECONDS = 2.0
-"""Time between two ticks from which the process was stopped in between; a tick is due every 0.05 s."""
+"""Maximum time between two ticks, which are due every 0.05 s. After a longer one, the process counts as having been
+stopped."""
 MAX_RECENT_NORMS = 64
 MAX_REASON_CHARS = 200
 """Maximum number of recorded characters of a rejection's reason, which may contain the sender's text."""
@@ -273,7 +274,7 @@ class Coordinator:
             self.changed.notify_all()
 
     def _record_event(self, kind: str, **fields: Any) -> None:
-        """Record an event of the present time."""
+        """Record an event with the present time."""
         self._apply_event({"kind": kind, **fields, "at": self.clock()})
 
     def _apply_event(self, event: Event) -> None:

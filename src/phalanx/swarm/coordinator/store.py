@@ -145,7 +145,7 @@ class SwarmStore:
     ) -> dict[str, str]:
         """Aggregate a round without changing the model yet, and return the digests of its weights and broadcast.
 
-        `node_tokens` has the name and number of tokens of each node with an update.
+        `node_tokens` lists the name and the number of tokens of each node that sent an update.
         """
         self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)

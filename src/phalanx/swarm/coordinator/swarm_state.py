@@ -265,7 +265,9 @@ class SwarmState:
 
     @property
     def _expected_nodes(self) -> set[str]:
-        """The present nodes of the open round that have sent, or must still send; rejected ones need not."""
+        """The present nodes of the open round that have sent an update, or must still send one.
+
+        Rejected nodes need not."""
         assert self.round is not None
         present = self.round.data_assignments.keys() & self.members.keys()
         return present - (self.round.refused - self.round.updates.keys())

@@ -58,7 +58,7 @@ class SwarmClient:
         self.join_message: Message = {}
         """The message with which the node joined, to join again if its lease has expired."""
         self.sent_bytes = self.received_bytes = 0
-        """Bytes of tensors and their names since the connection was opened."""
+        """Number of bytes of tensors and their names that were sent and received since the connection was opened."""
         self.upload_seconds = 0.0
         """Duration of the last upload's last attempt, without waiting for the coordinator to return."""
 

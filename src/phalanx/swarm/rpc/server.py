@@ -209,7 +209,8 @@ class SwarmService:
             return pack({})
         except UpdateRejected as refused:
             reason = str(refused)
-        except TensorFileError as error:  # of the model, which the node did not send: it tries again
+        except TensorFileError as error:
+            # The damage is in the model, which the node did not send, so the node tries again.
             context.abort(grpc.StatusCode.INTERNAL, f"{DAMAGED}: the coordinator's {error}")
         except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
             reason = f"malformed: {type(error).__name__}: {error}"
@@ -268,7 +269,7 @@ class SwarmService:
             raise
 
     def _verify_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
-        """Return the digest of each tensor of a file, whose content is as the coordinator wrote it."""
+        """Check that a file is as the coordinator wrote it, and return the digest of each of its tensors."""
         with self._digest_lock:  # computed once for many concurrent calls
             if file.path not in self._digests:
                 state = self.coordinator.state

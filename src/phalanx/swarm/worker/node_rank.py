@@ -27,7 +27,7 @@ from phalanx.train.training_data import open_training_data
 
 
 class NodeRank:
-    """A rank of a node. Only rank 0 has the lock of the directory, the connection to the coordinator and the logs."""
+    """A rank of a node. Only rank 0 locks the directory, connects to the coordinator, and writes the logs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

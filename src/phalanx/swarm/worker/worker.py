@@ -44,7 +44,7 @@ DEADLINE_MARGIN_SECONDS = 2.0
 
 
 class SwarmWorker:
-    """A rank of a node. With several ranks, torch.distributed must be initialized."""
+    """The training of a node on one of its ranks. With several ranks, torch.distributed must be initialized."""
 
     def __init__(
         self,

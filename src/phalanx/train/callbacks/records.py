@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RecordWriter(Callback, ABC):
-    """Writes records on rank 0: of steps, every `metrics.every` steps, and of evaluations.
+    """Writes records on rank 0: one every `metrics.every` steps, and one per evaluation.
 
     A subclass opens the destination."""
 
@@ -32,7 +32,7 @@ class RecordWriter(Callback, ABC):
         self.logger = self.open(trainer) if trainer.is_main else None
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write the record if it is due; that of the last step is."""
+        """Write the record if it is due. The record of the last step always is."""
         if record["step"] % trainer.run.metrics.every == 0 or record["step"] == trainer.run.training.steps:
             self._write_record(record)
 

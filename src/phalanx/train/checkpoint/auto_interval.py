@@ -36,9 +36,11 @@ class CheckpointScheduler:
         self._blocked_seconds: float | None = None
         """Seconds for which the last save blocked training."""
         self._write_in_progress = False
+        """True if the last save was still being written at the end of the last step."""
         self._overlapped_steps = 0
+        """Number of steps that began while a save was being written."""
         self._overlapped_seconds = 0.0
-        """Write in progress at the start of the next step; number and total seconds of such steps."""
+        """Total seconds of these steps."""
         self._cost_seconds: deque[float] = deque(maxlen=9)
         """Costs of the previous saves; a single one may be several times another."""
         self._reported_steps = 0

@@ -53,7 +53,7 @@ class Checkpointer:
         self.directory = directory
         self.keep = keep
         self.rank, self.world_size = rank_and_world_size()
-        # Its own group: the thread's collectives must not mix with the training's.
+        # The thread has its own group, because its collectives must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._host_copies = HostCopies()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -96,7 +96,7 @@ class Checkpointer:
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
-        """Write and publish a checkpoint. `files` has the number of the file of each tensor; None: one file."""
+        """Write and publish a checkpoint. `files` maps each tensor to the number of its file; None: one file."""
         started_at = time.perf_counter()
         try:
             if self._gpu is not None:  # a new thread's GPU is 0, where DCP would open a context for every rank
@@ -133,7 +133,7 @@ class Checkpointer:
     def _remove_old_checkpoints(self) -> None:
         """Remove checkpoints older than those to keep, quarantined or not.
 
-        A checkpoint that another process reads is left to the next save."""
+        A checkpoint that another process is reading is left for the next save to remove."""
         saved = checkpoints(self.directory)
         for old in saved[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""In-memory copies of a run's state, in the launcher of each rank and in that of the next node.
+"""Copies of a run's state in memory: each rank's launcher and the launcher of the next node keep one.
 
 The state of a failed rank survives in its launcher, the state of a failed node in the neighbor node. (Gemini, SOSP
 2023, keeps checkpoints in the memory of other machines in this way.)"""
@@ -37,7 +37,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class InMemoryCheckpoint:
-    """A rank's part of a copy of the state of all ranks."""
+    """One rank's part of a copy of the run's state."""
 
     step: int
     manifest: dict[str, Any]
@@ -49,7 +49,7 @@ class InMemoryCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """Description of a shard in a slot."""
+    """Shape and dtype of a shard in a slot."""
 
     shape: torch.Size
     full_shape: torch.Size
@@ -172,7 +172,7 @@ class InMemoryCheckpointer:
         slot = self._find_slot(step, self.rank)
         metadata = slot.metadata()
         entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
-        # The next copy overwrites the other slots than that of the restored one.
+        # The next copy must not overwrite the slot of the restored one.
         index = self._slots.index(slot) % 2
         self._local.make_current(index)
         self._neighbor.make_current(index)
@@ -187,7 +187,7 @@ class InMemoryCheckpointer:
         return next(slot for slot in self._slots if slot.header.copy_id == (step, rank))
 
     def _transfer_state(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
-        """Send a rank its state from its holder; the slots of `needed_copies` are not overwritten."""
+        """Send a rank its state from its holder, without overwriting the slots of `needed_copies`."""
         if self.rank == holder:
             slot = self._find_slot(step, rank)
             payload = slot.bytes()
@@ -207,7 +207,8 @@ class InMemoryCheckpointer:
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
     """Return the newest step whose copies exist for every rank, and the holder of each rank's copy.
 
-    A rank itself is its preferred holder. `copies_by_rank` has the step and the rank of each copy on a rank."""
+    A rank that still has its own copy is its holder. `copies_by_rank` lists, for each rank, the step and the owner of
+    every copy that it holds."""
     ranks = len(copies_by_rank)
     for step in sorted({step for copies in copies_by_rank for step, _ in copies}, reverse=True):
         holders = [

@@ -26,7 +26,7 @@ from phalanx.train.checkpoint.state import load_checkpoint
 from phalanx.train.components import build_network
 
 SWARM_WEIGHTS = (f"model/{SHARED_WEIGHTS_FILE}", SHARED_WEIGHTS_FILE)
-"""Full shared parameters of a swarm, in the directories of its coordinator and of a node."""
+"""Files with the full shared parameters of a swarm: in the directory of its coordinator, and in that of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)

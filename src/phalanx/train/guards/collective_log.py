@@ -163,7 +163,7 @@ LATE_FILE_POLL_SECONDS = 0.1
 
 
 class OrderGuard:
-    """Check of the order of collectives, from `__enter__` to `__exit__`; a no-op unless enabled."""
+    """Checks the order of collectives from `__enter__` to `__exit__`; a no-op unless enabled."""
 
     def __init__(self, directory: Path) -> None:
         """Create the guard of a run directory, at the same point of the collectives on all ranks."""
@@ -208,7 +208,7 @@ class OrderGuard:
     def _check_whole_logs(self, sizes: Sequence[int]) -> None:
         """Compare the full logs of all ranks, in files of these sizes, as far as they are visible.
 
-        A shared file system shows files late. Without one only the files of this node are visible."""
+        A shared file system may show files late. Without one, only the files of this node are visible."""
         deadline = time.monotonic() + LATE_FILE_SECONDS
         late = list(range(len(sizes)))
         while self._order is not None and late and time.monotonic() < deadline:

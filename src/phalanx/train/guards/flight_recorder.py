@@ -15,7 +15,7 @@ from phalanx.runs.hang_dumps import Frame, RecordedCollective
 
 MAX_COLLECTIVES = 300
 MAX_COLLECTIVES_PER_GROUP = 4
-"""Maximum number of collectives in a dump: the last ones of all, and of every group."""
+"""Maximum number of collectives in a dump: the last ones over all groups, and the last ones of each group."""
 RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """PyTorch's recorders by backend; that of NCCL exists with CUDA."""
 
@@ -62,7 +62,9 @@ def keep_most_recent(calls: Sequence[RecordedCollective]) -> list[RecordedCollec
 
 
 def _find_recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
-    """Return the recorders; arguments are: with collectives, with stacks, only pending ones."""
+    """Return the available recorders.
+
+    Their arguments are three switches: with collectives, with stacks, only pending ones."""
     return {backend: getattr(c10d, name) for backend, name in RECORDERS.items() if hasattr(c10d, name)}
 
 

@@ -33,7 +33,7 @@ STALL_FRACTION = 0.85
 """Share of the collective timeout without progress before a dump; the rest is for writing it."""
 MIN_POLLS = 40
 MAX_POLL_SECONDS = 0.25
-"""Minimum number of polls in that time, and maximum seconds between polls."""
+"""Minimum number of polls within this share of the timeout, and maximum seconds between polls."""
 JOIN_SECONDS = 5.0
 """Maximum wait for a dump in progress, before it is removed."""
 MAX_STACK_FRAMES = 40
@@ -102,7 +102,8 @@ class Watchdog:
         with self._write_lock:
             stack = traceback.extract_tb(error.__traceback__)
             message = f"{type(error).__name__}: {error}"
-            if self._last_dump is not None:  # from before the collective failed, and so more precise
+            # An earlier dump is from before the collective failed, and so more precise.
+            if self._last_dump is not None:
                 self._last_dump["error"] = message
                 self._write_dump(self._last_dump)
             else:
@@ -134,7 +135,8 @@ class Watchdog:
                         if not self._finished.is_set():
                             self._dump_state(STALLED, _read_thread_stack(self._main_thread_id))
                 elif stop_requested and not self._stop_preceded_stall:
-                    os._exit(1)  # it hung before the stop request, and would hang until it is killed
+                    # It hung before the stop request, and would hang until it is killed.
+                    os._exit(1)
 
     def _record_abort(self) -> None:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""

@@ -49,7 +49,7 @@ def _newton_schulz(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """One sharding of matrices between ranks: by rows (-2) or columns (-1), of which there are `total`."""
+    """Sharding of matrices over ranks along rows (-2) or columns (-1), of which a full matrix has `total`."""
 
     axis: int
     group: dist.ProcessGroup
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Create the optimizer.
 
-        `parts` are the parameters as parts of full matrices, for parameters that are not DTensors of them."""
+        `parts` describe the parameters as parts of full matrices (DTensors), where they are not DTensors themselves."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         pairs = zip(parameters, parts or parameters, strict=True)
         self.matrix_layouts = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}

@@ -74,7 +74,7 @@ def build_optimizers(
     parameters: dict[str, nn.Parameter],
     part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of the parameters; empty without parameters. Matrices have weight decay, vectors do not.
+    """Return the optimizers of the parameters. Matrices have weight decay, vectors do not.
 
     `part` returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`)."""
     if not parameters:

@@ -199,7 +199,7 @@ def ranks_of_group(name: str) -> tuple[int, ...]:
 
 def _total_bytes(operation: str, args: Sequence[Any]) -> int:
     sizes = [sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)) for argument in args]
-    # Outputs precede inputs, where there are both; the larger has the full size.
+    # Where an operation has outputs and inputs, outputs come first. The larger of the two has the full size.
     return sizes[1] if operation == "all_to_all" else max(sizes)
 
 

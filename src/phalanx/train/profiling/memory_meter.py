@@ -24,25 +24,25 @@ COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 
 @dataclass(kw_only=True)
 class MemoryChange:
-    """How the bytes by part change while some code runs, relative to those before it."""
+    """Change of the bytes of each part while some code runs."""
 
     peaks: Counter[str] = field(default_factory=Counter)
-    """Maximum of each part."""
+    """Peak of each part, relative to its bytes at the start."""
     peak_working: int = 0
     peak_total: int = 0
     net: Counter[str] = field(default_factory=Counter)
     """Change of each part from start to end."""
     moves: list[tuple[int, Counter[str]]] = field(default_factory=list)
-    """The share of `net` that is from tensors which came to count for another part: their number
-    (`MemoryMeter.numbers`), and their bytes, negative for the part before."""
+    """The share of `net` that comes from tensors which moved to another part. Each entry has the number of the tensor's
+    storage (`MemoryMeter.numbers`), and the bytes by part, negative for the part that it left."""
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counter of the bytes of all tensors that are created inside or known before, until they are freed.
+    """Counts the bytes of all tensors that exist before it or are created inside it, until they are freed.
 
     Each storage counts once. The meter slows every operation, so it is for one or two steps. A tensor counts for the
-    part that `known` names, else as communication after a collective, else as activations. The latter thus include
-    temporary tensors of forward and backward passes."""
+    part that `known` names. Any other tensor counts as communication if a collective created it, and otherwise as
+    activations, which therefore include temporary tensors of the passes."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class MemoryMeter(TorchDispatchMode):
     ) -> None:
         """Create the meter of the tensors by part that `known` returns.
 
-        PyTorch operations do not show that `elastic` communication buffers are resized, such as FSDP2's gathered
-        parameters, those of a group one after the other. The bytes by part are appended to `history` after each change,
-        with the time by time.perf_counter(). Parts of `other_memory` are not in this device's memory.
+        `elastic` are groups of communication buffers, such as FSDP2's gathered parameters, which are resized one after
+        the other without an operation that the meter could see. The bytes by part are appended to `history` after each
+        change, with the time by time.perf_counter(). Parts of `other_memory` are not in this device's memory.
         `known_after_collectives` returns those of `known` that a collective may create; by default all."""
         super().__init__()
         self.history = history
@@ -64,7 +64,8 @@ class MemoryMeter(TorchDispatchMode):
         self.known = known
         self.known_after_collectives = known_after_collectives or known
         self._elastic = [[tensor.untyped_storage() for tensor in group] for group in elastic if group]
-        # FSDP2 computes between the first and the last, if it copies shards of another dimension than rows.
+        # FSDP2 computes between the first and the last buffer of a group, if it copies shards of another dimension than
+        # rows.
         self._elastic_ends = [storage for group in self._elastic for storage in (group[0], group[-1])]
         self._elastic_keys = {storage._cdata for group in self._elastic for storage in group}
         self.part_by_storage: dict[int, str] = {}
@@ -85,7 +86,7 @@ class MemoryMeter(TorchDispatchMode):
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
         self._elastic_end_bytes: list[int] | None = None
-        """Bytes of the first and last buffer of each group, when all were last counted."""
+        """Bytes of the first and the last buffer of each elastic group when all of them were last counted."""
         self._changes: list[MemoryChange] = []
         """Changes that are being recorded, one inside the other."""
         self.reclassify()
@@ -198,7 +199,7 @@ class MemoryMeter(TorchDispatchMode):
             self.peak_total = max(self.peak_total, before[2])
 
     def repeat_change(self, change: MemoryChange) -> None:
-        """Count a recorded change again, without its tensors."""
+        """Count a recorded change once more, as if its code had run again."""
         self._update_peaks()
         for part, added in change.peaks.items():
             self.peaks[part] = max(self.peaks[part], self.bytes_by_part[part] + added)
@@ -225,7 +226,7 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def _subtract_counts(after: Counter[str], before: Counter[str]) -> Counter[str]:
-    """Return the differences, of either sign (those of Counter's minus are positive)."""
+    """Return the differences of either sign, whereas Counter's minus drops negative ones."""
     return Counter({part: after[part] - before[part] for part in after.keys() | before.keys()})
 
 

@@ -81,7 +81,8 @@ def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
     on_cpu = device.type == "cpu"
     cluster = run.cluster
     if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
-        return cluster.peak_flops / cluster.ranks_per_core  # measured on this machine by `phalanx calibrate`
+        # `phalanx calibrate` has measured it on this machine.
+        return cluster.peak_flops / cluster.ranks_per_core
     if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):
         return cluster.peak_flops
     if on_cpu:

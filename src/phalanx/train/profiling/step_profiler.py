@@ -108,7 +108,7 @@ class StepProfile:
     resident_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes by part between the backward pass and the update."""
     peak: dict[str, int] = field(default_factory=dict)
-    """Peak bytes of each part, and of all together."""
+    """Peak bytes of each part, and of all parts together."""
     flops: int = 0
     """FLOPs of forward and backward passes."""
     memory_history: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
@@ -214,8 +214,8 @@ def profile_step(
 def _disable_compiled_code(learner: Learner) -> Iterator[None]:
     """Run compiled blocks eagerly.
 
-    A recorder of operations sees none of compiled code, and after a call of a block under a recorder, PyTorch would
-    never again use the block's compiled code."""
+    A recorder of operations sees nothing of compiled code. And once a block was called under a recorder, PyTorch would
+    never use the block's compiled code again."""
     if not learner.compiles:  # the import below takes seconds
         yield
         return
