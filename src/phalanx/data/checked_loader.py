@@ -64,17 +64,17 @@ def check_ids(
     Arguments are those of `CheckedLoader`; `locate` returns the name of a row of the batch."""
     last = vocab_size - 1
     allowed = f"0 to {last} (model.vocab_size = {vocab_size})"
-    if wrong := _find_first_invalid_id(batch.tokens, vocab_size):
-        token = int(batch.tokens[wrong])
+    if invalid := _find_first_invalid_id(batch.tokens, vocab_size):
+        token = int(batch.tokens[invalid])
         fix = "correct the data" + (f", or set model.vocab_size = {token + 1}" if token > last else "")
-        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        position = f"position {invalid[1]} of {locate(invalid[0])}"
         raise UserError(field, source, f"has the token id {token} at {position}, but ids are {allowed}", fix)
-    if checks_targets and (wrong := _find_first_invalid_id(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
-        target = int(batch.targets[wrong])
+    if checks_targets and (invalid := _find_first_invalid_id(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
+        target = int(batch.targets[invalid])
         fix = f"correct the data, or set model.vocab_size = {target + 1}"
         if target < 0:
             fix = f"write {IGNORE_INDEX} where there is no target"
-        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        position = f"position {invalid[1]} of {locate(invalid[0])}"
         problem = f"has the target {target} at {position}, but targets are {allowed}, or {IGNORE_INDEX} to be ignored"
         raise UserError(field, source, problem, fix)
 

@@ -160,7 +160,7 @@ def _build_batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch
             problem = f"has a sample with the keys {', '.join(map(str, sample))}"
             raise _dataset_error(spec, problem, "return token ids, or inputs and targets")
     rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
-    tokens, targets = ([np.asarray(row[part]) for row in rows] for part in (0, 1))
+    tokens, targets = ([np.asarray(row[index]) for row in rows] for index in (0, 1))
     for row in (*tokens, *targets):
         if row.shape != (seq_len,):
             problem = f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]"
@@ -172,7 +172,9 @@ def _build_batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch
     if not rows:
         empty = np.zeros((0, seq_len), np.int64)
         return Batch(empty, empty, None)
-    stacked_tokens, stacked_targets = (np.stack(part, dtype=np.int64, casting="unsafe") for part in (tokens, targets))
+    stacked_tokens, stacked_targets = (
+        np.stack(arrays, dtype=np.int64, casting="unsafe") for arrays in (tokens, targets)
+    )
     return Batch(stacked_tokens, stacked_targets, None)
 
 

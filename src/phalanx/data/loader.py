@@ -175,12 +175,14 @@ def concat_batches(batches: list[Batch]) -> Batch:
     """Concatenate the rows of several batches."""
     if len(batches) == 1:
         return batches[0]
-    starts = None
+    document_starts = None
     if any(batch.document_starts is not None for batch in batches):
-        starts = np.concatenate(
+        document_starts = np.concatenate(
             [np.zeros_like(b.tokens, np.int32) if b.document_starts is None else b.document_starts for b in batches]
         )
-    return Batch(np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts)
+    return Batch(
+        np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), document_starts
+    )
 
 
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
@@ -238,14 +240,14 @@ def evaluation_batches(
         positions = rows[:, None] * seq_len + np.arange(seq_len + 1)
         clipped_positions = np.minimum(positions, end - 1 - origin)
         row_tokens = dataset.tokens[clipped_positions + origin].astype(np.int64)
-        starts = None
+        document_starts = None
         if mask_documents:
             document_index = np.searchsorted(document_offsets, clipped_positions[:, :-1], side="right") - 1
-            starts = np.maximum(document_offsets[document_index] - positions[:, :1], 0).astype(np.int32)
+            document_starts = np.maximum(document_offsets[document_index] - positions[:, :1], 0).astype(np.int32)
         yield Batch(
             tokens=np.ascontiguousarray(row_tokens[:, :-1]),
             targets=np.where(positions[:, 1:] <= targets, row_tokens[:, 1:], IGNORE_INDEX),
-            document_starts=starts if starts is not None and starts.any() else None,
+            document_starts=document_starts if document_starts is not None and document_starts.any() else None,
         )
 
 

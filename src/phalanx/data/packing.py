@@ -39,10 +39,10 @@ def pack_rows(
     positions = np.repeat(shifts[document] + first[row] - row * width, length)
     positions += np.arange(rows * width)
     row_tokens = tokens[positions].reshape(rows, width)
-    starts = None
+    document_starts = None
     if mask and ((start > 0) & (start < seq_len)).any():
-        starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
-    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
+        document_starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
+    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), document_starts)
 
 
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:

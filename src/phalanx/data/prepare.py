@@ -134,11 +134,11 @@ def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out
     if len(prefixes) == 1:
         split_tail(IndexedDataset(prefixes[0]), fraction, train, held_out)
         return
-    parts = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
-    for prefix, (head, tail) in zip(prefixes, parts, strict=True):
+    split_prefixes = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
+    for prefix, (head, tail) in zip(prefixes, split_prefixes, strict=True):
         split_tail(IndexedDataset(prefix), fraction, head, tail)
-    join_pairs([IndexedDataset(head) for head, _ in parts], train)
-    join_pairs([IndexedDataset(tail) for _, tail in parts], held_out)
+    join_pairs([IndexedDataset(head) for head, _ in split_prefixes], train)
+    join_pairs([IndexedDataset(tail) for _, tail in split_prefixes], held_out)
 
 
 def _carry_metadata(sources: Sequence[str], tokenizer: Tokenizer, *prefixes: Path) -> None:

@@ -112,9 +112,9 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         root = path
         paths = _list_visible_files(path)
     elif glob.has_magic(source):
-        parts = path.split(os.sep)
-        first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-        root = os.sep.join(parts[:first_wildcard]) or (os.sep if path.startswith(os.sep) else os.curdir)
+        components = path.split(os.sep)
+        first_wildcard = next(number for number, component in enumerate(components) if glob.has_magic(component))
+        root = os.sep.join(components[:first_wildcard]) or (os.sep if path.startswith(os.sep) else os.curdir)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
@@ -262,8 +262,8 @@ def _record_document(source_file: SourceFile, number: int, row: Any, text_key: s
         fix = "write JSON objects, one per line or in an array"
         raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix)
     if text_key not in row:
-        known = ", ".join(map(repr, row)) or "none"
-        fix = f"use one of its fields: {known}"
+        available = ", ".join(map(repr, row)) or "none"
+        fix = f"use one of its fields: {available}"
         raise UserError("data.text_key", text_key, f"is not a field of {location}", fix)
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
@@ -281,9 +281,9 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
-            known = ", ".join(map(repr, names))
+            available = ", ".join(map(repr, names))
             problem = f"is not a column of {source_file.path}"
-            raise UserError("data.text_key", text_key, problem, f"use one of: {known}")
+            raise UserError("data.text_key", text_key, problem, f"use one of: {available}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():

@@ -127,8 +127,8 @@ class StreamingLoader(SequenceCounter):
         self._states[self._next_step] = {"step": self._next_step, **vars(position), "tokens": tokens, **self._identity}
         self._states.pop(self._next_step - MAX_SAVED_STATES, None)
 
-    def _next_sequence(self, wanted: bool) -> list[np.ndarray] | None:
-        """Return the next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
+    def _next_sequence(self, is_local: bool) -> list[np.ndarray] | None:
+        """Return the next T + 1 tokens of the stream, one array per document; None if not `is_local`."""
         num_tokens = self.sequence + 1
         while self._num_buffered_tokens < num_tokens:
             piece = next(self._pieces, None)
@@ -143,7 +143,7 @@ class StreamingLoader(SequenceCounter):
             self._num_buffered_tokens = self._skip = self._position = 0
             self._pieces = self._tokenize_documents_from(self._start)
         row: list[np.ndarray] | None = None
-        if wanted:
+        if is_local:
             row = []
             start = self._skip
             for piece in self._buffer:

@@ -84,8 +84,8 @@ def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
     """Print the cause of the first failure, and record it if the user can fix it; return the exit code."""
     if failure["code"] == 2:
         print(f"phalanx: {failure['reason']}", file=sys.stderr)
-        known = error_from_record(failure["error"]) if "error" in failure else None
-        record_error(known or UserError(f"rank {failure['rank']}", None, failure["reason"]))
+        user_error = error_from_record(failure["error"]) if "error" in failure else None
+        record_error(user_error or UserError(f"rank {failure['rank']}", None, failure["reason"]))
         return 2
     print(f"phalanx: {describe_failure(failure)}", file=sys.stderr)
     if "traceback" in failure:

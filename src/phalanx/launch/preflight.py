@@ -169,9 +169,9 @@ def _find_fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, dev
         library_bytes = process_bytes(run.cluster, 0) / enough_bytes(run.cluster, 1.0, SAFE_OOM_PROBABILITY)
         sample_bytes = fraction * memory_bytes + (1 - fraction) * sharing_ranks * library_bytes
         cluster = run.cluster.replace(memory_bytes=round(sample_bytes))
-        found = _search_fitting_run(sample.replace(cluster=cluster), fraction * memory_bytes, device)
-        if found is not None:
-            fitting = found.replace(model=run.model, cluster=run.cluster)
+        fitting_sample = _search_fitting_run(sample.replace(cluster=cluster), fraction * memory_bytes, device)
+        if fitting_sample is not None:
+            fitting = fitting_sample.replace(model=run.model, cluster=run.cluster)
             return fitting if _planned_bytes(fitting, device) <= memory_bytes else None
     return None
 

@@ -163,7 +163,7 @@ class ForkedProcess(subprocess.Popen[Any]):
             "ignored_signals": [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
             "targets": [0, 1, 2, *pass_fds],
         }
-        standard = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        standard = [standard_fd if fd == -1 else fd for standard_fd, fd in enumerate((p2cread, c2pwrite, errwrite))]
         try:
             self.pid = self._warm_process.fork(request, [*standard, *pass_fds])
             self._child_created = True

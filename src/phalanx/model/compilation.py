@@ -28,11 +28,11 @@ def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
         if whole:
             block.compile()
             continue
-        for part in block.modules():
-            if isinstance(part, Attention):
-                part.rotate = _compile_rotary()
-            elif isinstance(part, MLP | Experts):
-                part.activation = compiled_activation(part.activation)
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.rotate = _compile_rotary()
+            elif isinstance(module, MLP | Experts):
+                module.activation = compiled_activation(module.activation)
 
 
 @cache

@@ -90,18 +90,18 @@ class _AttentionByDocument(torch.autograd.Function):
         for queries, keys in ctx.blocks:
             tokens = (queries, queries, keys, keys, queries)
             mask = _build_window_mask(queries, keys, ctx.window, like=gradient_NHK)
-            parts = CPU_FLASH_BACKWARD(
-                *(_as_batch(x[part]) for x, part in zip((gradient_NHK, *attention), tokens, strict=True)),
+            block_gradients = CPU_FLASH_BACKWARD(
+                *(_as_batch(x[rows]) for x, rows in zip((gradient_NHK, *attention), tokens, strict=True)),
                 lse_NH[queries].T[None],
                 0.0,
                 mask is None,
                 attn_mask=mask,
             )
-            for grad, block, part in zip(grads, tokens[1:4], parts, strict=True):
+            for grad, block, block_gradient in zip(grads, tokens[1:4], block_gradients, strict=True):
                 if ctx.window is None:
-                    grad[block] = part[0].transpose(0, 1)
+                    grad[block] = block_gradient[0].transpose(0, 1)
                 else:
-                    grad[block] += part[0].transpose(0, 1)
+                    grad[block] += block_gradient[0].transpose(0, 1)
         return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks_H), None, None
 
 

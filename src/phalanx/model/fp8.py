@@ -100,8 +100,8 @@ def use_fp8_products(module: nn.Module) -> None:
     """Make the linear layers of blocks and the experts of a model multiply in float8.
 
     Embedding, norms, routers and head are unchanged."""
-    for part in module.modules():
-        if isinstance(part, ProductLinear):
-            part.product = Product(linear=fp8_linear)
-        elif isinstance(part, Experts):
-            part.grouped_linear = fp8_grouped_linear
+    for submodule in module.modules():
+        if isinstance(submodule, ProductLinear):
+            submodule.product = Product(linear=fp8_linear)
+        elif isinstance(submodule, Experts):
+            submodule.grouped_linear = fp8_grouped_linear

@@ -41,8 +41,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        for part, rms_part, out_part in _split_rows(x, inverse_rms, out):
-            exact = at_least_fp32(part)
+        for x_part, rms_part, out_part in _split_rows(x, inverse_rms, out):
+            exact = at_least_fp32(x_part)
             torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
             out_part.copy_((exact * rms_part).mul_(weight))
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -53,8 +53,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
         grad_weight = at_least_fp32(weight).new_zeros(weight.shape)
-        for part, rms_part, gradient_part, grad_part in _split_rows(x, inverse_rms, gradient, grad_x):
-            normalized = at_least_fp32(part) * rms_part
+        for x_part, rms_part, gradient_part, grad_part in _split_rows(x, inverse_rms, gradient, grad_x):
+            normalized = at_least_fp32(x_part) * rms_part
             exact = at_least_fp32(gradient_part)
             grad_weight += (exact * normalized).sum(0)
             grad_normalized = exact * weight
@@ -70,5 +70,5 @@ def _split_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def build_norm(spec: ModelSpec) -> nn.Module:
     """Build the norm of the residual stream."""
-    kind = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
-    return kind(spec.hidden_size, spec.norm_eps)
+    norm_class = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
+    return norm_class(spec.hidden_size, spec.norm_eps)

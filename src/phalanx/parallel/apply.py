@@ -127,11 +127,12 @@ def apply_layout(
     data_parallel = apply_data_parallelism(module, layout, mesh, device, blocks, precision, sharding)
     if isinstance(data_parallel, ZeRO):
         data_parallel.overlap_gathers(module)
-    # Step 6, before a pipeline uses `model_parallel` and the timers, and reads the shapes of shards.
+    # Step 6, before a pipeline uses `model_parallel` and the timers, and reads the shapes of shards. Each of the ranks
+    # that share sequences counts the choices of the whole sequence.
     data_parallel.model_parallel = ModelParallelism(
         sharding=sharding,
         tensor_parallel=tp,
-        router_count_multiplicity=layout.cp,  # ranks that share sequences each count all of one
+        router_count_multiplicity=layout.cp,
     )
     for group in (tp, ep, cp):
         if group is not None:
@@ -169,8 +170,8 @@ def apply_layout_to_network(
     named_blocks = getattr(network, "blocks", None)
     blocks = list(named_blocks.children()) if isinstance(named_blocks, nn.Module) else []
     network.to(PARAMETER_DTYPES[precision])
-    for part in (blocks or [network]) if compile else ():
-        part.compile()
+    for unit in (blocks or [network]) if compile else ():
+        unit.compile()
     return apply_data_parallelism(network, layout, mesh, device, blocks, precision)
 
 

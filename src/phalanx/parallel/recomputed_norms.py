@@ -106,18 +106,20 @@ class RecomputedNorm:
         self.call: NormCall | None = None
         self.num_readers = 0
         norm.forward = self._apply_norm
-        for part in sublayer.modules():
-            if isinstance(part, Attention | MLP):
+        for submodule in sublayer.modules():
+            if isinstance(submodule, Attention | MLP):
                 # A product that is sharded over ranks casts the input once, for all layers.
                 project_in = (
-                    self._cast_operand_before(part.project_in) if "project_in" in vars(part) else part.project_in
+                    self._cast_operand_before(submodule.project_in)
+                    if "project_in" in vars(submodule)
+                    else submodule.project_in
                 )
-                part.project_in = partial(self._read_operand, project_in)  # type: ignore[method-assign]
-            elif isinstance(part, Router):
-                part.forward = partial(self._read_operand, part.forward)  # type: ignore[method-assign]
+                submodule.project_in = partial(self._read_operand, project_in)  # type: ignore[method-assign]
+            elif isinstance(submodule, Router):
+                submodule.forward = partial(self._read_operand, submodule.forward)  # type: ignore[method-assign]
             else:
-                if isinstance(part, nn.Linear):
-                    part.register_forward_pre_hook(self._cast_input)
+                if isinstance(submodule, nn.Linear):
+                    submodule.register_forward_pre_hook(self._cast_input)
                 continue
             self.num_readers += 1
 

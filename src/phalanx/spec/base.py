@@ -89,7 +89,7 @@ def _drop_errors_of_other_types(items: Sequence[dict[str, Any]]) -> list[dict[st
 
     def is_of_other_type(item: dict[str, Any], path: tuple[str, ...]) -> bool:
         if isinstance(item["input"], list):
-            return any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+            return any(len(other_path) > len(path) and other_path[: len(path)] == path for other_path in paths)
         return item["type"] == "tuple_type" and paths.count(path) > 1
 
     return [item for item, path in zip(items, paths, strict=True) if not is_of_other_type(item, path)]

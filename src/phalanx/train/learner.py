@@ -83,7 +83,7 @@ class Learner:
         moe = run.model.moe
         moe_layers = [layer for layer in range(run.model.num_layers) if moe and run.model.is_moe_layer(layer)]
         self.experts = ExpertCounts(moe_layers, moe.num_experts if moe else 0, device)
-        routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
+        routers = {name: submodule for name, submodule in self.module.named_modules() if isinstance(submodule, Router)}
         self.routers = {moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's routers, by their index among the layers with experts."""
         part_of_full = self.strategy.model_parallel.as_global_dtensor
@@ -123,13 +123,15 @@ class Learner:
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
-            starts = None if batch.document_starts is None else batch.document_starts[rows]
-            if starts is None or not starts.any():
-                starts = np.zeros_like(batch.tokens[rows], np.int32) if always_has_documents else None
+            document_starts = None if batch.document_starts is None else batch.document_starts[rows]
+            if document_starts is None or not document_starts.any():
+                document_starts = np.zeros_like(batch.tokens[rows], np.int32) if always_has_documents else None
             documents = None
-            if starts is not None:
-                host_bounds = document_bounds(starts)
-                documents = Documents(self._to_device(starts), self._to_device(host_bounds), host_bounds.tolist())
+            if document_starts is not None:
+                host_bounds = document_bounds(document_starts)
+                documents = Documents(
+                    self._to_device(document_starts), self._to_device(host_bounds), host_bounds.tolist()
+                )
                 if self.compiles:  # blocks are compiled once, not for each number of documents
                     torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))

@@ -65,9 +65,9 @@ def _describe_surprising_settings(trainer: Trainer) -> Iterator[str]:
     """Yield a line for each setting that may surprise."""
     training = trainer.run.training
     model = trainer.run.model
-    described = count_parameters(model).total
-    if abs(trainer.num_parameters / described - 1) > MAX_SIZE_DIFFERENCE:
-        yield f"[model] describes {described:,} parameters: predictions and MFU are for that size"
+    described_parameters = count_parameters(model).total
+    if abs(trainer.num_parameters / described_parameters - 1) > MAX_SIZE_DIFFERENCE:
+        yield f"[model] describes {described_parameters:,} parameters: predictions and MFU are for that size"
     if training.precision in BF16_PRECISIONS and not has_fast_bf16(trainer.device):
         yield 'this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"'
     if training.precision == "fp8" and trainer.device.type == "cpu":

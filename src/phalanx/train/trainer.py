@@ -272,11 +272,12 @@ class Trainer(Learner):
             is_finite = math.isfinite(on_host.wait()[1])  # the norm is equal on all ranks, so all decide alike
         phases.end("reduce")
         if self.experts.layers:
+            # A worker of a parameter server has no trained parameters, and receives its biases.
             self.experts.add(
                 StepSums.unpack(reduced.sums, self.experts.load_shape).expert_loads,
                 self.routers,
                 self.strategy.model_parallel.router_count_multiplicity,
-                update_biases=is_finite and bool(self.strategy.trainable_parameters),  # a worker receives its biases
+                update_biases=is_finite and bool(self.strategy.trainable_parameters),
             )
         if is_finite:
             steps = self.run.training.steps

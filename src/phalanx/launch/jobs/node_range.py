@@ -76,10 +76,10 @@ def _find_tokens_per_step(run: RunSpec, rank_counts: Sequence[int]) -> int | Non
     units = [micro_batch * lcm(*dp_sizes)]
     if run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES:
         units.append(micro_batch * max(dp_sizes))
-    wanted = training.tokens_per_step // training.seq_len
-    limit = MAX_BATCH_CHANGE * max(wanted, micro_batch * max(dp_sizes))
+    run_sequences = training.tokens_per_step // training.seq_len
+    limit = MAX_BATCH_CHANGE * max(run_sequences, micro_batch * max(dp_sizes))
     for unit in units:
-        multiples = sorted(range(unit, limit + 1, unit), key=lambda sequences: abs(sequences - wanted))
+        multiples = sorted(range(unit, limit + 1, unit), key=lambda sequences: abs(sequences - run_sequences))
         for sequences in multiples[:MAX_TRIED_BATCHES]:
             tokens = sequences * training.seq_len
             if _is_valid_for(_replace_field(run, "training.tokens_per_step", tokens), rank_counts):

@@ -64,7 +64,7 @@ class FSDP(Strategy):
         )
         on_gpu = mesh.device_type != "cpu"
         offload_policy = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
-        wrapped = [part for block in blocks for part in _select_unit_modules(block, layout.fsdp_unit)]
+        wrapped = [unit_module for block in blocks for unit_module in _select_unit_modules(block, layout.fsdp_unit)]
         shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
         reshard = layout.reshard_after_forward and layout.pp == 1
         experts = modules_owning(module, expert_parameters)
@@ -77,8 +77,8 @@ class FSDP(Strategy):
                 reshard_after_forward=reshard,
             )
         shard = partial(shard, mesh=mesh, shard_placement_fn=_choose_shard_placement(mesh))
-        for part in wrapped:
-            shard(part, reshard_after_forward=reshard)
+        for unit_module in wrapped:
+            shard(unit_module, reshard_after_forward=reshard)
         if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
             _shard_outside_blocks(module, shard, reshard)
         self.root = shard(module, reshard_after_forward=False)
@@ -215,7 +215,7 @@ class FSDP(Strategy):
         resident["parameters"] = list(self.trainable_parameters.values())
         if self.offload is None:
             return resident
-        return {"offloaded": [tensor for part in resident.values() for tensor in part]}
+        return {"offloaded": [tensor for tensors in resident.values() for tensor in tensors]}
 
 
 def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
@@ -245,8 +245,8 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
     """Make the embeddings one unit, and the final norm and head another."""
     embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
     shard(embeddings, reshard_after_forward=reshard)
-    for part in embeddings:
-        cast("FSDPModule", part).set_unshard_in_backward(False)  # their gradients need token ids only
+    for embedding in embeddings:
+        cast("FSDPModule", embedding).set_unshard_in_backward(False)  # their gradients need token ids only
     # The head is not resharded between its passes, because its backward pass follows at once.
     shard([model.norm, model.head], reshard_after_forward=False)
 
@@ -261,22 +261,22 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
 def _list_units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
     """Return the first module of each FSDP unit, in the order of the forward pass."""
     units: dict[object, FSDPModule] = {}
-    for part in root.modules():
-        if isinstance(part, FSDPModule):
-            units.setdefault(part._get_fsdp_state(), part)
+    for submodule in root.modules():
+        if isinstance(submodule, FSDPModule):
+            units.setdefault(submodule._get_fsdp_state(), submodule)
     return list(units.values())
 
 
 def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     """Return the modules that own these parameters directly."""
     owners = {name.rpartition(".")[0] for name in names}
-    return [part for name, part in named_modules(module) if name in owners]
+    return [submodule for name, submodule in named_modules(module) if name in owners]
 
 
 def _select_unit_modules(block: nn.Module, wrap: str) -> list[nn.Module]:
     """Return the modules of a block that become units: none where the full model is one unit."""
-    parts = [child for child in block.children() if any(True for _ in child.parameters())]
-    return {"model": [], "block": [block], "sublayer": parts}[wrap]
+    submodules = [child for child in block.children() if any(True for _ in child.parameters())]
+    return {"model": [], "block": [block], "sublayer": submodules}[wrap]
 
 
 class TimedAllGather(DefaultAllGather):

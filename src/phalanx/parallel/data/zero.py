@@ -73,10 +73,10 @@ class ZeRO(Strategy):
         shardings = {name: expert_sharding if name in expert_parameters else sharding for name in names}
         are_separate = compute_dtype is not None or offload is not None
         master_rows = {
-            name: master_copy(own, device, offload)
+            name: master_copy(owned_rows, device, offload)
             for name, p in trainable_parameters_of(named_parameters(module))
-            for own in [shardings[name].rows(p)]
-            if are_separate or not own.is_contiguous()  # fused AdamW steps contiguous rows
+            for owned_rows in [shardings[name].rows(p)]
+            if are_separate or not owned_rows.is_contiguous()  # fused AdamW steps contiguous rows
         }
         if compute_dtype is not None:
             for parameter in module.parameters():

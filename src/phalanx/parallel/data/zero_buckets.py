@@ -48,14 +48,16 @@ class Bucket:
                 owned.add_to_full_gradient(torch.zeros_like(owned.parameter))
         sent = self.parameters[0].parameter.new_empty(self.group.size(), sum(self.sizes))
         if any(owned.axis for owned in self.parameters):
-            for owned, gradient, part in zip(
+            for owned, gradient, message_part in zip(
                 self.parameters, self._full_gradients(), sent.split(self.sizes, dim=1), strict=True
             ):
                 if owned.axis:
                     rows = owned.sharding.by_rank(gradient)
-                    part.view(rows.shape).copy_(rows)
+                    message_part.view(rows.shape).copy_(rows)
                 else:
-                    torch._chunk_cat([gradient.view(owned.matrix)], dim=0, num_chunks=self.group.size(), out=part)
+                    torch._chunk_cat(
+                        [gradient.view(owned.matrix)], dim=0, num_chunks=self.group.size(), out=message_part
+                    )
         else:
             torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
         if not keep_full:

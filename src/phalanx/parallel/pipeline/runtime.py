@@ -80,7 +80,9 @@ class PipelineStrategy(Strategy):
         self.has_loss = stage_module.last in stage_module.layers
         self.model = cast(nn.Module, self._compute_full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
-        self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
+        self.forward_only = Schedule.from_rows(
+            [[Action(stage, "F", 0) for stage in rank_stages] for rank_stages in stages]
+        )
         self.tied_embedding = TiedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
         self.tied_embedding.create_copy(activation_template)
         self.splits_backward = representative.splits_backward

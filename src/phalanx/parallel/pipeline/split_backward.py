@@ -70,13 +70,13 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
     product = Product(deferred_grads.defer_or_compute)
     if "logits" not in vars(module):
         module.logits = lambda x_BTD, weight_VD: activated_product(product, IDENTITY, weight_VD, x_BTD)  # type: ignore[method-assign]
-    for part in module.modules():
-        if isinstance(part, ProductLinear):
-            part.product = replace(part.product, defer_or_compute=deferred_grads.defer_or_compute)
-        elif isinstance(part, nn.Linear):
-            part.forward = partial(_apply_linear, part, product)  # type: ignore[method-assign]
-        elif isinstance(part, Experts):
-            part.defer_or_compute = deferred_grads.defer_or_compute
+    for submodule in module.modules():
+        if isinstance(submodule, ProductLinear):
+            submodule.product = replace(submodule.product, defer_or_compute=deferred_grads.defer_or_compute)
+        elif isinstance(submodule, nn.Linear):
+            submodule.forward = partial(_apply_linear, submodule, product)  # type: ignore[method-assign]
+        elif isinstance(submodule, Experts):
+            submodule.defer_or_compute = deferred_grads.defer_or_compute
 
 
 def _apply_linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:

@@ -158,8 +158,8 @@ def resident_bytes(strategy: Strategy, optimizers: Sequence[torch.optim.Optimize
     Each storage counts once. Offloaded state is excluded.
     """
     resident = strategy.resident_tensors(optimizers)
-    frozen_modules = [part for part in strategy.module.modules() if isinstance(part, FrozenExpertWeights)]
+    frozen_modules = [module for module in strategy.module.modules() if isinstance(module, FrozenExpertWeights)]
     tensors = [tensor for part in ("parameters", "gradients", "optimizer") for tensor in resident.get(part, ())]
-    tensors += [buffer for part in frozen_modules for buffer in part.buffers()]
+    tensors += [buffer for module in frozen_modules for buffer in module.buffers()]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -57,8 +57,8 @@ class MLflow(RecordWriter):
 
         client = MlflowClient(self.tracking_uri)
         if self.run_id is None:
-            known = client.get_experiment_by_name(self.experiment)
-            experiment_id = known.experiment_id if known else client.create_experiment(self.experiment)
+            experiment = client.get_experiment_by_name(self.experiment)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(self.experiment)
             run_id: str = client.create_run(experiment_id, run_name=trainer.run.name).info.run_id
             for name, value in _flatten_table(trainer.run.model_dump(mode="json", exclude_none=True)).items():
                 client.log_param(run_id, name, value)

@@ -127,8 +127,8 @@ class InMemoryCheckpointer:
         slot.ensure_size(HEADER_BYTES + _round_up_to_alignment(len(metadata)) + shards_bytes)
         slot.memory[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
         buffer = slot.bytes()[_round_up_to_alignment(len(metadata)) :]
-        for name, part in _restore_parts(entries, buffer).items():
-            part.copy_(shards[name], non_blocking=True)
+        for name, shard_copy in _shards_in_buffer(entries, buffer).items():
+            shard_copy.copy_(shards[name], non_blocking=True)
         wait_for_host_copies(self._device)
         slot.commit(SlotHeader(step, self.rank, len(metadata)))
 
@@ -180,7 +180,7 @@ class InMemoryCheckpointer:
             step=slot.header.step,
             manifest=metadata["manifest"],
             shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
-            tensors=_restore_parts(entries, slot.bytes()[_round_up_to_alignment(slot.header.metadata_length) :]),
+            tensors=_shards_in_buffer(entries, slot.bytes()[_round_up_to_alignment(slot.header.metadata_length) :]),
         )
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
@@ -225,11 +225,11 @@ def _round_up_to_alignment(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _restore_parts(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[str, Tensor]:
+def _shards_in_buffer(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[str, Tensor]:
     """Return the shards that lie one after the other in a buffer, whose memory they share."""
-    parts = {}
+    shards = {}
     offset = 0
     for name, entry in entries.items():
-        parts[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        shards[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
         offset += _round_up_to_alignment(entry.nbytes)
-    return parts
+    return shards

@@ -78,9 +78,8 @@ class CollectiveLog:
         self, operation: Any, name: str, argument_names: Sequence[str], keys: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._file is not None:
-            call = _describe_call(
-                name, dict(zip(argument_names, args, strict=False))
-            )  # optional arguments may be missing
+            # Optional arguments may be missing.
+            call = _describe_call(name, dict(zip(argument_names, args, strict=False)))
             with self._lock:
                 number = self._numbers.get(call)
                 if number is None:
@@ -108,7 +107,7 @@ def _describe_call(name: str, arguments: dict[str, Any]) -> LoggedCall:
     # Threads that Python started; backward passes on a GPU run in threads of autograd, which PyTorch starts.
     thread = threading.get_ident()
     is_main = thread == threading.main_thread().ident
-    in_background = not is_main and any(known.ident == thread for known in threading.enumerate())
+    in_background = not is_main and any(python_thread.ident == thread for python_thread in threading.enumerate())
     return LoggedCall(
         kind=COLLECTIVE,
         group=group,
@@ -123,9 +122,9 @@ def _describe_call(name: str, arguments: dict[str, Any]) -> LoggedCall:
 
 def _measure_input(arguments: dict[str, Any]) -> tuple[int, str]:
     """Return the number of elements and the dtype of a rank's input to a collective."""
-    given = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
+    inputs = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
     # Only the root of a scatter has an input.
-    tensors = _flatten_tensors(given) or _flatten_tensors(arguments.get("output_tensors", ()))
+    tensors = _flatten_tensors(inputs) or _flatten_tensors(arguments.get("output_tensors", ()))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return sum(tensor.numel() for tensor in tensors), dtype
 

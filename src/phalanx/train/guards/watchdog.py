@@ -120,9 +120,9 @@ class Watchdog:
             now = time.monotonic()
             # Waits for another stage are in no recorder.
             waited_seconds = self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
-            seen = self.step, waited_seconds, recorder_fingerprint()
-            if seen != self._last_progress:
-                self._last_progress = seen
+            progress = self.step, waited_seconds, recorder_fingerprint()
+            if progress != self._last_progress:
+                self._last_progress = progress
                 self._stalled_since = now
                 with self._write_lock:
                     if not self._finished.is_set():  # the dump of a failure is kept
@@ -189,7 +189,7 @@ def _read_thread_stack(thread: int) -> traceback.StackSummary:
     frames = sys._current_frames()
     stack = traceback.extract_stack(frames.get(thread))
     # On a GPU backward passes run in a thread of PyTorch, which has no name in Python.
-    unnamed = set(frames) - {known.ident for known in threading.enumerate()}
+    unnamed = set(frames) - {python_thread.ident for python_thread in threading.enumerate()}
     if unnamed and stack and AUTOGRAD_FILE in stack[-1].filename:
         stack += traceback.extract_stack(frames[min(unnamed)])
     return stack

@@ -123,21 +123,21 @@ def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
 def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]) -> list[Tensor]:
     """Return this rank's parts of the orthogonalized matrices, which all have one shape."""
     dtype = exchange_dtype(matrices[0])
-    stacked = torch.stack([part.to(dtype) for part in matrices])
+    stacked = torch.stack([matrix.to(dtype) for matrix in matrices])
     for sharding in shardings:
         stacked = to_group_device(stacked, sharding.group)
     return list(_orthogonalize_sharded(stacked.flatten(0, -3), shardings).view(stacked.shape))
 
 
-def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
+def _orthogonalize_sharded(shards: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
     """Orthogonalize matrices [M, rows, columns]; the order of rows or columns is irrelevant."""
-    if not shardings or not len(parts):
-        return orthogonalize(parts)
+    if not shardings or not len(shards):
+        return orthogonalize(shards)
     (sharding, *remaining) = shardings
     columns = shardings[0].axis == -1
-    gathered = gather_assigned(parts.mT if columns else parts, sharding.total, sharding.group)
+    gathered = gather_assigned(shards.mT if columns else shards, sharding.total, sharding.group)
     result = _orthogonalize_sharded(gathered.mT if columns else gathered, remaining)
-    local = scatter_back(result.mT if columns else result, len(parts), sharding.group)
+    local = scatter_back(result.mT if columns else result, len(shards), sharding.group)
     return local.mT.contiguous() if columns else local
 
 
@@ -155,8 +155,8 @@ def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tenso
     received = sent.new_empty(sum(sizes))
     sent_sizes = [len(range(owner, len(rows), ranks)) * rows[0].numel() for owner in range(ranks)]
     dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
-    parts = zip(received.split(sizes), rows_per_rank(total, ranks), strict=True)
-    return torch.cat([part.view(num_assigned, count, columns) for part, count in parts], dim=1)
+    shards = zip(received.split(sizes), rows_per_rank(total, ranks), strict=True)
+    return torch.cat([shard.view(num_assigned, count, columns) for shard, count in shards], dim=1)
 
 
 def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
@@ -165,7 +165,7 @@ def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> T
     rank = group.rank()
     (total, columns) = assigned.shape[1:]
     counts = rows_per_rank(total, ranks)
-    sent = torch.cat([part.flatten() for part in assigned.split(counts, dim=1)])
+    sent = torch.cat([shard.flatten() for shard in assigned.split(counts, dim=1)])
     owner_counts = [len(range(owner, matrices, ranks)) for owner in range(ranks)]
     sizes = [count * counts[rank] * columns for count in owner_counts]
     received = sent.new_empty(sum(sizes))

@@ -65,8 +65,8 @@ class LearningRateRescaling:
 
     def factor_at(self, step: int) -> float:
         """Return the factor of `step` (from 0)."""
-        done = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
-        return self.before + (self.after - self.before) * done
+        progress = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
+        return self.before + (self.after - self.before) * progress
 
 
 def build_optimizers(
@@ -84,14 +84,14 @@ def build_optimizers(
         return [call_component("optimizer.implementation", spec.implementation, groups, lr=spec.learning_rate)]
     if spec.name == "muon":
         matrices = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
-        others = {name: p for name, p in parameters.items() if name not in matrices}
+        remaining = {name: p for name, p in parameters.items() if name not in matrices}
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            parts = [part(name, p.detach()) for name, p in matrices.items()]
+            global_matrices = [part(name, p.detach()) for name, p in matrices.items()]
             lr = spec.muon_learning_rate
-            optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, parts))
-        if others:
-            optimizers.append(_build_adamw(spec, others))
+            optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, global_matrices))
+        if remaining:
+            optimizers.append(_build_adamw(spec, remaining))
         return optimizers
     if spec.name == "adamw":
         return [_build_adamw(spec, parameters)]

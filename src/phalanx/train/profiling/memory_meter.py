@@ -111,11 +111,11 @@ class MemoryMeter(TorchDispatchMode):
 
     def _classify_tensors(self, tensors_by_part: Mapping[str, Iterable[Tensor]]) -> None:
         for part, tensors in tensors_by_part.items():
-            known = self._known[part]
+            known_of_part = self._known[part]
             for tensor in tensors:
-                before = known.get(id(tensor))
+                before = known_of_part.get(id(tensor))
                 if before is None or before() is not tensor:
-                    known[id(tensor)] = weakref.ref(tensor)
+                    known_of_part[id(tensor)] = weakref.ref(tensor)
                     self._track_storage(_local_shard(tensor), part, moves=True)
         self._update_peaks()
 
