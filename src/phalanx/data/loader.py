@@ -127,7 +127,7 @@ class TokenLoader(EpochLoader):
     ) -> None:
         super().__init__(sequences_per_step, seed, rank, ranks)
         self.dataset = dataset
-        self.sequence = seq_len
+        self.seq_len = seq_len
         self.mask = mask_documents
         self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
@@ -137,15 +137,15 @@ class TokenLoader(EpochLoader):
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
         """Return sequences of an epoch, by their indices in its order."""
         order = self._epoch(epoch)
-        first = order.order[indices] * self.sequence
-        return pack_rows(self.dataset.tokens, order.document_starts, order.shifts, first, self.sequence, self.mask)
+        first = order.order[indices] * self.seq_len
+        return pack_rows(self.dataset.tokens, order.document_starts, order.shifts, first, self.seq_len, self.mask)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Values that determine the order of sequences, by name."""
         return {
             "seed": self.seed,
-            "sequence": self.sequence,
+            "sequence": self.seq_len,
             "sequences_per_step": self.sequences_per_step,
             "fingerprint": self.dataset.fingerprint(),
         }

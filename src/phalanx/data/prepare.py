@@ -166,11 +166,13 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, prefixes: list[Path], pro
 
 
 def _cache_key(data: DataSpec) -> str:
-    key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
-    key["streaming"] = not data.writes_train_tokens
+    inputs = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
+    inputs["streaming"] = not data.writes_train_tokens
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         files = list_files(sources, field) if sources else []
-        key[field] = [(file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in files]
+        inputs[field] = [
+            (file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in files
+        ]
     if data.tokenizer not in ("bpe", "bytes"):
-        key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
-    return hashlib.sha256(json.dumps([RECIPE_VERSION, key]).encode("utf-8", "replace")).hexdigest()[:20]
+        inputs["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
+    return hashlib.sha256(json.dumps([RECIPE_VERSION, inputs]).encode("utf-8", "replace")).hexdigest()[:20]

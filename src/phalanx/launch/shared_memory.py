@@ -34,8 +34,8 @@ class SlotHeader:
     """Step after which the state was copied; -1 if the slot has no complete copy."""
     rank: int = 0
     """Rank whose state was copied."""
-    metadata_length: int = 0
-    """Number of bytes of the metadata (JSON), which follows the header."""
+    metadata_bytes: int = 0
+    """Size of the metadata (JSON), which follows the header."""
 
     @property
     def is_complete(self) -> bool:
@@ -101,7 +101,7 @@ class SharedMemorySlot:
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of a complete copy."""
-        return dict(json.loads(self.memory[HEADER_BYTES : HEADER_BYTES + self.header.metadata_length]))
+        return dict(json.loads(self.memory[HEADER_BYTES : HEADER_BYTES + self.header.metadata_bytes]))
 
 
 class SlotPair:

@@ -62,9 +62,9 @@ def supervise_training(
             while not run_until_done(nproc, worker_command, policy.decide, rendezvous, rank_starter):
                 fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
                 if fewer_ranks is None:
-                    if policy.code not in (2, EXIT_STOPPED):
+                    if policy.exit_code not in (2, EXIT_STOPPED):
                         print_resume_hint(directory)
-                    return policy.code
+                    return policy.exit_code
                 nproc = fewer_ranks
             return 0
     except (SystemExit, RunEndedByOtherNode) as exit_reason:

@@ -121,8 +121,8 @@ class SwarmState:
             case "accepted":
                 assert self.round is not None
                 fields = {name: event[name] for name in ("node", "tokens", "steps", "bytes", "norm", "at")}
-                offset = self.round.elapsed_seconds(event["at"])
-                self.round.updates[event["node"]] = AcceptedUpdate(**fields, offset=offset)
+                arrival_seconds = self.round.elapsed_seconds(event["at"])
+                self.round.updates[event["node"]] = AcceptedUpdate(**fields, arrival_seconds=arrival_seconds)
                 if self.text is None:
                     self.text = self.texts.get(event["node"])
             case "refused":

@@ -138,13 +138,13 @@ class InMemoryCheckpointer:
         received_slot = self._neighbor.next
         received_slot.invalidate()
         sent = sent_slot.bytes()
-        sizes = torch.tensor([sent.numel(), sent_slot.header.metadata_length])
+        sizes = torch.tensor([sent.numel(), sent_slot.header.metadata_bytes])
         received_sizes = torch.zeros(2, dtype=torch.int64)
         self._send_to_next_node(sizes, received_sizes)
-        received_bytes, metadata_length = received_sizes.tolist()
+        received_bytes, metadata_bytes = received_sizes.tolist()
         received_slot.ensure_size(HEADER_BYTES + received_bytes)
         self._send_to_next_node(sent, received_slot.bytes()[:received_bytes])
-        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length))
+        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_bytes))
 
     def _send_to_next_node(self, sent: Tensor, received: Tensor) -> None:
         """Send to the rank of the next node while receiving from that of the previous node."""
@@ -180,7 +180,7 @@ class InMemoryCheckpointer:
             step=slot.header.step,
             manifest=metadata["manifest"],
             shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
-            tensors=_shards_in_buffer(entries, slot.bytes()[_round_up_to_alignment(slot.header.metadata_length) :]),
+            tensors=_shards_in_buffer(entries, slot.bytes()[_round_up_to_alignment(slot.header.metadata_bytes) :]),
         )
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
@@ -191,17 +191,17 @@ class InMemoryCheckpointer:
         if self.rank == holder:
             slot = self._find_slot(step, rank)
             payload = slot.bytes()
-            dist.send(torch.tensor([payload.numel(), slot.header.metadata_length]), rank, group=self._group)
+            dist.send(torch.tensor([payload.numel(), slot.header.metadata_bytes]), rank, group=self._group)
             dist.send(payload, rank, group=self._group)
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        received_bytes, metadata_length = sizes.tolist()
+        received_bytes, metadata_bytes = sizes.tolist()
         slot = next(slot for slot in self._slots if slot.header.copy_id not in needed_copies)
         slot.invalidate()
         slot.ensure_size(HEADER_BYTES + received_bytes)
         dist.recv(slot.bytes()[:received_bytes], holder, group=self._group)
-        slot.commit(SlotHeader(step, rank, metadata_length))
+        slot.commit(SlotHeader(step, rank, metadata_bytes))
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:

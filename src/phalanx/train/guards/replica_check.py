@@ -37,8 +37,8 @@ class ReplicaMismatch:
     ranks: tuple[int, ...]
     """Ranks that differ from the majority, or all holders of the tensor if there is no majority."""
     holders: tuple[int, ...]
-    tensors: int
-    """Number of tensors that differ."""
+    num_tensors: int
+    """Number of tensors that differ, of which this is the first."""
 
 
 def check_replica_consistency(
@@ -73,7 +73,10 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
         return None
     values = hashes_by_key[differing_keys[0]]
     return ReplicaMismatch(
-        key=differing_keys[0], ranks=tuple(minority_ranks(values)), holders=tuple(values), tensors=len(differing_keys)
+        key=differing_keys[0],
+        ranks=tuple(minority_ranks(values)),
+        holders=tuple(values),
+        num_tensors=len(differing_keys),
     )
 
 
@@ -84,7 +87,7 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
     is_tie = set(mismatch.ranks) == set(mismatch.holders)
     num_others = len(mismatch.holders) - len(mismatch.ranks)
     where = f"between {rank_names}" if is_tie else f"on {rank_names} from the {num_others} other ranks"
-    more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
+    more = f", and {mismatch.num_tensors - 1} more tensors" if mismatch.num_tensors > 1 else ""
     before = "it was not compared before"
     advice = "restart the run"
     if step > every:

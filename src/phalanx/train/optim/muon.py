@@ -69,14 +69,14 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        parts: Sequence[Tensor] = (),
+        global_matrices: Sequence[Tensor] = (),
     ) -> None:
         """Create the optimizer.
 
-        `parts` describe the parameters as parts of full matrices (DTensors), where they are not DTensors themselves."""
+        `global_matrices` are the parameters as DTensors of full matrices, where they are not DTensors themselves."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        pairs = zip(parameters, parts or parameters, strict=True)
-        self.matrix_layouts = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}
+        pairs = zip(parameters, global_matrices or parameters, strict=True)
+        self.matrix_layouts = {parameter: (matrix.shape, matrix_shardings(matrix)) for parameter, matrix in pairs}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -106,18 +106,19 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(state["momentum"], momentum)
 
 
-def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
-    """Return the shardings of a part of a matrix, the last one first."""
-    if not isinstance(part, DTensor):
+def matrix_shardings(matrix: Tensor) -> tuple[MatrixSharding, ...]:
+    """Return the shardings of a matrix over ranks, the last one first."""
+    if not isinstance(matrix, DTensor):
         return ()
     shardings = []
-    shape = list(part.shape)
-    for axis, placement in enumerate(part.placements):
+    shape = list(matrix.shape)
+    for axis, placement in enumerate(matrix.placements):
         if isinstance(placement, Shard):
-            group = part.device_mesh.get_group(axis)
-            shardings.append(MatrixSharding(placement.dim - part.ndim, group, shape[placement.dim]))
+            group = matrix.device_mesh.get_group(axis)
+            shardings.append(MatrixSharding(placement.dim - matrix.ndim, group, shape[placement.dim]))
             shape[placement.dim] = rows_per_rank(shape[placement.dim], group.size())[group.rank()]
-    return tuple(sharding for sharding in reversed(shardings) if sharding.axis >= -2)  # the others are between matrices
+    # Other axes distribute whole matrices of a stack, which needs no communication.
+    return tuple(sharding for sharding in reversed(shardings) if sharding.axis >= -2)
 
 
 def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]) -> list[Tensor]:
@@ -171,8 +172,8 @@ def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> T
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(received, sent, sizes, [len(assigned) * count * columns for count in counts], group=group)
     rows = assigned.new_empty(matrices, counts[rank], columns)
-    for owner, part in enumerate(received.split(sizes)):
-        rows[owner::ranks] = part.view(owner_counts[owner], counts[rank], columns)
+    for owner, owned in enumerate(received.split(sizes)):
+        rows[owner::ranks] = owned.view(owner_counts[owner], counts[rank], columns)
     return rows
 
 

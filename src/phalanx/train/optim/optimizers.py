@@ -72,11 +72,11 @@ class LearningRateRescaling:
 def build_optimizers(
     spec: OptimizerSpec,
     parameters: dict[str, nn.Parameter],
-    part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    as_global: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the parameters. Matrices have weight decay, vectors do not.
 
-    `part` returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`)."""
+    `as_global` returns a parameter as part of the tensor of the full model (`ModelParallelism.as_global_dtensor`)."""
     if not parameters:
         return []
     if spec.implementation is not None:
@@ -87,7 +87,7 @@ def build_optimizers(
         remaining = {name: p for name, p in parameters.items() if name not in matrices}
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            global_matrices = [part(name, p.detach()) for name, p in matrices.items()]
+            global_matrices = [as_global(name, p.detach()) for name, p in matrices.items()]
             lr = spec.muon_learning_rate
             optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, global_matrices))
         if remaining:
