@@ -116,10 +116,11 @@ def apply_layout(
     recompute = layout.activation_checkpointing
     if compile:
         # Blocks are compiled inside the wrappers, whose recomputation then runs compiled code too.
-        whole = layout_compiles_whole_blocks(layout)
-        compile_blocks(module.blocks.children(), whole)
-        if whole and recompute == "norms":
-            recompute = "none"  # the compiler recomputes norms
+        compiles_whole_blocks = layout_compiles_whole_blocks(layout)
+        compile_blocks(module.blocks.children(), compiles_whole_blocks)
+        if compiles_whole_blocks and recompute == "norms":
+            # The compiler recomputes norms.
+            recompute = "none"
     recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
     apply_activation_checkpointing(module, recompute, recomputed, saves_counts=layout.ep > 1, device=device)
     blocks = list(module.blocks.children())
@@ -144,8 +145,8 @@ def apply_layout(
     scale = data_parallel.backward_scale
     data_parallel.cross_entropy = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=scale)
     columns = spec.vocab_size if tp is None else -(-spec.vocab_size // tp.size)
-    itemsize = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
-    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=itemsize, tp=tp, kernels=kernels, scale=scale)
+    logit_bytes = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
+    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=logit_bytes, tp=tp, kernels=kernels, scale=scale)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):

@@ -109,7 +109,8 @@ class PipelineStrategy(Strategy):
         schedule = self.schedule_of(len(micros))
         state = PipelineStepState(micros=micros, losses=losses)
         self.timeline = []
-        self.pipeline_wait.pop_seconds()  # discards the waits of an evaluation
+        # Discard the waits of an evaluation.
+        self.pipeline_wait.pop_seconds()
         with self.data_parallel.accumulate(last=False):
             self._load_kernels(micros, losses)
             links = self._post_first_receives(schedule, micros)
@@ -175,8 +176,10 @@ class PipelineStrategy(Strategy):
         if case in self._loaded_cases:
             return
         self._loaded_cases.add(case)
-        self.passes.backward_scale = LossScale(0.0)  # gradients of zero
-        for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
+        # Gradients of the rehearsal are zero.
+        self.passes.backward_scale = LossScale(0.0)
+        # Only the last micro-batch may be smaller than the first.
+        for index in sorted({0, len(micros) - 1}):
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
             # Kernels of a ring depend on the lengths of documents.
@@ -200,7 +203,8 @@ class PipelineStrategy(Strategy):
                 self.passes.forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
             return
         state = PipelineStepState(micros=[micro], losses=losses)
-        for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
+        # The second pass accumulates gradients, which is a separate kernel.
+        for _ in range(2):
             self._rehearse_step(activation, state)
         # Drop the numbers of tokens that the rehearsal has counted.
         for router in self.stages.modules():

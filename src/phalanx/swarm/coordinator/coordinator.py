@@ -65,9 +65,12 @@ class Coordinator:
         self.last_heartbeats: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
         self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
-        self._is_applied = True  # false from the commit of a round until its result is in the model
-        self.closing = False  # true while the open round is aggregated: it accepts no more updates
-        self.ended = False  # true when waiting calls must return
+        self._is_applied = True
+        """False from the commit of a round until its result is in the model."""
+        self.closing = False
+        """True while the open round is aggregated and accepts no more updates."""
+        self.ended = False
+        """True once all waiting calls must return."""
         self.changed = threading.Condition()
         """Lock for all state; notified when a round opens or closes."""
         self._check_lock = threading.Lock()
@@ -77,7 +80,8 @@ class Coordinator:
         self._upload_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self.problems: dict[str, str] = {}
         """Present problems of the swarm by subject, which its operator must solve."""
-        self.ticked_at = clock()  # end of the last tick
+        self.ticked_at = clock()
+        """End of the last tick."""
         if not self.journal.events and not self.store.base.exists():
             self.store.initialize(weights, aggregation_config(run, 0))
         self.store.restore(self.state.weight_digests(self.state.committed), self.state.committed)
@@ -186,7 +190,8 @@ class Coordinator:
                 norm = check_update(partial_path, pieces, codec, reference, norms, self.swarm.outlier)
             sync_future.result()
             with self.changed:
-                self._check_accepting(node, round_number)  # the round may have closed during the check
+                # The round may have closed during the check.
+                self._check_accepting(node, round_number)
                 size_bytes = partial_path.stat().st_size
                 partial_path.rename(path)
                 sync(path.parent)
@@ -259,7 +264,8 @@ class Coordinator:
         digests = self.store.aggregate_round(round_number, pieces, node_tokens, config)
         with self.changed:
             if not open_round.updates.keys() >= {node for node, _ in node_tokens}:
-                return  # an update was dropped meanwhile; the next tick closes the round without it
+                # An update was dropped meanwhile. The next tick closes the round without it.
+                return
             nodes = sorted(node for node, _ in node_tokens)
             self._record_event("committed", round=round_number, nodes=nodes, **digests)
             self._is_applied = False

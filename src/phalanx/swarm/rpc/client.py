@@ -141,7 +141,7 @@ class SwarmClient:
             sizes = {"offset": offset, "bytes": size_bytes}
             header = {"round": round, **sizes, "mark": upload_id, "tokens": tokens, "steps": steps}
 
-            def parts() -> Iterator[bytes]:
+            def iter_chunks() -> Iterator[bytes]:
                 yield pack(header)
                 checksum = xxhash.xxh3_128()
                 with path.open("rb") as file:
@@ -153,12 +153,13 @@ class SwarmClient:
                             yield unsent
                 yield pack({"checksum": checksum.hexdigest()})
 
-            call(parts())
+            call(iter_chunks())
 
         try:
             self._retry(send_file)
         except UpdateRejected as refused:
-            if tries == 1 or not str(refused).startswith(ALREADY_SENT):  # otherwise the answer was lost with the link
+            # A second attempt is rejected if the first arrived, and only its answer was lost with the link.
+            if tries == 1 or not str(refused).startswith(ALREADY_SENT):
                 raise
         finally:
             self.upload_seconds = time.perf_counter() - start
@@ -200,7 +201,8 @@ class SwarmClient:
             try:
                 self._retry(receive_pieces)
                 return committed
-            except RoundExpired as expired:  # older weights are kept for a limited time; the present ones always
+            except RoundExpired as expired:
+                # Older weights are kept for a limited time, the present ones always.
                 if round is not None:
                     raise
                 if not received_keys:
@@ -253,7 +255,8 @@ class SwarmClient:
                 if error.code() not in RETRYABLE_CODES and not details.startswith(BUSY):
                     raise UpdateRejected(details) from None
                 # Otherwise the link failed, or the coordinator was busy.
-            if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
+            # A slow link makes progress too.
+            if self.sent_bytes + self.received_bytes != moved_bytes:
                 last_progress_at = time.monotonic()
                 moved_bytes = self.sent_bytes + self.received_bytes
             unreachable_seconds = time.monotonic() - last_progress_at

@@ -97,7 +97,8 @@ class SwarmWorker:
         try:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
-                if not task.already_sent:  # otherwise a restarted node has already sent this round
+                # A restarted node may have already sent this round.
+                if not task.already_sent:
                     record = RoundRecord(round=task.round)
                     start = time.perf_counter()
                     self._prepare_round(task, record)
@@ -117,7 +118,8 @@ class SwarmWorker:
             self.trainer.experts.start_interval()
             return self.trainer.evaluate()
         except BaseException:
-            self.leave()  # otherwise background threads would wait for the round's end
+            # Background threads would otherwise wait for the end of the round.
+            self.leave()
             raise
         finally:
             self._stopped.set()
@@ -137,7 +139,8 @@ class SwarmWorker:
         if self.trainer is None or task.owned != self.exchange.local_experts:
             self._rebuild_trainer(task.owned)
         assert self.trainer is not None
-        if self.swarm.sends_gradients:  # a parameter that a step does not use has no gradient
+        # The file starts with zeros, because a parameter that a step does not use has no gradient.
+        if self.swarm.sends_gradients:
             shapes = parameter_shapes(self.run.model)
             broadcast_from_rank0(lambda: TensorFile.create(self.exchange.local_weights, shapes).close())
         if self.batches is not None:
@@ -156,7 +159,8 @@ class SwarmWorker:
         def record_state_bytes(*_: object) -> None:
             self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
 
-        for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
+        # When the last optimizer has stepped, all gradients and moments exist.
+        for last_optimizer in trainer.optimizers[-1:]:
             last_optimizer.register_step_post_hook(record_state_bytes)
         self.trainer = trainer
         transfer_moments(moments, old_experts, trainer, experts)

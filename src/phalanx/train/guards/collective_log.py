@@ -47,7 +47,8 @@ class CollectiveLog:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._numbers: dict[LoggedCall, int] = {}
-        self._lock = threading.Lock()  # checkpoints are saved by a thread
+        # A background thread that saves a checkpoint logs its collectives too.
+        self._lock = threading.Lock()
         # A kernel on autograd's key runs before those of every device, and autograd has none for these operations.
         self._library = torch.library.Library("c10d", "IMPL")
         for full_name in torch._C._dispatch_get_all_op_names():
@@ -142,11 +143,11 @@ def _all_to_all_sizes(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
         sent, received = (arguments[f"{side}_tensors"] for side in ("input", "output"))
         return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
 
-    def parts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
+    def elements_per_rank(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(count * prod(tensor.shape[1:]) for count in rows or [len(tensor) // ranks] * ranks)
 
-    sent = parts(arguments["input"], arguments["input_split_sizes"])
-    return sent, parts(arguments["output"], arguments["output_split_sizes"])
+    sent = elements_per_rank(arguments["input"], arguments["input_split_sizes"])
+    return sent, elements_per_rank(arguments["output"], arguments["output_split_sizes"])
 
 
 def _find_calling_line() -> str:
@@ -189,7 +190,8 @@ class OrderGuard:
             return
         file = calls_file(self._directory, dist.get_rank())
         self._check_whole_logs(all_gather_objects(file.stat().st_size))
-        dist.barrier()  # the first rank has read the others' files
+        # The first rank has then read the files of the others.
+        dist.barrier()
         file.unlink()
         with suppress(OSError):  # other ranks have files there
             file.parent.rmdir()
@@ -209,12 +211,12 @@ class OrderGuard:
 
         A shared file system may show files late. Without one, only the files of this node are visible."""
         deadline = time.monotonic() + LATE_FILE_SECONDS
-        late = list(range(len(sizes)))
-        while self._order is not None and late and time.monotonic() < deadline:
+        late_ranks = list(range(len(sizes)))
+        while self._order is not None and late_ranks and time.monotonic() < deadline:
             self._check_order()
-            late = [rank for rank in late if self._order.bytes_read(rank) < sizes[rank]]
-            time.sleep(LATE_FILE_POLL_SECONDS if late else 0.0)
-        self._check_order(finished=[rank for rank in range(len(sizes)) if rank not in late])
+            late_ranks = [rank for rank in late_ranks if self._order.bytes_read(rank) < sizes[rank]]
+            time.sleep(LATE_FILE_POLL_SECONDS if late_ranks else 0.0)
+        self._check_order(finished=[rank for rank in range(len(sizes)) if rank not in late_ranks])
 
     def _check_order(self, finished: Collection[int] = ()) -> None:
         """Raise CollectiveOrderError on the first rank if the calls of ranks differ."""

@@ -125,7 +125,8 @@ class Watchdog:
                 self._last_progress = progress
                 self._stalled_since = now
                 with self._write_lock:
-                    if not self._finished.is_set():  # the dump of a failure is kept
+                    # The dump of a failure is kept.
+                    if not self._finished.is_set():
                         self._discard_dump()
             elif now - self._stalled_since > self.deadline_seconds:
                 stop_requested = self.trainer is not None and self.trainer.stop_requested
@@ -168,7 +169,8 @@ class Watchdog:
         if error is not None:
             dump["error"] = error
         self._last_dump = dump
-        self._write_dump(dump)  # with a hung driver, reading the recorder may block
+        # Write now, because reading the recorder may block if the driver hangs.
+        self._write_dump(dump)
         for with_lines in (False, True):
             dump["calls"] = recent_collectives(with_lines)
             self._write_dump(dump)
