@@ -19,7 +19,8 @@ def check_component(field: str, spec: ComponentSpec) -> None:
     """
     require_trusted(field, spec)
     package = spec.module.partition(".")[0]
-    finders = (finder.find_spec(package, None) for finder in sys.meta_path)  # packages in editable mode have their own
+    # Packages that are installed in editable mode have finders of their own.
+    finders = (finder.find_spec(package, None) for finder in sys.meta_path)
     module_spec = PathFinder.find_spec(package, [os.getcwd()]) or next(filter(None, finders), None)
     if module_spec is None:
         problem = f"belongs to a module that is neither in {os.getcwd()} nor installed"

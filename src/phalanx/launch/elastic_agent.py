@@ -253,7 +253,8 @@ def run_until_done(
                 agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes, starter)
                 result = agent.run()
             if agent.failure_action is not FailureAction.LEAVE:
-                handler.shutdown()  # no node can join any more
+                # After this no node can join any more.
+                handler.shutdown()
             return result is not None and not result.is_failed()
         except RendezvousTimeoutError:
             fix = "start the command on every node with the same --rendezvous, or allow fewer nodes: --nodes MIN:MAX"

@@ -108,7 +108,8 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
             os._exit(1)
         if grandchild:
             os._exit(0)
-        while os.getppid() == parent:  # until it has exited and the kernel has reparented this process to the client
+        # Wait until the parent has exited and the kernel has reparented this process to the client.
+        while os.getppid() == parent:
             time.sleep(0.001)
         server.close()
         os.close(reading_end)
@@ -160,7 +161,8 @@ def _run_module(argv: Sequence[str]) -> NoReturn:
     """Run `python [-P] -m MODULE ARGUMENTS` in this process and exit."""
     module, *arguments = argv[argv.index("-m") + 1 :]
     sys.argv = [module, *arguments]  # runpy replaces the first element with the module's file
-    atexit._clear()  # exit handlers of the parent; multiprocessing also clears them after a fork
+    # Drop the exit handlers of the parent, as multiprocessing does after a fork.
+    atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     code = 0
     try:

@@ -163,7 +163,8 @@ def _find_fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, dev
     # Unchecked, because fields may name layers that the sample does not have.
     model = run.model.model_copy(update={"num_layers": MAX_SEARCHED_LAYERS})
     sample = run.replace(model=model)
-    with suppress(UserError):  # for example, a pipeline with more stages than the sample has layers
+    # The sample may be invalid, such as a pipeline with more stages than the sample has layers.
+    with suppress(UserError):
         fraction = _planned_bytes(sample, device) / planned_bytes
         sharing_ranks = (run.cluster.nproc_per_node or 1) if device == "cpu" else 1
         # The memory of libraries does not shrink with the model.
@@ -258,5 +259,6 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
 def check_wandb(project: str) -> None:
     """Raise UserError if W&B is not installed."""
     module_spec = find_spec("wandb")
-    if module_spec is None or module_spec.origin is None:  # a mere directory of this name, which W&B creates
+    # A directory of this name without a module is one that W&B has created.
+    if module_spec is None or module_spec.origin is None:
         raise missing_package("metrics.wandb", project, "wandb")

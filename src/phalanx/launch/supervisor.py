@@ -36,10 +36,13 @@ def supervise_training(
     returns the layout for a number of ranks. Raises RendezvousError if the rendezvous failed. Raises UserError if nodes
     cannot perform a rendezvous, or too few ranks are left for any layout.
     """
-    options = ["--device", select_device(run), *options]  # a lost GPU must not turn into a CPU
-    if any(named_components(run)):  # the checks before the start have found that the user trusts them
+    # After the loss of a GPU, ranks must not continue on the CPU.
+    options = ["--device", select_device(run), *options]
+    # The checks before the start have found that the user trusts the components.
+    if any(named_components(run)):
         options = ["--trust", *options]
-    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # prints its failure itself
+    # A single rank without restarts runs in this process and prints its failure itself.
+    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:
         if warm_process is not None:
             warm_process.close()
         run_in_place("phalanx.train", str(directory), *options)
@@ -74,7 +77,8 @@ def supervise_training(
             print(f"phalanx: {exit_reason}", file=sys.stderr)
             return 1
         new_records = policy.new_failure_records()
-        if new_records:  # the stop was not orderly, unless ranks only lost each other through it
+        # New records mean that the stop was not orderly, unless ranks only lost each other through it.
+        if new_records:
             first_failure = find_first_failure(directory, {}, records=new_records)
             if "lost_peer" not in first_failure:
                 return print_final_failure(directory, first_failure)

@@ -150,7 +150,8 @@ class Experts(nn.Module):
         """Return the output of each row's expert.
 
         `x_ND` is sorted by expert: the rows from offsets[e - 1] to offsets[e] belong to expert e."""
-        if torch.is_autocast_enabled(x_ND.device.type):  # autocast does not support grouped products
+        # Autocast does not support grouped products.
+        if torch.is_autocast_enabled(x_ND.device.type):
             dtype = torch.get_autocast_dtype(x_ND.device.type)
         else:
             dtype = x_ND.dtype

@@ -27,7 +27,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized tensor."""
-        if x.device.type == "cuda":  # one kernel, which requires one dtype and accumulates in fp32
+        # On CUDA this is one kernel, which requires one dtype and accumulates in fp32.
+        if x.device.type == "cuda":
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))
 

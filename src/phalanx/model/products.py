@@ -193,5 +193,6 @@ class _ActivatedProduct(torch.autograd.Function):
             grad_weight = product.defer_or_compute(
                 ctx.weight_edge, partial(product.weight_gradient, gradient, x.detach(), weight)
             )
-        del x  # one tensor less at the peak, unless the weight's gradient is deferred
+        # Unless the weight's gradient is deferred, the peak has one tensor less.
+        del x
         return None, None, grad_weight, grad_bias, *activation_vjp(product.input_gradient(gradient, weight))

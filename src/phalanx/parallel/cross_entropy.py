@@ -55,7 +55,8 @@ def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, sca
         gradient = torch.sub(x, logsumexp[:, None]).exp_()
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
         x.copy_(gradient if scale == 1 else gradient.mul_(scale))
-        del gradient  # before that of the next chunk is computed
+        # Free this gradient before that of the next chunk is computed.
+        del gradient
     return x_NV
 
 

@@ -130,5 +130,6 @@ def _sum_chunks(
         total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale)
         if gradients is not None:
             gradients.add_chunk(rows, logits, x_ND[rows], weight_VD)
-        del logits  # before those of the next chunk are computed
+        # Free these logits before those of the next chunk are computed.
+        del logits
     return total

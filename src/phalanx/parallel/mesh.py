@@ -120,7 +120,8 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(layout)
-    if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
+    # Servers and workers communicate without mesh axes.
+    if world_size == 1 or sizes.servers:
         world = dist.group.WORLD if sizes.servers else None
         rank = dist.get_rank() if world_size > 1 else 0
         return Mesh(dims=sizes, rank=rank, device_mesh=None, data_dims=data, dp_group=world, loss_group=world)

@@ -79,7 +79,8 @@ class NormCall:
                 self.recomputed = self.norm(self.x).to(dtype)
         value = self.recomputed
         self.pending_uses -= 1
-        if self.pending_uses <= 0:  # below 0 in another backward pass of a retained graph
+        # Another backward pass of a retained graph makes the number negative.
+        if self.pending_uses <= 0:
             self.recomputed = None
         return value.view(shape)
 

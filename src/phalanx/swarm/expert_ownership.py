@@ -52,7 +52,8 @@ def assign_experts(
     """
     num_copies = min(replication, len(capacities))
     counts = proportional_shares(num_experts * num_copies, num_experts, capacities)
-    if previous_owners is None:  # in order, starting over after the last expert
+    # Nodes own experts in order, starting over after the last expert.
+    if previous_owners is None:
         slots = [node for node, count in counts.items() for _ in range(count)]
         return tuple(tuple(slots[expert::num_experts]) for expert in range(num_experts))
     return _assign_with_fewest_changes(num_experts, num_copies, counts, previous_owners)

@@ -118,7 +118,8 @@ def check_and_prepare(
         # Before the text is tokenized, which takes minutes even for a small run.
         _print_note(unset_choices_of_large_model(run)[1])
     with offer_recorded_tokens(run, resume):
-        prepared = prepare(run.data, progress)  # with the user's own paths, which its errors quote
+        # The paths are still those that the user wrote, because errors quote them.
+        prepared = prepare(run.data, progress)
     _print_note(describe_unchecked_pairs(run.data))
     run = with_absolute_paths(run)
     sequences = plan_batch(run, world_size).global_batch_size
@@ -161,10 +162,12 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
 
     None if the rate does not jump."""
     with suppress(UserError):
-        recorded_run = load_run(run_directory(run) / RUN_FILE, environment={}, trust=True)  # it is only compared
+        # The recorded run is only compared, so its components need no trust.
+        recorded_run = load_run(run_directory(run) / RUN_FILE, environment={}, trust=True)
         if not (recorded_run.training.has_decided_steps and run.training.has_decided_steps):
             return None
-        if recorded_run.optimizer.lr_function or run.optimizer.lr_function:  # the launcher does not run the user's code
+        # The launcher does not run the user's code.
+        if recorded_run.optimizer.lr_function or run.optimizer.lr_function:
             return None
         old_rate, same_step_rate = (_unscaled_learning_rate(spec, step - 1) for spec in (recorded_run, run))
         if math.isclose(old_rate, same_step_rate):

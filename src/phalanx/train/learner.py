@@ -98,7 +98,8 @@ class Learner:
         placement = self.mesh, self.device
         if run.model.implementation is not None:
             network = build_network(run, run.model.implementation)
-            torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
+            # Dropout must differ between data-parallel ranks.
+            torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
             return apply_layout_to_network(network, run.layout, *placement, training.precision, self.compiles)
         weights = weights or DrawnWeights(run.model, training.seed)
@@ -132,7 +133,8 @@ class Learner:
                 documents = Documents(
                     self._to_device(document_starts), self._to_device(host_bounds), host_bounds.tolist()
                 )
-                if self.compiles:  # blocks are compiled once, not for each number of documents
+                # The number of documents is dynamic, so that blocks are compiled only once.
+                if self.compiles:
                     torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, documents))

@@ -260,16 +260,19 @@ class Trainer(Learner):
         rank_sums.stop_requests.fill_(self.stop_requested)
         rank_sums.finish_requests.fill_(self.finish_reason is not None)
         rank_sums.pending_saves.fill_(not self.checkpointer.is_complete)
-        if not self.strategy.runs_model:  # a parameter server, which announces the step to its workers
+        # A parameter server announces the step to its workers.
+        if not self.strategy.runs_model:
             rank_sums.stop_step.fill_(self.stop_after_step or 0)
         phases.end("passes")
         reduced = self.reduce(rank_sums)
-        on_host = PendingCopies(reduced.sums, reduced.norm)  # all values of a step in one copy
+        # All values of a step are copied at once.
+        on_host = PendingCopies(reduced.sums, reduced.norm)
         if self.reads_late:
             skip_if(self.optimizers, ~reduced.norm.isfinite())
             is_finite = True
         else:
-            is_finite = math.isfinite(on_host.wait()[1])  # the norm is equal on all ranks, so all decide alike
+            # The norm is equal on all ranks, so all ranks decide alike.
+            is_finite = math.isfinite(on_host.wait()[1])
         phases.end("reduce")
         if self.experts.layers:
             # A worker of a parameter server has no trained parameters, and receives its biases.
@@ -375,7 +378,8 @@ class Trainer(Learner):
         max_staleness = self.run.layout.max_staleness
         if max_staleness is None:
             if is_stopping or is_finishing:
-                self.stop_after_step = max(step, self.step)  # a later step may have been launched
+                # A later step may have been launched already.
+                self.stop_after_step = max(step, self.step)
         elif self.strategy.runs_model:
             self.stop_after_step = int(sums.stop_step) or None
         elif is_stopping or is_finishing:
@@ -389,7 +393,8 @@ class Trainer(Learner):
         self.run = with_decided_steps(self.run, step)
         self.progress.set_steps(step)
         if self.is_main:
-            recorded, _ = read_run_directory(self.directory, trust=True)  # it is only written
+            # The recorded run is only written back, so its components need no trust.
+            recorded, _ = read_run_directory(self.directory, trust=True)
             rewrite_run_file(self.directory, with_decided_steps(recorded, step))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -478,7 +483,8 @@ class Trainer(Learner):
         self.callback_states = manifest.get("callbacks", {})
         self.step = self.resumed_at_step = manifest["step"]
         self.tokens = manifest["tokens"]
-        self.targets = manifest.get("targets", self.tokens)  # earlier versions counted targets alone
+        # Earlier versions of Phalanx counted targets only, as "tokens".
+        self.targets = manifest.get("targets", self.tokens)
         self.skipped = manifest["skipped"]
         rescaling = LearningRateRescaling(**manifest["rescaling"])
         if rescaling.after != self.batch.learning_rate_scale:  # the number of ranks has changed

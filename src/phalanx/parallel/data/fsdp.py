@@ -246,7 +246,8 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
     embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
     shard(embeddings, reshard_after_forward=reshard)
     for embedding in embeddings:
-        cast("FSDPModule", embedding).set_unshard_in_backward(False)  # their gradients need token ids only
+        # The gradients of embeddings need token ids only.
+        cast("FSDPModule", embedding).set_unshard_in_backward(False)
     # The head is not resharded between its passes, because its backward pass follows at once.
     shard([model.norm, model.head], reshard_after_forward=False)
 

@@ -95,7 +95,8 @@ class DiskOffload(CpuOffload):
         self._pending_writes: list[Future[None]] = []
         # Revert the launcher's tuning for speed: memory is scarce here.
         tune_malloc(MMAP_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES)
-        raise_open_files_limit()  # each tensor has a file with two descriptors (the map has a separate one)
+        # Each tensor has a file with two descriptors, because the memory map has its own.
+        raise_open_files_limit()
 
     @contextmanager
     def stepping(
@@ -165,7 +166,8 @@ class MappedFile:
         size = like.numel() * like.element_size()
         try:
             self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
-            os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
+            # Allocate the file now: a mapped file that cannot grow later kills its process.
+            os.posix_fallocate(self.file.fileno(), 0, size)
         except OSError as error:
             problem, fix = _describe_disk_error(directory, size, error)
             raise UserError("layout.offload_directory", str(directory), problem, fix) from error
@@ -176,7 +178,8 @@ class MappedFile:
         """Read the full file, so that no access waits for a page."""
         address = ctypes.c_void_p(self.tensor.data_ptr())
         size = ctypes.c_size_t(len(self.memory))
-        if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):  # the mmap module's would hold the GIL
+        # The `madvise` of the mmap module would hold the GIL.
+        if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):
             self.memory.madvise(mmap.MADV_WILLNEED)
 
     def write(self) -> None:

@@ -76,7 +76,8 @@ class ZeRO(Strategy):
             name: master_copy(owned_rows, device, offload)
             for name, p in trainable_parameters_of(named_parameters(module))
             for owned_rows in [shardings[name].rows(p)]
-            if are_separate or not owned_rows.is_contiguous()  # fused AdamW steps contiguous rows
+            # Fused AdamW steps only contiguous rows.
+            if are_separate or not owned_rows.is_contiguous()
         }
         if compute_dtype is not None:
             for parameter in module.parameters():
@@ -117,7 +118,9 @@ class ZeRO(Strategy):
         """Gather updated weights during the next forward pass; other readers of weights call `wait_for_weights`."""
         if self.group is not None and self.offload is None:
             self.gathers.overlaps_forward = True
-            gathers = weakref.ref(self.gathers)  # a copy of the module, or one without its strategy, waits for nothing
+            # The reference is weak, so that a copy of the module, or a module that outlives its strategy, waits for
+            # nothing.
+            gathers = weakref.ref(self.gathers)
 
             def wait_for_parameters(module: nn.Module) -> None:
                 if (pending := gathers()) is not None:
@@ -238,7 +241,8 @@ class ZeRO(Strategy):
     def _scale_master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""
         gradients = [owned.master_gradient(self._gradient_factor) for owned in parameters]
-        if self.offload is not None and self.keeps_full_gradients:  # the gradients were on the device until now
+        # The gradients were on the device until now.
+        if self.offload is not None and self.keeps_full_gradients:
             wait_for_host_copies(parameters[0].parameter.device)
         return gradients
 

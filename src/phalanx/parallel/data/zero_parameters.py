@@ -185,7 +185,8 @@ class OwnedParameter:
         if self.gradient is None:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
-        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True).contiguous()  # fused AdamW needs it
+        # Fused AdamW needs contiguous gradients.
+        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True).contiguous()
         return self.sharding.as_dtensor(scaled, self.parameter)
 
 

@@ -150,7 +150,8 @@ class SwarmStore:
         self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
         round_shapes = {piece.name: shapes[piece.name] for piece in pieces}
-        with ExitStack() as files:  # also closed if the disk is full, because the round is tried again
+        # The files are closed even if the disk is full, because the round is then tried again.
+        with ExitStack() as files:
             updates = [
                 NodeUpdate(node, tokens, files.enter_context(TensorFile(self.update(round_number, node))))
                 for node, tokens in node_tokens
@@ -211,7 +212,8 @@ class SwarmStore:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial_path = path.with_suffix(".part")
-            if self._is_unfragmented:  # each round writes a new file of the model
+            # Without fragments, each round writes a new file of the model.
+            if self._is_unfragmented:
                 partial_path.unlink(missing_ok=True)
                 partial_path.hardlink_to(self.base)
             else:

@@ -89,8 +89,10 @@ class StrangerLimit:
         excess = self._rank_strangers(connections.keys() - self._known)[self.max_strangers :]
         for peer in excess:
             with suppress(OSError), socket.socket(fileno=os.dup(connections[peer])) as connection:
-                if _peer_address(connection) == peer:  # not another connection that has its descriptor now
-                    connection.shutdown(socket.SHUT_RDWR)  # gRPC notices, and closes its descriptor
+                # The descriptor may by now belong to another connection.
+                if _peer_address(connection) == peer:
+                    # gRPC notices the shutdown, and closes the descriptor.
+                    connection.shutdown(socket.SHUT_RDWR)
         return len(excess)
 
     def _rank_strangers(self, strangers: Iterable[str]) -> list[str]:
@@ -103,7 +105,8 @@ class StrangerLimit:
     def _list_connections(self) -> Iterator[tuple[str, int]]:
         """Yield address and descriptor of each connection to the port."""
         for name in os.listdir(DESCRIPTORS):
-            with suppress(OSError):  # it is not a socket or not connected, or was closed meanwhile
+            # The descriptor may be no connected socket, or may have been closed meanwhile.
+            with suppress(OSError):
                 connection = socket.socket(fileno=int(name))
                 try:
                     if connection.family in INTERNET_FAMILIES and connection.getsockname()[1] == self.port:

@@ -249,7 +249,8 @@ class SwarmService:
     ) -> Iterator[bytes]:
         store = self.coordinator.store
         is_included = round_number >= 0 and self.coordinator.was_included(node, round_number)
-        if round_number >= 0 and not is_included:  # the node's pieces differ from the result
+        # The node must receive all pieces, because its own differ from the result.
+        if round_number >= 0 and not is_included:
             local_keys = set()
         with self.coordinator.changed:
             committed = self.coordinator.state.committed if requested_committed < 0 else requested_committed
@@ -265,12 +266,14 @@ class SwarmService:
                 yield from tensor_chunks(file, keys)
         except TensorFileError:
             if round_number < 0:
-                path.unlink(missing_ok=True)  # a copy, which the next call writes again
+                # The file is a copy, which the next call writes again.
+                path.unlink(missing_ok=True)
             raise
 
     def _verify_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
         """Check that a file is as the coordinator wrote it, and return the digest of each of its tensors."""
-        with self._digest_lock:  # computed once for many concurrent calls
+        # The digests are computed once for many concurrent calls.
+        with self._digest_lock:
             if file.path not in self._digests:
                 state = self.coordinator.state
                 if round_number >= 0:

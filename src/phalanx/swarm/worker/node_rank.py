@@ -82,7 +82,8 @@ class NodeRank:
         write_failure(self.directory, env_rank(), trainer.step if trainer is not None else 0, error=error)
         if self.link is not None:
             self.link.leaving = True
-            with suppress(Exception):  # the link may have failed
+            # The link may have failed.
+            with suppress(Exception):
                 self.link.leave()
         if LAUNCHER_PID_ENV not in os.environ:
             print(f"phalanx: {error}", file=sys.stderr)

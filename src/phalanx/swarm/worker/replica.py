@@ -107,7 +107,8 @@ def read_weights(
             read = select_trained_experts(read, trained_experts, num_experts)
         init_parameter(strategy, name, read)
 
-    for name, parameter in strategy.trainable_parameters.items():  # one at a time, so that copies are small
+    # Parameters are read one at a time, so that copies are small.
+    for name, parameter in strategy.trainable_parameters.items():
         reference = None if name in blend_factors else sent_weights
         local_value = parameter.clone() if reference is not None or blend_factors.get(name) else None
         load_parameter(name, weights)

@@ -152,7 +152,8 @@ class SwarmWorker:
         """Build a trainer for these experts, with the optimizer state of the present one."""
         old_experts = self.exchange.local_experts
         moments = optimizer_moments(self.trainer) if self.trainer else {}
-        self.trainer = None  # two trainers would need twice the memory
+        # Two trainers would need twice the memory.
+        self.trainer = None
         self.exchange.local_experts = experts
         trainer = build_node_trainer(self.exchange, self.corpus, self.device)
 
@@ -204,7 +205,8 @@ class SwarmWorker:
             seconds_per_step = (time.perf_counter() - start) / max(1, steps_done)
             second_step_ends = time.monotonic() + 2 * seconds_per_step
             if in_time and self.deadline is not None and second_step_ends > self.deadline:
-                trainer.stop_requested = True  # all ranks receive the request in this step
+                # All ranks receive the request in this step.
+                trainer.stop_requested = True
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
             targets_before = trainer.targets
@@ -227,7 +229,8 @@ class SwarmWorker:
         """Write the update and start its upload; on rank 0 return whether the coordinator accepts it."""
         assert self.trainer is not None
         start = time.perf_counter()
-        if not self.swarm.sends_gradients:  # gradients are already written (`replica.GradientCapture`)
+        # Gradients have already been written (`replica.GradientCapture`).
+        if not self.swarm.sends_gradients:
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
                 experts = self.exchange.trained_experts
                 write_weights(self.trainer.strategy, self.trainer.mesh, experts, self.total_experts, local_file)

@@ -71,7 +71,8 @@ class CheckpointScheduler:
         failures, seconds = failure_count_and_uptime(self.directory)
         mtbf = observed_mtbf_seconds(self._expected_mtbf_seconds, failures, seconds)
         step_seconds = median(self._step_seconds)
-        if self._blocked_seconds is not None:  # writing uses cores, memory bandwidth and the network
+        # Writing slows training, because it uses cores, memory bandwidth and the network.
+        if self._blocked_seconds is not None:
             slowed_by = max(0.0, self._overlapped_seconds - self._overlapped_steps * step_seconds)
             self._cost_seconds.append(self._blocked_seconds + slowed_by)
         self._blocked_seconds = blocked_seconds

@@ -99,7 +99,8 @@ class Checkpointer:
         """Write and publish a checkpoint. `files` maps each tensor to the number of its file; None: one file."""
         started_at = time.perf_counter()
         try:
-            if self._gpu is not None:  # a new thread's GPU is 0, where DCP would open a context for every rank
+            # The current GPU of a new thread is GPU 0, on which DCP would open a context for every rank.
+            if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
             self._host_copies.wait()
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
@@ -149,7 +150,8 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
+            # A CheckpointException contains the failure of each rank.
+            failures = getattr(error, "failures", None)
             cause = str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
             fix = "free space or check the directory; the earlier checkpoints are intact"
             raise UserError("checkpoint", str(self.directory), f"could not be written: {cause}", fix) from error

@@ -35,7 +35,8 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
         [[tokens[i] for i in order] for tokens, order in zip(layer_tokens, orders.values(), strict=True)]
         for layer_tokens in manifest["expert_tokens"]
     ]
-    restore_rng_state(checkpoint, 0)  # which the new checkpoint contains
+    # The new checkpoint contains the random state of this process.
+    restore_rng_state(checkpoint, 0)
     checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))
     checkpointer.save(manifest["step"], tensors, manifest, on_disk=True)
     return checkpoint.with_suffix(PREVIOUS_SUFFIX)

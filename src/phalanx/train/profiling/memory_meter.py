@@ -152,7 +152,8 @@ class MemoryMeter(TorchDispatchMode):
 
     def _update_peaks(self) -> None:
         end_bytes = [*map(torch.UntypedStorage.nbytes, self._elastic_ends)]
-        if end_bytes != self._elastic_end_bytes:  # after each operation, so only the ends of each group are read
+        # This runs after each operation, so only the ends of each group are read.
+        if end_bytes != self._elastic_end_bytes:
             self._elastic_end_bytes = end_bytes
             size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
             self.bytes_by_part["communication"] += size_bytes - self._elastic_bytes
@@ -188,7 +189,8 @@ class MemoryMeter(TorchDispatchMode):
         try:
             yield change
         finally:
-            del self._changes[num_outer:]  # with those inside that an error left
+            # Also remove inner changes that an error has left unfinished.
+            del self._changes[num_outer:]
             self._update_peaks()
             change.peaks = _subtract_counts(self.peaks, start[0])
             change.peak_working = self.peak_working - start[1]

@@ -89,5 +89,6 @@ def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
         return measure_peak_flops(device, TORCH_DTYPES[run.training.precision])
     name_parts = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
     presets = [name for name in preset_names("machines") if name.upper() in name_parts]
-    slower_variants = {"PCIE", "NVL"} & set(name_parts)  # the presets are the SXM cards
+    # The presets describe the SXM cards, and other variants are slower.
+    slower_variants = {"PCIE", "NVL"} & set(name_parts)
     return load_machine(presets[0]).peak_flops if presets and bf16 and not slower_variants else None

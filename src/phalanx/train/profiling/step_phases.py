@@ -23,7 +23,8 @@ class StepPhaseTimer:
         self.strategy = strategy
         self.clock = strategy.clock
         for timer in (strategy.comm_wait, *strategy.model_parallel.wait_timers.values()):
-            timer.pop_seconds()  # discards the waits of an evaluation
+            # Discard the waits of an evaluation.
+            timer.pop_seconds()
         if strategy.model_parallel.pop_expert_rows is not None:
             strategy.model_parallel.pop_expert_rows()
         self.phase_names: list[str] = []

@@ -42,7 +42,8 @@ def first_steady_step(run: RunSpec) -> int:
     """Return the first step after a start whose memory and traffic equal those of all later steps."""
     if run.layout.gradient_compression == "powersgd":
         return POWERSGD_FROM_STEP + 2
-    return MEASURED_STEP + run.layout.ddp_static_graph  # with a static graph DDP rebuilds its buckets a step later
+    # With a static graph, DDP rebuilds its buckets a step later.
+    return MEASURED_STEP + run.layout.ddp_static_graph
 
 
 class StepProfiler:
@@ -73,7 +74,8 @@ class StepProfiler:
         trainer.profiles_next_step = step_number + 1 in self.window
         if step_number not in self.window:
             return trainer.launch_step(batches)
-        if step_number == self.window[0]:  # clocks drift apart, so the offset of the run's start is outdated
+        # Clocks drift apart, so the offset measured at the start of the run is outdated.
+        if step_number == self.window[0]:
             timeout_seconds = trainer.run.training.collective_timeout_seconds
             self.clock_offset = measure_clock_offset(trainer.device, timeout_seconds, f"step {step_number}")
         tokens = trainer.experts.current.clone()
@@ -186,7 +188,8 @@ def profile_step(
         memory.reclassify()
         profile.resident_bytes.update(memory.bytes_by_part)
 
-    strategy.wait_for_weights()  # the gathers of one update belong to the step
+    # Finish the gathers of the previous update, so that the step contains those of one update.
+    strategy.wait_for_weights()
     learner.after_passes.append(record_flops)
     learner.after_reduction.append(record_resident_memory)
     try:
