@@ -281,14 +281,14 @@ def test_prepare_concurrent_runs_share_one_cache_entry(make_data_spec):
 
 def test_prepare_uses_cache_entry_finished_by_concurrent_run(make_data_spec, monkeypatch):
     """The other run finishes while this one writes."""
-    write = prepare_module._write
+    write = prepare_module._write_cache_folder
 
     def write_after_other_run(data, folder, progress):
         write(data, folder, progress)
-        monkeypatch.setattr(prepare_module, "_write", write)
+        monkeypatch.setattr(prepare_module, "_write_cache_folder", write)
         prepare(data)
 
-    monkeypatch.setattr(prepare_module, "_write", write_after_other_run)
+    monkeypatch.setattr(prepare_module, "_write_cache_folder", write_after_other_run)
     prepared = prepare(make_data_spec())
     assert len(list(Path(make_data_spec().cache).iterdir())) == 1
     assert len(IndexedDataset(prepared.train)) > 0

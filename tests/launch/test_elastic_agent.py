@@ -114,7 +114,7 @@ def test_elastic_agent_stop_returns_when_a_rank_was_killed_by_the_signal() -> No
             assert process.stdout.read(5) == b"ready"
         agent = object.__new__(ElasticAgent)
         agent._pcontext = SimpleNamespace(pids=lambda: {0: killed.pid, 1: waiting.pid})
-        agent._stop(signal.SIGTERM)  # STOP_SECONDS are more than a test may take
+        agent._stop_ranks(signal.SIGTERM)  # STOP_SECONDS are more than a test may take
         assert waiting.stdout is not None
         assert waiting.stdout.read(5) == b"heard"
         assert (killed.wait(timeout=WAIT_SECONDS), waiting.poll()) == (-signal.SIGTERM, None)

@@ -65,7 +65,7 @@ def test_failure_policy_ends_run_of_stopped_ranks_on_single_node_only(tmp_path: 
     assert (
         policy.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)}) is FailureAction.STOP
     )
-    assert policy.code == EXIT_STOPPED
+    assert policy.exit_code == EXIT_STOPPED
     assert (
         make_failure_policy(tmp_path, REMOTE_RENDEZVOUS).decide({0: FakeProcessFailure(EXIT_STOPPED)})
         is FailureAction.RESTART
@@ -87,7 +87,7 @@ def test_failure_policy_ends_run_when_failure_is_a_user_error(tmp_path: Path) ->
     policy = make_failure_policy(tmp_path, restarts=9)
     write_failure_record(tmp_path, 1, "training.steps: is wrong", code=2)
     assert policy.decide({1: FakeProcessFailure(2)}) is FailureAction.STOP
-    assert policy.code == 2
+    assert policy.exit_code == 2
 
 
 @pytest.mark.parametrize("starts", [[(7, 7)], [(4, 7), (4, 9), (6, 9)]])
@@ -103,7 +103,7 @@ def test_failure_policy_ends_run_when_memory_would_be_too_little_again(
         write_failure_record(tmp_path, 1, "out of memory: it held 9 GB", step=failed_after, out_of_memory=True)
         actions.append(policy.decide({1: FakeProcessFailure(1)}))
     assert actions == [FailureAction.RESTART] * (len(starts) - 1) + [FailureAction.STOP]
-    assert policy.code == 2
+    assert policy.exit_code == 2
 
 
 def test_failure_policy_restarts_when_memory_was_too_little_only_after_another_failure(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_failure_policy_makes_node_with_full_disk_leave_at_once(tmp_path: Path) 
         policy = make_failure_policy(tmp_path, rendezvous, restarts=3)
         write_failure_record(tmp_path, 1, "file = '/d/x': No space left on device", code=2, storage=True)
         assert policy.decide({1: FakeProcessFailure(2)}) is action
-        assert policy.code == code
+        assert policy.exit_code == code
 
 
 def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_unknown(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_un
     append_event(tmp_path, STARTED, ranks=1, step=0)
     assert policy.decide({0: FakeProcessFailure(-9)}, 1) is FailureAction.RESTART
     assert policy.decide({0: FakeProcessFailure(-9)}, 1) is FailureAction.STOP
-    assert policy.code == 2
+    assert policy.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -250,4 +250,4 @@ def test_failure_policy_does_not_count_stopped_ranks_as_failures(tmp_path: Path)
         policy.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)})
         is FailureAction.RESTART
     )
-    assert policy.counters.local == policy.counters.remote == 0
+    assert policy.counters.local_failures == policy.counters.remote_failures == 0

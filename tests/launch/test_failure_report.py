@@ -14,7 +14,7 @@ RESTART, LEAVE, STOP = FailureAction.RESTART, FailureAction.LEAVE, FailureAction
 
 def make_report(step: int = 5, is_local: bool = True, **first: Any) -> FailureReport:
     return FailureReport(
-        first={"rank": 1, "code": 1, "reason": "an error", **first},
+        first_failure={"rank": 1, "code": 1, "reason": "an error", **first},
         step=step,
         is_local=is_local,
         lost_peer=False,
@@ -41,13 +41,13 @@ def test_decide_follows_report_and_counters(
 ) -> None:
     decision = decide(
         make_report(**first),
-        FailureCounters(local=local),
+        FailureCounters(local_failures=local),
         repeats_out_of_memory=False,
         restart_limit=3,
         num_nodes=2,
         is_essential=essential,
     )
-    assert (decision.action, decision.code, decision.is_permanent) == expected
+    assert (decision.action, decision.exit_code, decision.is_permanent) == expected
 
 
 def test_counters_restart_when_the_run_gets_further() -> None:
@@ -55,9 +55,9 @@ def test_counters_restart_when_the_run_gets_further() -> None:
     counters.count(make_report(step=5))
     counters.count(make_report(step=5))
     counters.count(make_report(step=5, is_local=False))
-    assert (counters.local, counters.remote, counters.suspects) == (2, 1, {1})
+    assert (counters.local_failures, counters.remote_failures, counters.suspects) == (2, 1, {1})
     counters.count(make_report(step=6, is_local=False))
-    assert (counters.local, counters.remote, counters.suspects) == (0, 1, set())
+    assert (counters.local_failures, counters.remote_failures, counters.suspects) == (0, 1, set())
 
 
 def test_out_of_memory_again_needs_the_same_step_twice() -> None:
@@ -69,5 +69,7 @@ def test_out_of_memory_again_needs_the_same_step_twice() -> None:
 
 
 def test_describe_restart_names_source_lost_steps_and_count() -> None:
-    text = describe_restart(make_report(step=5), FailureCounters(local=2), [], has_memory_copies=False, restart_limit=3)
+    text = describe_restart(
+        make_report(step=5), FailureCounters(local_failures=2), [], has_memory_copies=False, restart_limit=3
+    )
     assert text == "restarting from the beginning (consecutive failure 2 of 3)"

@@ -17,8 +17,8 @@ def test_slot_has_no_complete_copy_until_it_is_committed(tmp_path: Path) -> None
     assert not slot.header.is_complete
     slot.invalidate()
     assert not slot.header.is_complete
-    slot.commit(SlotHeader(7, 3, metadata_length=20))
-    assert slot.header == SlotHeader(step=7, rank=3, metadata_length=20)
+    slot.commit(SlotHeader(7, 3, metadata_bytes=20))
+    assert slot.header == SlotHeader(step=7, rank=3, metadata_bytes=20)
     assert slot.header.copy_id == (7, 3)
     slot.invalidate()
     assert slot.header == SlotHeader()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.attention import Attention
-from phalanx.model.cpu_attention import MIN_WINDOW_BLOCK, _window_blocks
+from phalanx.model.cpu_attention import MIN_WINDOW_BLOCK, _split_window_blocks
 from tests.helpers.batches import locate_documents
 from tests.helpers.reference_attention import CASES, AttentionCase, attend_to_all_scores, compute, max_relative_error
 
@@ -38,7 +38,7 @@ def test_rows_without_documents_have_windows_and_sinks(window: int | None, sinks
 
 def test_window_blocks_contain_each_visible_pair_once() -> None:
     for window in (1, 7, MIN_WINDOW_BLOCK, 200):
-        blocks = list(_window_blocks([0, 1, 500, 520], window))
+        blocks = list(_split_window_blocks([0, 1, 500, 520], window))
         queries = [query for block, _ in blocks for query in range(block.start, block.stop)]
         assert queries == list(range(520))
         for block, keys in blocks:

@@ -36,9 +36,9 @@ def test_ring_blocks_cover_each_visible_pair_once(ring: tuple[int, int, list[lis
     bounds = documents.bounds.tolist() if has_bounds else None
     counts = torch.zeros(len(lengths), tokens, tokens, dtype=torch.int64)
     for rank in range(ranks):
-        queries = local_token_indices(tokens, ranks, rank, kind="ring")
+        queries = local_token_indices(tokens, ranks, rank, method="ring")
         for step, blocks in enumerate(find_ring_blocks(rank, ranks, tokens, bounds).steps):
-            keys = local_token_indices(tokens, ranks, (rank - step) % ranks, kind="ring")
+            keys = local_token_indices(tokens, ranks, (rank - step) % ranks, method="ring")
             for block in blocks:
                 seen = torch.ones(len(queries[block.queries]), len(keys[block.keys]), dtype=torch.int64)
                 rows = torch.arange(len(lengths))[block.rows]

@@ -19,8 +19,8 @@ from phalanx.parallel import context_parallel
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import (
     ContextParallelGroup,
+    _build_document_ring,
     _ring_attention,
-    _ring_of_documents,
     apply_context_parallel,
     local_token_indices,
 )
@@ -55,7 +55,7 @@ def attend_on_rank(cp: ContextParallelGroup, operands: Sequence[Tensor], documen
     indices = cp.local_token_indices(operands[0].shape[1], torch.device("cpu"))
     *qkv, gradient = (x[:, indices] for x in operands)
     leaves = [x.requires_grad_() for x in qkv]
-    ring = None if documents is None else _ring_of_documents(cp, documents, gradient.dtype)
+    ring = None if documents is None else _build_document_ring(cp, documents, gradient.dtype)
     out = _ring_attention(Attention.attend, cp, *leaves, ring)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -83,7 +83,7 @@ def test_ring_attention_equals_dense_attention_in_fp64(ranks: int) -> None:
         out.backward(gradient)
         for index, expected in enumerate([out.detach(), *(leaf.grad for leaf in leaves)]):
             for rank, part in enumerate(parts):
-                local = expected[:, local_token_indices(expected.shape[1], ranks, rank, kind="ring")]
+                local = expected[:, local_token_indices(expected.shape[1], ranks, rank, method="ring")]
                 error = (part[index].double() - local).norm() / max(local.norm(), gradient.norm())
                 assert part[index].dtype == case[2]
                 assert error < 4 * torch.finfo(case[2]).eps, (case, rank, index)
@@ -121,7 +121,7 @@ def count_bound_reads(mode: str) -> tuple[int, Tensor]:
     apply_activation_checkpointing(model, mode)
     starts = starts_of_lengths(LENGTHS["mixed"])
     tokens = torch.arange(64).view(2, 32) % 53
-    indices = local_token_indices(32, 2, dist.get_rank(), kind="ring")
+    indices = local_token_indices(32, 2, dist.get_rank(), method="ring")
     with mock.patch.object(context_parallel, "find_ring_blocks", wraps=context_parallel.find_ring_blocks) as find:
         logits, _ = model(tokens[:, indices], locate_documents(starts))
         logits.sum().backward()
@@ -135,5 +135,5 @@ def test_ring_reads_bounds_once_for_all_layers_and_their_recomputation(mode: str
     expected, _ = build_model()(tokens, locate_documents(starts_of_lengths(LENGTHS["mixed"])))
     for rank, (count, logits) in enumerate(results):
         assert count == 1
-        local = expected[:, local_token_indices(32, 2, rank, kind="ring")]
+        local = expected[:, local_token_indices(32, 2, rank, method="ring")]
         torch.testing.assert_close(logits, local, rtol=0, atol=1e-12)

@@ -163,7 +163,7 @@ def test_checkpoint_without_count_of_targets_resumes_with_that_of_tokens(text: P
     """Earlier versions counted only targets, and called them tokens."""
     trainer = make_trainer(small_run(text, tmp_path, {}))
     train_until(trainer, 1)
-    manifest = {**trainer._manifest(), "step": 1}
+    manifest = {**trainer._build_manifest(), "step": 1}
     del manifest["targets"]
     trainer._restore_progress(manifest)
     assert (trainer.tokens, trainer.targets) == (256, 256)

@@ -1,4 +1,6 @@
-"""Check of token ids and targets on the host: kernels on a device do not name a wrong one, or train on it silently."""
+"""Check of token ids and targets on the host.
+
+Kernels on a device do not name an invalid id, or train on it silently."""
 
 from __future__ import annotations
 
@@ -62,24 +64,25 @@ def check_ids(
     Arguments are those of `CheckedLoader`; `locate` returns the name of a row of the batch."""
     last = vocab_size - 1
     allowed = f"0 to {last} (model.vocab_size = {vocab_size})"
-    if wrong := _first_outside(batch.tokens, vocab_size):
-        token = int(batch.tokens[wrong])
+    if invalid := _find_first_invalid_id(batch.tokens, vocab_size):
+        token = int(batch.tokens[invalid])
         fix = "correct the data" + (f", or set model.vocab_size = {token + 1}" if token > last else "")
-        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        position = f"position {invalid[1]} of {locate(invalid[0])}"
         raise UserError(field, source, f"has the token id {token} at {position}, but ids are {allowed}", fix)
-    if checks_targets and (wrong := _first_outside(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
-        target = int(batch.targets[wrong])
+    if checks_targets and (invalid := _find_first_invalid_id(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
+        target = int(batch.targets[invalid])
         fix = f"correct the data, or set model.vocab_size = {target + 1}"
         if target < 0:
             fix = f"write {IGNORE_INDEX} where there is no target"
-        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        position = f"position {invalid[1]} of {locate(invalid[0])}"
         problem = f"has the target {target} at {position}, but targets are {allowed}, or {IGNORE_INDEX} to be ignored"
         raise UserError(field, source, problem, fix)
 
 
-def _first_outside(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
+def _find_first_invalid_id(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
     """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one."""
-    unsigned = ids.view(np.uint64)  # negative numbers become the largest, so that one pass finds both kinds
+    # Negative numbers become the largest ones, so that one pass finds both kinds of invalid ids.
+    unsigned = ids.view(np.uint64)
     if not ids.size or unsigned.max() < vocab_size:
         return None
     outside = (unsigned >= vocab_size) if ignored is None else (unsigned >= vocab_size) & (ids != ignored)

@@ -1,4 +1,4 @@
-"""Loaders of the user's own datasets: map-style ones in shuffled order, iterable ones in theirs.
+"""Loaders of the user's own datasets: map-style datasets in shuffled order, iterable datasets in their own order.
 
 A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets, -100 where there is none. Global batches
 are equal at any number of ranks, because every rank reads the same order and keeps its own rows."""
@@ -44,7 +44,7 @@ class MapDatasetLoader(EpochLoader):
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
         """Return samples of an epoch, by their indices in its order."""
         samples = [self.dataset[int(index)] for index in self._order(epoch)[indices]]
-        return _batch(samples, self.spec, self.seq_len)
+        return _build_batch(samples, self.spec, self.seq_len)
 
     def locate(self, step: int, row: int) -> str:
         """Return the name of this rank's row `row` of a step: the index of its sample in the dataset."""
@@ -54,7 +54,7 @@ class MapDatasetLoader(EpochLoader):
     @property
     def identity(self) -> dict[str, Any]:
         """Values that determine the order of samples, by name."""
-        identity = _identity(self.spec, self.seq_len, self.sequences_per_step)
+        identity = _dataset_identity(self.spec, self.seq_len, self.sequences_per_step)
         return {"seed": self.seed, "samples": self.sequences_per_epoch, **identity}
 
 
@@ -77,9 +77,9 @@ class IterableDatasetLoader(SequenceCounter):
         self.spec = spec
         self.seq_len = seq_len
         self._next_step = 0
-        self._samples = self._read()
+        self._samples = self._iterate_samples()
 
-    def _read(self) -> Iterator[Any]:
+    def _iterate_samples(self) -> Iterator[Any]:
         while True:
             has_samples = False
             for sample in self.dataset:
@@ -96,7 +96,7 @@ class IterableDatasetLoader(SequenceCounter):
             raise ValueError(f"step {number} was requested, but only the next step, {self._next_step}, can be read")
         self._next_step += 1
         samples = [next(self._samples) for _ in range(self.sequences_per_step)]
-        return _batch([samples[row] for row in self.rows], self.spec, self.seq_len)
+        return _build_batch([samples[row] for row in self.rows], self.spec, self.seq_len)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
@@ -106,7 +106,7 @@ class IterableDatasetLoader(SequenceCounter):
     @property
     def identity(self) -> dict[str, Any]:
         """Values that determine the order of samples, by name."""
-        return _identity(self.spec, self.seq_len, self.sequences_per_step)
+        return _dataset_identity(self.spec, self.seq_len, self.sequences_per_step)
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, after its last sample.
@@ -115,7 +115,7 @@ class IterableDatasetLoader(SequenceCounter):
         check_resumable(self.identity, state, resized)
         self.resume_at(state["step"], state["samples_read"])
         self._next_step = state["step"]
-        self._samples = self._read()
+        self._samples = self._iterate_samples()
         self._skip_samples(state["samples_read"])
 
     def skip_steps(self, steps: int) -> None:
@@ -149,18 +149,18 @@ def open_dataset(
     raise _dataset_error(spec, problem, "define __len__ and __getitem__, or __iter__")
 
 
-def _identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dict[str, Any]:
+def _dataset_identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dict[str, Any]:
     return {"dataset": spec.model_dump(), "sequence": seq_len, "sequences_per_step": sequences_per_step}
 
 
-def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
+def _build_batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
     """Return samples as the rows of a batch. Raises UserError if a sample is of another type or length."""
     for sample in samples:
         if isinstance(sample, Mapping):
             problem = f"has a sample with the keys {', '.join(map(str, sample))}"
             raise _dataset_error(spec, problem, "return token ids, or inputs and targets")
     rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
-    tokens, targets = ([np.asarray(row[part]) for row in rows] for part in (0, 1))
+    tokens, targets = ([np.asarray(row[index]) for row in rows] for index in (0, 1))
     for row in (*tokens, *targets):
         if row.shape != (seq_len,):
             problem = f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]"
@@ -172,7 +172,9 @@ def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
     if not rows:
         empty = np.zeros((0, seq_len), np.int64)
         return Batch(empty, empty, None)
-    stacked_tokens, stacked_targets = (np.stack(part, dtype=np.int64, casting="unsafe") for part in (tokens, targets))
+    stacked_tokens, stacked_targets = (
+        np.stack(arrays, dtype=np.int64, casting="unsafe") for arrays in (tokens, targets)
+    )
     return Batch(stacked_tokens, stacked_targets, None)
 
 

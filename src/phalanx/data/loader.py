@@ -22,7 +22,7 @@ from phalanx.spec.errors import UserError
 
 
 class StepLoader(Protocol):
-    """Interface of the batches of steps: the loaders of token files, of streams, and of the user's datasets."""
+    """Interface of the loaders of token files, of streams, and of the user's datasets."""
 
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`."""
@@ -43,8 +43,8 @@ class StepLoader(Protocol):
 class SequenceCounter:
     """The rows of a rank in every step, and the number of each step's first sequence.
 
-    Sequence i of step n is number n * sequences_per_step + i. After a resume with steps of another size, n counts from
-    there."""
+    Sequence i of step n has the number n * sequences_per_step + i. After a resume with steps of another size, n counts
+    from the step of the resume."""
 
     def __init__(self, sequences_per_step: int, rank: int = 0, ranks: int = 1) -> None:
         self.sequences_per_step = sequences_per_step
@@ -127,7 +127,7 @@ class TokenLoader(EpochLoader):
     ) -> None:
         super().__init__(sequences_per_step, seed, rank, ranks)
         self.dataset = dataset
-        self.sequence = seq_len
+        self.seq_len = seq_len
         self.mask = mask_documents
         self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
@@ -137,15 +137,15 @@ class TokenLoader(EpochLoader):
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
         """Return sequences of an epoch, by their indices in its order."""
         order = self._epoch(epoch)
-        first = order.order[indices] * self.sequence
-        return pack_rows(self.dataset.tokens, order.document_starts, order.shifts, first, self.sequence, self.mask)
+        first = order.order[indices] * self.seq_len
+        return pack_rows(self.dataset.tokens, order.document_starts, order.shifts, first, self.seq_len, self.mask)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Values that determine the order of sequences, by name."""
         return {
             "seed": self.seed,
-            "sequence": self.sequence,
+            "sequence": self.seq_len,
             "sequences_per_step": self.sequences_per_step,
             "fingerprint": self.dataset.fingerprint(),
         }
@@ -175,18 +175,20 @@ def concat_batches(batches: list[Batch]) -> Batch:
     """Concatenate the rows of several batches."""
     if len(batches) == 1:
         return batches[0]
-    starts = None
+    document_starts = None
     if any(batch.document_starts is not None for batch in batches):
-        starts = np.concatenate(
+        document_starts = np.concatenate(
             [np.zeros_like(b.tokens, np.int32) if b.document_starts is None else b.document_starts for b in batches]
         )
-    return Batch(np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts)
+    return Batch(
+        np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), document_starts
+    )
 
 
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
     """Raise UserError for the first value that differs from the checkpoint's.
 
-    `identity` has the values that determine the order of tokens, by name, and `state` the checkpoint's.
+    `identity` maps names to the values that determine the order of tokens; `state` holds those of the checkpoint.
     `sequences_per_step` may differ if steps are `resized`."""
     fields = {
         "seed": "training.seed",
@@ -202,7 +204,8 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
         if name == "recipe":
             problem = "is split into sequences differently than by the version of Phalanx that wrote the checkpoint"
             raise UserError("data", None, problem, "resume with that version, or start a new run")
-        if name not in fields:  # a value without meaning to users
+        # A fingerprint means nothing to users.
+        if name not in fields:
             problem = "differs from the checkpoint's data: the text, the tokenizer or the held-out part has changed"
             raise UserError("data", None, problem, fix)
         saved_value = state.get(name)
@@ -237,14 +240,14 @@ def evaluation_batches(
         positions = rows[:, None] * seq_len + np.arange(seq_len + 1)
         clipped_positions = np.minimum(positions, end - 1 - origin)
         row_tokens = dataset.tokens[clipped_positions + origin].astype(np.int64)
-        starts = None
+        document_starts = None
         if mask_documents:
             document_index = np.searchsorted(document_offsets, clipped_positions[:, :-1], side="right") - 1
-            starts = np.maximum(document_offsets[document_index] - positions[:, :1], 0).astype(np.int32)
+            document_starts = np.maximum(document_offsets[document_index] - positions[:, :1], 0).astype(np.int32)
         yield Batch(
             tokens=np.ascontiguousarray(row_tokens[:, :-1]),
             targets=np.where(positions[:, 1:] <= targets, row_tokens[:, 1:], IGNORE_INDEX),
-            document_starts=starts if starts is not None and starts.any() else None,
+            document_starts=document_starts if document_starts is not None and document_starts.any() else None,
         )
 
 

@@ -22,9 +22,10 @@ def pack_rows(
 ) -> Batch:
     """Build rows from a stream of documents that are located elsewhere in `tokens`.
 
-    Document d is the stream from begins[d] to begins[d + 1]; stream position p of it is tokens[p + shifts[d]]. `begins`
-    are int64 [documents + 1], with the end of the last; `shifts` [documents]; `first` is the position in the stream of
-    each row's first token, [B]. With `mask`, the batch has `document_starts` if a row has several documents."""
+    Document d spans the stream from begins[d] to begins[d + 1], and its stream position p is tokens[p + shifts[d]].
+    `begins` is int64 [documents + 1] and ends with the end of the last document; `shifts` is [documents]. `first` is
+    the stream position of each row's first token, [B]. With `mask`, the batch has `document_starts` if a row has
+    several documents."""
     rows = len(first)
     width = seq_len + 1
     # A piece is the part of one document in one row; the pieces of all rows follow each other, int64 [pieces].
@@ -38,10 +39,10 @@ def pack_rows(
     positions = np.repeat(shifts[document] + first[row] - row * width, length)
     positions += np.arange(rows * width)
     row_tokens = tokens[positions].reshape(rows, width)
-    starts = None
+    document_starts = None
     if mask and ((start > 0) & (start < seq_len)).any():
-        starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
-    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
+        document_starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
+    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), document_starts)
 
 
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:

@@ -40,18 +40,19 @@ class PreparedData:
 def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     """Tokenize the text of `data`, unless the cache has it.
 
-    The cache's key is the paths, names, sizes and times of all files (the name only of a dataset on the hub), the
-    tokenizer and the split. An entry is written to a temporary folder and renamed; of concurrent runs the first wins.
+    The key of the cache consists of the paths, names, sizes and times of all files (only the name of a dataset on the
+    hub), the tokenizer and the split. An entry is written to a temporary folder and renamed. If several runs write the
+    same entry, the first wins.
     Raises UserError for errors of the sources, the tokenizer or the cache."""
     check_sources(data)
     cache = Path(data.cache).expanduser()
-    final_folder = cache / _fingerprint(data)
+    final_folder = cache / _cache_key(data)
     try:
         if not (final_folder / COMPLETE_FILE).is_file():
             cache.mkdir(parents=True, exist_ok=True)
             temp_folder = Path(tempfile.mkdtemp(prefix=f"{final_folder.name}.", suffix=".partial", dir=cache))
             try:
-                _write(data, temp_folder, progress)
+                _write_cache_folder(data, temp_folder, progress)
                 try:
                     temp_folder.rename(final_folder)
                 except OSError:
@@ -61,7 +62,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
                 shutil.rmtree(temp_folder, ignore_errors=True)
     except OSError as error:
         raise disk_error("data.cache", data.cache, error) from None
-    # A pair of the user's is read in place, except for a held-out end.
+    # A pair of token files that the user provides is read in place, unless its end is held out.
     train_pairs = indexed_prefixes(data.train, "data.train") if data.held_out else []
     held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
     train = train_pairs[0] if len(train_pairs) == 1 else str(final_folder / "train")
@@ -69,10 +70,11 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     return PreparedData(train if data.writes_train_tokens else "", held_out, str(final_folder / "tokenizer.json"))
 
 
-def _training_texts(data: DataSpec) -> Iterator[str]:
-    """Yield training text, its files in the order of their hashes, so that its start is a sample.
+def _iterate_training_texts(data: DataSpec) -> Iterator[str]:
+    """Yield the training text with its files in the order of their hashes, so that its beginning is a random sample.
 
-    If every document would be held out by name, the end of the text is held out instead: then it is all documents."""
+    If every document would be held out by its name, the end of the text is held out instead, and all documents are
+    yielded."""
     source_files = list_source_files(data.train)
     source_files.sort(key=lambda file: hashlib.blake2b(file.name.encode("utf-8", "replace")).digest())
 
@@ -89,9 +91,9 @@ def _is_held_out(data: DataSpec, document: Document) -> bool:
     return not data.held_out and is_held_out(document.name, data.held_out_fraction)
 
 
-def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
+def _write_cache_folder(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     """Fill a cache folder: tokenizer.json, and the pairs that are not the user's own."""
-    tokenizer = tokenizer_without_training(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
+    tokenizer = tokenizer_without_training(data) or train_bpe(_iterate_training_texts(data), data.tokenizer_vocab)
     tokenizer.save(folder / "tokenizer.json")
     train = folder / "train"
     held_out = folder / "held_out"
@@ -132,11 +134,11 @@ def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out
     if len(prefixes) == 1:
         split_tail(IndexedDataset(prefixes[0]), fraction, train, held_out)
         return
-    parts = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
-    for prefix, (head, tail) in zip(prefixes, parts, strict=True):
+    split_prefixes = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
+    for prefix, (head, tail) in zip(prefixes, split_prefixes, strict=True):
         split_tail(IndexedDataset(prefix), fraction, head, tail)
-    join_pairs([IndexedDataset(head) for head, _ in parts], train)
-    join_pairs([IndexedDataset(tail) for _, tail in parts], held_out)
+    join_pairs([IndexedDataset(head) for head, _ in split_prefixes], train)
+    join_pairs([IndexedDataset(tail) for _, tail in split_prefixes], held_out)
 
 
 def _carry_metadata(sources: Sequence[str], tokenizer: Tokenizer, *prefixes: Path) -> None:
@@ -163,12 +165,14 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, prefixes: list[Path], pro
         _carry_metadata([str(everything)], tokenizer, *prefixes)
 
 
-def _fingerprint(data: DataSpec) -> str:
-    key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
-    key["streaming"] = not data.writes_train_tokens
+def _cache_key(data: DataSpec) -> str:
+    inputs = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
+    inputs["streaming"] = not data.writes_train_tokens
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         files = list_files(sources, field) if sources else []
-        key[field] = [(file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in files]
+        inputs[field] = [
+            (file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in files
+        ]
     if data.tokenizer not in ("bpe", "bytes"):
-        key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
-    return hashlib.sha256(json.dumps([RECIPE_VERSION, key]).encode("utf-8", "replace")).hexdigest()[:20]
+        inputs["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
+    return hashlib.sha256(json.dumps([RECIPE_VERSION, inputs]).encode("utf-8", "replace")).hexdigest()[:20]

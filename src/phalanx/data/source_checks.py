@@ -64,8 +64,8 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
         tokens = dataset.tokens[:size]
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if low < 0 or high >= tokenizer.vocab:
-        wrong = high if low >= 0 else low
-        problem = f"has token id {wrong}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}"
+        invalid_id = high if low >= 0 else low
+        problem = f"has token id {invalid_id}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}"
         raise UserError(field, dataset.prefix, problem, "use the tokenizer of these tokens")
 
 

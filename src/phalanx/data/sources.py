@@ -41,13 +41,13 @@ class Document:
     """A document with its name."""
 
     name: str
-    """Name by which it is held out: that of its file, or `file:number` (from 1) for a record."""
+    """Name that decides whether the document is held out: its file's name, or `file:number` (from 1) for a record."""
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A source that is opened as one: a file, or a Hugging Face dataset."""
+    """A file, or a Hugging Face dataset, which is opened like one."""
 
     kind: Kind
     path: str
@@ -94,24 +94,27 @@ def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[Source
 def _expand_source(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
-        return [_source_file(path, library, field) for path in _walk(library) if path.endswith(".py")]
-    if source.startswith("hf:"):  # with size and time on disk; for a dataset on the hub only the name is known
+        return [
+            _describe_source_file(path, library, field) for path in _list_visible_files(library) if path.endswith(".py")
+        ]
+    # A dataset on disk has a size and a time. Of a dataset on the hub, only the name is known.
+    if source.startswith("hf:"):
         path = os.path.expanduser(source[3:])
-        files = [os.stat(file) for file in _walk(path)]
+        files = [os.stat(file) for file in _list_visible_files(path)]
         size = sum(file.st_size for file in files)
         changed = max((file.st_mtime_ns for file in files), default=0)
         name = "hf" if os.path.isdir(path) else source
         return [SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)]
     path = os.path.expanduser(source)
     if os.path.isfile(path):
-        return [_source_file(path, os.path.dirname(path), field, is_explicit=True)]
+        return [_describe_source_file(path, os.path.dirname(path), field, is_explicit=True)]
     if os.path.isdir(path):
         root = path
-        paths = _walk(path)
+        paths = _list_visible_files(path)
     elif glob.has_magic(source):
-        parts = path.split(os.sep)
-        first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-        root = os.sep.join(parts[:first_wildcard]) or (os.sep if path.startswith(os.sep) else os.curdir)
+        components = path.split(os.sep)
+        first_wildcard = next(number for number, component in enumerate(components) if glob.has_magic(component))
+        root = os.sep.join(components[:first_wildcard]) or (os.sep if path.startswith(os.sep) else os.curdir)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
@@ -119,10 +122,10 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         raise UserError(field, source, f"no such file or directory{where}", fix)
     if not paths:
         raise UserError(field, source, "matches no file", "correct the path")
-    return [_source_file(match, root, field) for match in paths]
+    return [_describe_source_file(match, root, field) for match in paths]
 
 
-def _walk(root: str) -> list[str]:
+def _list_visible_files(root: str) -> list[str]:
     paths = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
@@ -132,8 +135,10 @@ def _walk(root: str) -> list[str]:
     return paths
 
 
-def _source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
-    """Return a file below `root`; a link has its own name, because that of its target may be a hash."""
+def _describe_source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
+    """Describe a file, named relative to `root`.
+
+    A link keeps its own name, because that of its target may be a hash."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -184,13 +189,13 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         is_text = b"\0" not in beginning
         raw = beginning + file.read() if is_text else beginning
     if is_text:
-        yield Document(source_file.name, _decode(raw))
+        yield Document(source_file.name, _decode_text(raw))
     elif source_file.is_explicit:
         fix = "use text, .jsonl, .json or .parquet files"
         raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix)
 
 
-def _decode(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -257,8 +262,8 @@ def _record_document(source_file: SourceFile, number: int, row: Any, text_key: s
         fix = "write JSON objects, one per line or in an array"
         raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix)
     if text_key not in row:
-        known = ", ".join(map(repr, row)) or "none"
-        fix = f"use one of its fields: {known}"
+        available = ", ".join(map(repr, row)) or "none"
+        fix = f"use one of its fields: {available}"
         raise UserError("data.text_key", text_key, f"is not a field of {location}", fix)
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
@@ -276,9 +281,9 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
-            known = ", ".join(map(repr, names))
+            available = ", ".join(map(repr, names))
             problem = f"is not a column of {source_file.path}"
-            raise UserError("data.text_key", text_key, problem, f"use one of: {known}")
+            raise UserError("data.text_key", text_key, problem, f"use one of: {available}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():

@@ -1,7 +1,7 @@
 """Loader that tokenizes during training: TokenLoader's interface, forward only, with exact resume.
 
 Every rank reads and tokenizes all text and keeps its own rows, so that global batches are equal at any number of ranks.
-Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled."""
+Files (or datasets) are shuffled. The documents within a file stay in order, and sequences are not shuffled."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StreamingLoader(SequenceCounter):
         super().__init__(sequences_per_step, rank, ranks)
         self.data = data
         self.tokenizer = tokenizer
-        self.sequence = seq_len
+        self.seq_len = seq_len
         self.seed = seed
         self._source_files = list_source_files(data.train)
         self._states: dict[int, dict[str, Any]] = {}
@@ -79,7 +79,7 @@ class StreamingLoader(SequenceCounter):
         sequences = [self._next_sequence(index in local_rows) for index in range(self.sequences_per_step)]
         self._next_step += 1
         self._save_state()
-        return _batch([row for row in sequences if row is not None], self.sequence, self.data.mask_documents)
+        return _build_batch([row for row in sequences if row is not None], self.seq_len, self.data.mask_documents)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able).
@@ -105,62 +105,66 @@ class StreamingLoader(SequenceCounter):
         self._save_state()
 
     def _seek(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
-        self.resume_at(step, tokens // self.sequence)
+        self.resume_at(step, tokens // self.seq_len)
         self._next_step = step
-        self._skip = cursor.offset
-        self._position = cursor.position
+        self._num_skipped_tokens = cursor.offset
+        self._num_taken_sequences = cursor.position
         self._buffer: deque[DocumentPiece] = deque()
         self._num_buffered_tokens = -cursor.offset
-        self._start = cursor
-        self._pieces = self._read(cursor)
+        self._epoch_start = cursor
+        self._pieces = self._tokenize_documents_from(cursor)
         self._states.clear()
         self._save_state()
 
     def _save_state(self) -> None:
-        position = self._start
+        position = self._epoch_start
         if self._buffer:
             first_piece = self._buffer[0]
             position = StreamPosition(
-                self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
+                self._epoch_start.epoch,
+                first_piece.part,
+                first_piece.document,
+                self._num_skipped_tokens,
+                self._num_taken_sequences,
             )
-        tokens = self.first_sequence(self._next_step) * self.sequence
+        tokens = self.first_sequence(self._next_step) * self.seq_len
         self._states[self._next_step] = {"step": self._next_step, **vars(position), "tokens": tokens, **self._identity}
         self._states.pop(self._next_step - MAX_SAVED_STATES, None)
 
-    def _next_sequence(self, wanted: bool) -> list[np.ndarray] | None:
-        """Return the next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
-        num_tokens = self.sequence + 1
+    def _next_sequence(self, is_local: bool) -> list[np.ndarray] | None:
+        """Return the next T + 1 tokens of the stream, one array per document; None if not `is_local`."""
+        num_tokens = self.seq_len + 1
         while self._num_buffered_tokens < num_tokens:
             piece = next(self._pieces, None)
             if piece is not None:
                 self._buffer.append(piece)
                 self._num_buffered_tokens += len(piece.ids)
                 continue
-            if not self._position:
-                raise too_few_tokens(self.data.train, self._num_buffered_tokens, self.sequence)
-            self._start = StreamPosition(epoch=self._start.epoch + 1)
+            if not self._num_taken_sequences:
+                raise too_few_tokens(self.data.train, self._num_buffered_tokens, self.seq_len)
+            self._epoch_start = StreamPosition(epoch=self._epoch_start.epoch + 1)
             self._buffer.clear()
-            self._num_buffered_tokens = self._skip = self._position = 0
-            self._pieces = self._read(self._start)
+            self._num_buffered_tokens = self._num_skipped_tokens = self._num_taken_sequences = 0
+            self._pieces = self._tokenize_documents_from(self._epoch_start)
         row: list[np.ndarray] | None = None
-        if wanted:
+        if is_local:
             row = []
-            start = self._skip
+            start = self._num_skipped_tokens
             for piece in self._buffer:
                 row.append(piece.ids[start : start + num_tokens])
                 num_tokens -= len(row[-1])
                 start = 0
                 if not num_tokens:
                     break
-        self._position += 1
-        self._num_buffered_tokens -= self.sequence
-        self._skip += self.sequence
-        # The last target is the next sequence's first input, so its document is kept.
-        while self._skip >= len(self._buffer[0].ids):
-            self._skip -= len(self._buffer.popleft().ids)
+        self._num_taken_sequences += 1
+        self._num_buffered_tokens -= self.seq_len
+        self._num_skipped_tokens += self.seq_len
+        # The last target is also the first input of the next sequence, so its document stays in the buffer.
+        while self._num_skipped_tokens >= len(self._buffer[0].ids):
+            self._num_skipped_tokens -= len(self._buffer.popleft().ids)
         return row
 
-    def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
+    def _tokenize_documents_from(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """Yield the tokenized documents with end tokens from the cursor to the end of its epoch."""
         order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._source_files))
         locations: deque[tuple[int, int]] = deque()
@@ -184,10 +188,10 @@ class StreamingLoader(SequenceCounter):
     def _identity(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
-            "sequence": self.sequence,
+            "sequence": self.seq_len,
             "sequences_per_step": self.sequences_per_step,
             "recipe": RECIPE_VERSION,
-            "fingerprint": _fingerprint(self._source_files, self.tokenizer, self.data),
+            "fingerprint": _hash_text_sources(self._source_files, self.tokenizer, self.data),
         }
 
 
@@ -201,14 +205,14 @@ class DocumentPiece:
     """Ids of the document and the end token, int32 [tokens]."""
 
 
-def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
+def _build_batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
     piece_starts = np.cumsum([0, *map(len, pieces)])
     row_starts = np.arange(len(rows)) * (seq_len + 1)
     return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
 
 
-def _fingerprint(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
+def _hash_text_sources(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
     files = [(source_file.name, source_file.size) for source_file in source_files]
     split_by = None if data.held_out else data.held_out_fraction
     key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])

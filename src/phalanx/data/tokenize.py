@@ -39,7 +39,7 @@ class TokenizationCounts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
-    """Bytes of the text in UTF-8."""
+    """Size of the text in UTF-8."""
 
     def __add__(self, other: TokenizationCounts) -> TokenizationCounts:
         return TokenizationCounts(

@@ -44,7 +44,7 @@ class Tokenizer:
         if self.model is None:
             encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
             return [np.frombuffer(raw, np.uint8).astype(np.int32) for raw in encoded]
-        clean = [text if text.isascii() else _without_surrogates(text) for text in texts]
+        clean = [text if text.isascii() else _replace_surrogates(text) for text in texts]
         encodings = self.model.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
@@ -73,7 +73,7 @@ class Tokenizer:
                 sizes[index] = 0 if added[index].special else len(token.encode())
             else:
                 # The byte-level alphabet encodes each byte as one character.
-                sizes[index] = len(token) if byte_level else _piece_bytes(token)
+                sizes[index] = len(token) if byte_level else _count_piece_bytes(token)
         return sizes
 
     def to_json(self) -> str:
@@ -168,7 +168,7 @@ def _sample_texts(texts: Iterable[str]) -> list[str]:
     parts: list[str] = []
     total = 0
     for text in texts:
-        parts.append(_without_surrogates(text[: MAX_READ_CHARACTERS - total]))
+        parts.append(_replace_surrogates(text[: MAX_READ_CHARACTERS - total]))
         total += len(parts[-1])
         if total >= MAX_READ_CHARACTERS:
             break
@@ -197,12 +197,12 @@ def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
     return UserError(FIELD, str(path), problem, "use a tokenizer.json that Hugging Face `tokenizers` has saved")
 
 
-def _without_surrogates(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     # JSON may contain lone surrogates, which UTF-8 libraries reject.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _piece_bytes(token: str) -> int:
+def _count_piece_bytes(token: str) -> int:
     """Return the bytes of a SentencePiece-style piece: "▁" is a space, "<0x0A>" is one byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return 1

@@ -1,4 +1,4 @@
-"""Check of the user's own components before ranks start: they exist. Their code is not run here."""
+"""Check that the user's own components exist before ranks start, without running their code."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ def check_component(field: str, spec: ComponentSpec) -> None:
     """
     require_trusted(field, spec)
     package = spec.module.partition(".")[0]
-    finders = (finder.find_spec(package, None) for finder in sys.meta_path)  # packages in editable mode have their own
-    found = PathFinder.find_spec(package, [os.getcwd()]) or next(filter(None, finders), None)
-    if found is None:
+    # Packages that are installed in editable mode have finders of their own.
+    finders = (finder.find_spec(package, None) for finder in sys.meta_path)
+    module_spec = PathFinder.find_spec(package, [os.getcwd()]) or next(filter(None, finders), None)
+    if module_spec is None:
         problem = f"belongs to a module that is neither in {os.getcwd()} nor installed"
         fix = f"start in the directory of {package}.py, or install its package"
         raise UserError(field, spec.class_path, problem, fix)
-    if spec.module == package and found.origin is not None and found.origin.endswith(".py"):
+    if spec.module == package and module_spec.origin is not None and module_spec.origin.endswith(".py"):
         try:
-            names = _top_level_names(ast.parse(Path(found.origin).read_bytes()))
+            names = _find_top_level_names(ast.parse(Path(module_spec.origin).read_bytes()))
         except SyntaxError as error:
             problem = f"belongs to a module with a syntax error: {error}"
-            raise UserError(field, spec.class_path, problem, f"correct {found.origin}") from None
+            raise UserError(field, spec.class_path, problem, f"correct {module_spec.origin}") from None
         if not names & {spec.name, "*", "__getattr__"}:
             fix = f"use one of {', '.join(sorted(names)) or 'its classes'}"
-            raise UserError(field, spec.class_path, f"is not defined in {found.origin}", fix)
+            raise UserError(field, spec.class_path, f"is not defined in {module_spec.origin}", fix)
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def _find_top_level_names(tree: ast.Module) -> set[str]:
     """Return the names that a module defines or imports outside of classes and functions; "*" if it imports all."""
     names = set()
     nodes: list[ast.AST] = [*tree.body]

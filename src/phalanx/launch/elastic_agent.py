@@ -125,7 +125,7 @@ class ElasticAgent(LocalElasticAgent):
         return started
 
     def _agree_on_command(self, group: WorkerGroup) -> Sequence[str]:
-        """Return the first node's command, for all nodes: a layout may depend on conditions at the start."""
+        """Return the first node's command, which all nodes run, because their conditions may differ."""
         world_size = group.workers[0].world_size
         if group.group_world_size == 1:
             return self._worker_command(world_size)
@@ -145,7 +145,7 @@ class ElasticAgent(LocalElasticAgent):
         return [str(argument) for argument in message["command"]]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(status not in (None, 0) for status in map(exit_status, self._pids())):
+        if any(status not in (None, 0) for status in map(exit_status, self._list_pids())):
             self._kill_remaining()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
@@ -159,28 +159,30 @@ class ElasticAgent(LocalElasticAgent):
     def _kill_remaining(self) -> None:
         """Let ranks that wait for a lost one fail and report it; kill those that are stopped."""
         deadline = time.monotonic() + FAILURE_GRACE_SECONDS
-        running_pids = self._running_pids()
+        running_pids = self._list_running_pids()
         while running_pids and time.monotonic() < deadline:
             time.sleep(MONITOR_SECONDS / 2)
-            running_pids = self._running_pids()
+            running_pids = self._list_running_pids()
         for pid in running_pids:
             os.kill(pid, signal.SIGKILL)
         self._killed_pids |= set(running_pids)
 
-    def _running_pids(self) -> list[int]:
-        return [pid for pid in self._pids() if exit_status(pid) is None]
+    def _list_running_pids(self) -> list[int]:
+        return [pid for pid in self._list_pids() if exit_status(pid) is None]
 
-    def _pids(self) -> list[int]:
+    def _list_pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = STOP_SECONDS) -> None:
-        self._stop(death_sig)
+        self._stop_ranks(death_sig)
         super()._shutdown(signal.SIGKILL)
 
-    def _stop(self, death_sig: signal.Signals) -> None:
-        """Stop ranks in order. If the signal itself ended one, the others have `FAILURE_GRACE_SECONDS` left."""
-        pids = self._pids()
-        for pid in self._running_pids():
+    def _stop_ranks(self, death_sig: signal.Signals) -> None:
+        """Send ranks a signal, and give them time to save.
+
+        Once the signal itself has killed one, the others have `FAILURE_GRACE_SECONDS` left."""
+        pids = self._list_pids()
+        for pid in self._list_running_pids():
             os.kill(pid, death_sig)
         deadline = time.monotonic() + STOP_SECONDS
         while any(exit_status(pid) is None for pid in pids) and time.monotonic() < deadline:
@@ -251,7 +253,8 @@ def run_until_done(
                 agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes, starter)
                 result = agent.run()
             if agent.failure_action is not FailureAction.LEAVE:
-                handler.shutdown()  # no node can join any more
+                # After this no node can join any more.
+                handler.shutdown()
             return result is not None and not result.is_failed()
         except RendezvousTimeoutError:
             fix = "start the command on every node with the same --rendezvous, or allow fewer nodes: --nodes MIN:MAX"
@@ -266,7 +269,8 @@ def run_until_done(
                 fix = "use a port that no other run uses; to start several ranks on one machine, use --nproc"
                 problem = f"the rendezvous cannot be started on this machine: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
-            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to restart
+            # The other node may be about to restart.
+            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"the connection to the rendezvous failed: {error}"

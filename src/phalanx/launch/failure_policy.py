@@ -43,7 +43,7 @@ class FailurePolicy:
         self.is_essential = rendezvous.max_nodes == 1 or rendezvous.is_host
         """True if the others cannot continue without this node: it is the only one, or hosts the rendezvous."""
         self.counters = FailureCounters()
-        self.code = 1
+        self.exit_code = 1
         """Exit code of the last failure."""
         self.is_permanent = False
         """True if the last failure would recur."""
@@ -58,29 +58,30 @@ class FailurePolicy:
         killer.
         """
         if all(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
-            self.code = EXIT_STOPPED
+            self.exit_code = EXIT_STOPPED
             # If one node was stopped, or has joined, the others continue.
             return FailureAction.STOP if self.num_nodes == 1 else FailureAction.RESTART
         records = self.new_failure_records()
-        first = find_first_failure(self.directory, failures, kills, records)
-        self._seen_failures.add(_failure_id(first))  # the record of a rank that wrote none was created just now
-        saved = checkpoints(self.directory / CHECKPOINTS_DIR)
-        report = diagnose(self.directory, first, records, saved, failures, self.num_nodes)
+        first_failure = find_first_failure(self.directory, failures, kills, records)
+        # For a rank that wrote no record, `first_failure` was created just now.
+        self._seen_failures.add(_failure_id(first_failure))
+        saved_checkpoints = checkpoints(self.directory / CHECKPOINTS_DIR)
+        report = diagnose(self.directory, first_failure, records, saved_checkpoints, failures, self.num_nodes)
         counters = self.counters
         repeats_out_of_memory = counters.repeats_out_of_memory(report)
         counters.count(report)
         limit = self.restart_limit
         decision = decide(report, counters, repeats_out_of_memory, limit, self.num_nodes, self.is_essential)
-        self.code = decision.code
+        self.exit_code = decision.exit_code
         self.is_permanent = decision.is_permanent
         headline = failure_headline(self.directory)
         event = {"rank": report.blamed_rank, "step": report.step, "reason": report.reason}
         append_event(self.directory, FAILED, **event, verdict=headline, local=report.is_local)
         if decision.action is FailureAction.RESTART:
-            restart = describe_restart(report, counters, saved, self.has_memory_copies, limit)
-            print(f"phalanx: {describe_failure(first)}", *headline, restart, sep="\n  ", file=sys.stderr)
+            restart = describe_restart(report, counters, saved_checkpoints, self.has_memory_copies, limit)
+            print(f"phalanx: {describe_failure(first_failure)}", *headline, restart, sep="\n  ", file=sys.stderr)
             return decision.action
-        print_failure(self.directory, first)
+        print_failure(self.directory, first_failure)
         if repeats_out_of_memory:
             remedy = f"phalanx advise oom {shlex.quote(str(self.directory / RUN_FILE))}"
             print(f"  the same step would run out of memory again; to find a remedy: {remedy}", file=sys.stderr)
@@ -102,7 +103,7 @@ class FailurePolicy:
         train, or a drop did not help the last time.
         """
         counters = self.counters
-        fails_repeatedly = len(counters.suspects) == 1 and counters.local > self.restart_limit > 0
+        fails_repeatedly = len(counters.suspects) == 1 and counters.local_failures > self.restart_limit > 0
         helped_last_time = self.last_drop_step != counters.last_step_reached
         if self.is_permanent or not fails_repeatedly or not helped_last_time or UNKNOWN_RANK in counters.suspects:
             return None
@@ -115,7 +116,7 @@ class FailurePolicy:
             return None
         hide_gpu(failing_rank)
         self.last_drop_step = counters.last_step_reached
-        counters.local = 0
+        counters.local_failures = 0
         counters.suspects = set()
         append_event(self.directory, RANK_DROPPED, rank=failing_rank)
         remaining = f"continuing without it on {ranks} of {nproc} ranks"

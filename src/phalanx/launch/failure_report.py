@@ -20,7 +20,7 @@ UNKNOWN_RANK = -1
 class FailureReport:
     """Failure of a node's ranks, as the node knows it."""
 
-    first: Mapping[str, Any]
+    first_failure: Mapping[str, Any]
     """Record of the first failure."""
     step: int
     """Last step that is known to be finished."""
@@ -36,36 +36,36 @@ class FailureReport:
     @property
     def reason(self) -> str:
         """The reason to record. A lost node records nothing."""
-        return self.first["reason"] if self.is_local or not self.lost_peer else "lost the ranks of another node"
+        return self.first_failure["reason"] if self.is_local or not self.lost_peer else "lost the ranks of another node"
 
     @property
     def blamed_rank(self) -> int:
         """The rank to name: the first suspect of the record, or the rank that wrote it."""
-        return [*self.first.get("suspect_ranks", ()), self.first["rank"]][0]
+        return [*self.first_failure.get("suspect_ranks", ()), self.first_failure["rank"]][0]
 
 
 def diagnose(
     directory: Path,
-    first: Mapping[str, Any],
+    first_failure: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
-    saved: Sequence[Path],
+    saved_checkpoints: Sequence[Path],
     local_ranks: Mapping[int, Any],
     num_nodes: int,
 ) -> FailureReport:
     """Return the report of a failure.
 
-    `first` is the record of the first failure, `records` are those since the last failure, `saved` the checkpoints,
-    newest first, and `local_ranks` the ranks of this node that failed.
+    `first_failure` is its first record, and `records` are all records since the last failure. `saved_checkpoints` come
+    newest first, and `local_ranks` are the ranks of this node that failed.
     """
     start_steps = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][-1:]
     record_steps = [record.get("step", 0) for record in records]
     # NCCL aborts ranks whose peers are lost.
-    lost_peer = "lost_peer" in first or first["reason"].startswith("was killed by SIGABRT")
-    suspects = suspect_ranks(directory) if lost_peer else {first["rank"]}
+    lost_peer = "lost_peer" in first_failure or first_failure["reason"].startswith("was killed by SIGABRT")
+    suspects = suspect_ranks(directory) if lost_peer else {first_failure["rank"]}
     return FailureReport(
-        first=first,
-        step=max([*record_steps, *map(step_of, saved[:1]), *start_steps], default=0),
-        is_local=num_nodes == 1 or (first["rank"] in local_ranks and not lost_peer),
+        first_failure=first_failure,
+        step=max([*record_steps, *map(step_of, saved_checkpoints[:1]), *start_steps], default=0),
+        is_local=num_nodes == 1 or (first_failure["rank"] in local_ranks and not lost_peer),
         lost_peer=lost_peer,
         suspects=frozenset(suspects or {UNKNOWN_RANK}),
         in_first_step=any(record.get("step") in start_steps for record in records),
@@ -74,15 +74,15 @@ def diagnose(
 
 @dataclass(kw_only=True)
 class FailureCounters:
-    """Consecutive failures: those without a completed step between them."""
+    """Counts of consecutive failures, between which no step was completed."""
 
     last_step_reached: int = -1
     """Last finished step before a failure."""
     last_out_of_memory_step: int = -1
     """Last finished step before an out-of-memory failure."""
-    local: int = 0
+    local_failures: int = 0
     """Consecutive failures that started on this node."""
-    remote: int = 0
+    remote_failures: int = 0
     """Consecutive failures that started on other nodes."""
     suspects: set[int] = field(default_factory=set)
     """Ranks in which this node's failures started."""
@@ -92,7 +92,7 @@ class FailureCounters:
 
         Call it once per failure, before `count`. After a restart, other processes may still occupy memory.
         """
-        if "out_of_memory" not in report.first:
+        if "out_of_memory" not in report.first_failure:
             return False
         is_first_start = self.last_step_reached < 0
         is_repeated = report.step == self.last_out_of_memory_step
@@ -103,13 +103,13 @@ class FailureCounters:
         """Count a failure; a run that got further than at the last failure starts to count again."""
         if report.step > self.last_step_reached:
             self.last_step_reached = report.step
-            self.local = self.remote = 0
+            self.local_failures = self.remote_failures = 0
             self.suspects = set()
         if report.is_local:
-            self.local += 1
+            self.local_failures += 1
             self.suspects |= report.suspects
         else:
-            self.remote += 1
+            self.remote_failures += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Decision:
     """The action after a failure."""
 
     action: FailureAction
-    code: int
+    exit_code: int
     """Exit code of the launcher, if the run does not continue on this node."""
     is_permanent: bool
     """True if the failure would recur."""
@@ -137,30 +137,34 @@ def decide(
     alone, this node leaves instead, and the others continue. `counters` include this failure. `is_essential`: the other
     nodes cannot continue without this node.
     """
-    code = 2 if repeats_out_of_memory else int(report.first["code"])
-    is_final = code == 2 or report.first.get("final", False)
-    is_permanent = is_final and "lost_peer" not in report.first
-    is_used_up = counters.local > restart_limit or counters.remote > restart_limit * num_nodes
+    exit_code = 2 if repeats_out_of_memory else int(report.first_failure["code"])
+    is_final = exit_code == 2 or report.first_failure.get("final", False)
+    is_permanent = is_final and "lost_peer" not in report.first_failure
+    is_used_up = counters.local_failures > restart_limit or counters.remote_failures > restart_limit * num_nodes
     if not (is_permanent or is_used_up):
-        return Decision(action=FailureAction.RESTART, code=code, is_permanent=False)
-    is_node_at_fault = repeats_out_of_memory or "storage" in report.first or not is_permanent
+        return Decision(action=FailureAction.RESTART, exit_code=exit_code, is_permanent=False)
+    is_node_at_fault = repeats_out_of_memory or "storage" in report.first_failure or not is_permanent
     if report.is_local and is_node_at_fault and restart_limit > 0 and not is_essential:
-        return Decision(action=FailureAction.LEAVE, code=1, is_permanent=is_permanent)
-    return Decision(action=FailureAction.STOP, code=code, is_permanent=is_permanent)
+        return Decision(action=FailureAction.LEAVE, exit_code=1, is_permanent=is_permanent)
+    return Decision(action=FailureAction.STOP, exit_code=exit_code, is_permanent=is_permanent)
 
 
 def describe_restart(
-    report: FailureReport, counters: FailureCounters, saved: Sequence[Path], has_memory_copies: bool, restart_limit: int
+    report: FailureReport,
+    counters: FailureCounters,
+    saved_checkpoints: Sequence[Path],
+    has_memory_copies: bool,
+    restart_limit: int,
 ) -> str:
     """Describe from where the ranks restart, and how often they have.
 
-    `counters` include this failure; `saved` are the checkpoints, newest first.
+    `counters` include this failure; `saved_checkpoints` come newest first.
     """
-    source = saved[0].name if saved else "the beginning"
-    lost_steps = report.step - step_of(saved[0]) if saved else 0
+    source = saved_checkpoints[0].name if saved_checkpoints else "the beginning"
+    lost_steps = report.step - step_of(saved_checkpoints[0]) if saved_checkpoints else 0
     if has_memory_copies:
         source += " or newer copies in memory"
     elif lost_steps > 0:
         source += f", losing {plural(lost_steps, 'step')}"
-    count = f" (consecutive failure {counters.local} of {restart_limit})" if report.is_local else ""
+    count = f" (consecutive failure {counters.local_failures} of {restart_limit})" if report.is_local else ""
     return f"restarting from {source}{count}"

@@ -52,7 +52,8 @@ def as_user_error(error: BaseException, directory: Path) -> BaseException:
     if not isinstance(error, OSError) or error.errno not in STORAGE_FIXES:
         return error
     is_about_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-    if error.filename is None and not is_about_disk:  # no file name: the error is about a process or a socket
+    # Without a file name, the error is about a process or a socket.
+    if error.filename is None and not is_about_disk:
         return error
     field, path = ("file", error.filename) if error.filename else ("run directory", directory)
     return StorageError(field, str(path), os.strerror(error.errno), fix=STORAGE_FIXES[error.errno])
@@ -84,8 +85,8 @@ def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
     """Print the cause of the first failure, and record it if the user can fix it; return the exit code."""
     if failure["code"] == 2:
         print(f"phalanx: {failure['reason']}", file=sys.stderr)
-        known = error_from_record(failure["error"]) if "error" in failure else None
-        record_error(known or UserError(f"rank {failure['rank']}", None, failure["reason"]))
+        user_error = error_from_record(failure["error"]) if "error" in failure else None
+        record_error(user_error or UserError(f"rank {failure['rank']}", None, failure["reason"]))
         return 2
     print(f"phalanx: {describe_failure(failure)}", file=sys.stderr)
     if "traceback" in failure:
@@ -150,7 +151,8 @@ def print_resume_hint(directory: Path) -> None:
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     checkpoint_text = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
     trust = ""
-    with suppress(UserError):  # this user has run its code
+    # Suggest to trust the components, because this user has just run their code.
+    with suppress(UserError):
         trust = " --trust" if any(named_components(load_run(directory / RUN_FILE, environment={}))) else ""
     print(f"  {checkpoint_text}; continue with: phalanx train {directory} --resume{trust}", file=sys.stderr)
 

@@ -62,11 +62,11 @@ def fork_server(server: socket.socket) -> int:
     if pid == 0:
         os.closerange(3, server.fileno())
         os.closerange(server.fileno() + 1, 2**16)
-        _serve(server)
+        _serve_fork_requests(server)
     return pid
 
 
-def _serve(server: socket.socket) -> NoReturn:
+def _serve_fork_requests(server: socket.socket) -> NoReturn:
     """Fork for each request until no client is left."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the clients
@@ -108,7 +108,8 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
             os._exit(1)
         if grandchild:
             os._exit(0)
-        while os.getppid() == parent:  # until it has exited and the kernel has reparented this process to the client
+        # Wait until the parent has exited and the kernel has reparented this process to the client.
+        while os.getppid() == parent:
             time.sleep(0.001)
         server.close()
         os.close(reading_end)
@@ -160,7 +161,8 @@ def _run_module(argv: Sequence[str]) -> NoReturn:
     """Run `python [-P] -m MODULE ARGUMENTS` in this process and exit."""
     module, *arguments = argv[argv.index("-m") + 1 :]
     sys.argv = [module, *arguments]  # runpy replaces the first element with the module's file
-    atexit._clear()  # exit handlers of the parent; multiprocessing also clears them after a fork
+    # Drop the exit handlers of the parent, as multiprocessing does after a fork.
+    atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     code = 0
     try:
@@ -216,7 +218,7 @@ def main() -> NoReturn:
             import_module(module)
     except KeyboardInterrupt:  # Ctrl-C goes to all processes of a terminal; the launcher reports it
         sys.exit(EXIT_INTERRUPTED)
-    _serve(server)
+    _serve_fork_requests(server)
 
 
 if __name__ == "__main__":

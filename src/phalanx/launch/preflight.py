@@ -65,10 +65,12 @@ def check_settings(run: RunSpec, world_size: int) -> None:
     for field, component in named_components(run):
         check_component(field, component)
     if run.layout.activation_checkpointing == "offload":
-        needed = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
+        needed_bytes = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
         memory_bytes = physical_memory_bytes()
-        if needed > memory_bytes:
-            problem = f"needs {format_gb_or_mb(needed)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}"
+        if needed_bytes > memory_bytes:
+            problem = (
+                f"needs {format_gb_or_mb(needed_bytes)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}"
+            )
             fix = 'lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"'
             raise LocalNodeError("layout.activation_checkpointing", "offload", problem, fix)
     if run.layout.offload_directory is not None:
@@ -89,16 +91,15 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
 def _check_copies(run: RunSpec, world_size: int) -> None:
     state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
-    needed = copies * state_bytes * world_size / run.cluster.nodes
-    memory = physical_memory_bytes()
+    needed_bytes = copies * state_bytes * world_size / run.cluster.nodes
+    machine_bytes = physical_memory_bytes()
     if not hasattr(os, "memfd_create"):
         problem = "requires memfd_create, which this system does not have"
     elif run.layout.offload == "nvme":
         problem = 'cannot be combined with layout.offload = "nvme": its copies would keep the offloaded state in memory'
-    elif needed > memory:
-        problem = (
-            f"needs {needed / 1e9:.1f} GB for {copies} copies of each state; this machine has {memory / 1e9:.1f} GB"
-        )
+    elif needed_bytes > machine_bytes:
+        needed = f"needs {needed_bytes / 1e9:.1f} GB for {copies} copies of each state"
+        problem = f"{needed}; this machine has {machine_bytes / 1e9:.1f} GB"
     else:
         return
     fix = "set recovery.in_memory_checkpoint_every to 0"
@@ -112,10 +113,10 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
         raise UserError("layout.offload_directory", directory, "is not a directory on this machine", fix)
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "is not writable", fix)
-    free = shutil.disk_usage(path).free
-    needed = world_size / run.cluster.nodes * disk_offload_bytes(run, world_size)
-    if needed > free:
-        problem = f"needs {needed / 1e9:.2f} GB for optimizer state, but has {free / 1e9:.2f} GB free"
+    free_bytes = shutil.disk_usage(path).free
+    needed_bytes = world_size / run.cluster.nodes * disk_offload_bytes(run, world_size)
+    if needed_bytes > free_bytes:
+        problem = f"needs {needed_bytes / 1e9:.2f} GB for optimizer state, but has {free_bytes / 1e9:.2f} GB free"
         raise UserError("layout.offload_directory", directory, problem, fix)
 
 
@@ -126,17 +127,17 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     memory is insufficient. The message suggests settings that fit.
     """
     run = on_machine(run, nproc, memory_bytes, device)
-    planned = _planned_bytes(run, device)
-    if planned <= memory_bytes:
+    planned_bytes = _planned_bytes(run, device)
+    if planned_bytes <= memory_bytes:
         return
     from phalanx.plan.advice.oom import changed_settings
 
-    fitting = _fitting_run(run, memory_bytes, planned, device)
+    fitting = _find_fitting_run(run, memory_bytes, planned_bytes, device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
     ranks = plural(nproc, "rank") if device == "cpu" else "the rank that needs the most"
     problem = f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})"
     fix = f"{options or 'use a smaller model or more machines'} (see phalanx advise oom), or try with --force"
-    raise LocalNodeError("planned memory", format_gb_or_mb(planned), problem, fix)
+    raise LocalNodeError("planned memory", format_gb_or_mb(planned_bytes), problem, fix)
 
 
 def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunSpec:
@@ -149,11 +150,11 @@ def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunS
     return run.replace(cluster=run.cluster.replace(**machine))
 
 
-def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
+def _find_fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
     """Return the run with settings that fit the memory; None if none are found.
 
-    A model deeper than `MAX_SEARCHED_LAYERS` is planned rarely. The search, which plans about 70 runs, uses a model of
-    fewer layers in proportionally less memory. The result is planned once with all layers.
+    The search plans about 70 runs, which takes too long for a model deeper than `MAX_SEARCHED_LAYERS`. It then uses a
+    model of fewer layers in proportionally less memory, and the result is planned once with all layers.
     """
     if run.model.num_layers <= MAX_SEARCHED_LAYERS:
         return _search_fitting_run(run, memory_bytes, device)
@@ -162,16 +163,17 @@ def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: 
     # Unchecked, because fields may name layers that the sample does not have.
     model = run.model.model_copy(update={"num_layers": MAX_SEARCHED_LAYERS})
     sample = run.replace(model=model)
-    with suppress(UserError):  # for example, a pipeline with more stages than the sample has layers
+    # The sample may be invalid, such as a pipeline with more stages than the sample has layers.
+    with suppress(UserError):
         fraction = _planned_bytes(sample, device) / planned_bytes
         sharing_ranks = (run.cluster.nproc_per_node or 1) if device == "cpu" else 1
         # The memory of libraries does not shrink with the model.
         library_bytes = process_bytes(run.cluster, 0) / enough_bytes(run.cluster, 1.0, SAFE_OOM_PROBABILITY)
         sample_bytes = fraction * memory_bytes + (1 - fraction) * sharing_ranks * library_bytes
         cluster = run.cluster.replace(memory_bytes=round(sample_bytes))
-        found = _search_fitting_run(sample.replace(cluster=cluster), fraction * memory_bytes, device)
-        if found is not None:
-            fitting = found.replace(model=run.model, cluster=run.cluster)
+        fitting_sample = _search_fitting_run(sample.replace(cluster=cluster), fraction * memory_bytes, device)
+        if fitting_sample is not None:
+            fitting = fitting_sample.replace(model=run.model, cluster=run.cluster)
             return fitting if _planned_bytes(fitting, device) <= memory_bytes else None
     return None
 
@@ -179,9 +181,9 @@ def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: 
 def _search_fitting_run(run: RunSpec, memory_bytes: float, device: str) -> RunSpec | None:
     from phalanx.plan.advice.oom import cheapest_sequence, evaluate_single_remedies, run_footprint
 
-    needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
-    remedied = (needed[-1].run or run) if needed else run
-    candidates = (*_with_shorter_sequences(remedied), *_with_shorter_sequences(run))
+    needed_remedies = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
+    remedied_run = (needed_remedies[-1].run or run) if needed_remedies else run
+    candidates = (*_shorten_sequences(remedied_run), *_shorten_sequences(run))
     return next((candidate for candidate in candidates if _planned_bytes(candidate, device) <= memory_bytes), None)
 
 
@@ -197,7 +199,7 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
     return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
 
 
-def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
+def _shorten_sequences(run: RunSpec) -> Iterator[RunSpec]:
     """Yield the run, and the run with 1/2, 1/4, ... of its sequence length while a plan exists."""
     yield run
     seq_len = run.training.seq_len // 2
@@ -211,26 +213,27 @@ def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
 
 def _check_directory(run: RunSpec, resume: bool) -> None:
     directory = run_directory(run)
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    existing_parent = directory
+    while not existing_parent.exists():
+        existing_parent = existing_parent.parent
+    if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
         problem = "is not a writable directory"
-        raise UserError("output_dir", str(existing), problem, "set output_dir to another directory")
+        raise UserError("output_dir", str(existing_parent), problem, "set output_dir to another directory")
     check_claimable(directory)
-    saved = checkpoints(directory / CHECKPOINTS_DIR)
-    if saved and resume:
-        check_manifest(run, latest_manifest(saved))
+    saved_checkpoints = checkpoints(directory / CHECKPOINTS_DIR)
+    if saved_checkpoints and resume:
+        check_manifest(run, latest_manifest(saved_checkpoints))
     elif resume:
         check_not_all_damaged(directory / CHECKPOINTS_DIR)
-    elif saved or (directory / METRICS_FILE).exists():
+    elif saved_checkpoints or (directory / METRICS_FILE).exists():
         fix = "add --resume to continue this run, or choose another name with --set name=..."
         raise UserError("name", run.name, f"{directory} already contains a run", fix)
-    needed = checkpoint_space_needed_bytes(run, len(saved))
-    free = shutil.disk_usage(existing).free
-    if needed > free:
+    needed_bytes = checkpoint_space_needed_bytes(run, len(saved_checkpoints))
+    free_bytes = shutil.disk_usage(existing_parent).free
+    if needed_bytes > free_bytes:
         lower = "lower checkpoint.keep, " if run.checkpoint.keep > 1 else ""
-        problem = f"needs {format_gb_or_mb(needed)} for checkpoints, but {existing} has {format_gb_or_mb(free)} free"
+        free = f"{existing_parent} has {format_gb_or_mb(free_bytes)} free"
+        problem = f"needs {format_gb_or_mb(needed_bytes)} for checkpoints, but {free}"
         fix = f"free space, {lower}or set output_dir to another disk"
         raise UserError("checkpoint.keep", run.checkpoint.keep, problem, fix)
 
@@ -256,5 +259,6 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
 def check_wandb(project: str) -> None:
     """Raise UserError if W&B is not installed."""
     module_spec = find_spec("wandb")
-    if module_spec is None or module_spec.origin is None:  # a mere directory of this name, which W&B creates
+    # A directory of this name without a module is one that W&B has created.
+    if module_spec is None or module_spec.origin is None:
         raise missing_package("metrics.wandb", project, "wandb")

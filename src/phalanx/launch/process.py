@@ -202,7 +202,8 @@ def die_with_launcher() -> None:
     launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # the launcher exited before the request to the kernel
+        # The launcher has exited before the request reached the kernel.
+        if os.getppid() != launcher:
             os._exit(1)
 
 

@@ -148,14 +148,14 @@ def local_address(rendezvous: Rendezvous) -> str:
     Host names of nodes often do not resolve or belong to another network. A machine's own name often resolves to its
     loopback (Debian), which others cannot reach.
     """
-    address = _address_towards(rendezvous.host)
+    address = _find_local_address(rendezvous.host)
     if rendezvous is not SINGLE_NODE and ip_address(address).is_loopback:
         with suppress(OSError):
-            return _address_towards(PROBE_ADDRESS)
+            return _find_local_address(PROBE_ADDRESS)
     return address
 
 
-def _address_towards(host: str) -> str:
+def _find_local_address(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # sends no packet
         return str(probe.getsockname()[0])

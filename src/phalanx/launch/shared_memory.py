@@ -34,8 +34,8 @@ class SlotHeader:
     """Step after which the state was copied; -1 if the slot has no complete copy."""
     rank: int = 0
     """Rank whose state was copied."""
-    metadata_length: int = 0
-    """Bytes of the metadata (JSON), which follow the header."""
+    metadata_bytes: int = 0
+    """Size of the metadata (JSON), which follows the header."""
 
     @property
     def is_complete(self) -> bool:
@@ -101,7 +101,7 @@ class SharedMemorySlot:
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of a complete copy."""
-        return dict(json.loads(self.memory[HEADER_BYTES : HEADER_BYTES + self.header.metadata_length]))
+        return dict(json.loads(self.memory[HEADER_BYTES : HEADER_BYTES + self.header.metadata_bytes]))
 
 
 class SlotPair:
@@ -126,5 +126,5 @@ class SlotPair:
         self._next_index = 1 - self._next_index
 
     def make_current(self, index: int) -> None:
-        """Let the next copy overwrite the other slot than the first (0) or the second (1)."""
+        """Make the first (0) or the second slot (1) current, so that the next copy overwrites the other."""
         self._next_index = 1 - index

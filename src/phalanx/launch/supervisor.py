@@ -1,4 +1,4 @@
-"""Supervision of training: ranks are started, watched, and started again, fewer if necessary."""
+"""Supervision of training: start ranks, watch them, and restart them after failures, fewer of them if necessary."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ def supervise_training(
     returns the layout for a number of ranks. Raises RendezvousError if the rendezvous failed. Raises UserError if nodes
     cannot perform a rendezvous, or too few ranks are left for any layout.
     """
-    options = ["--device", select_device(run), *options]  # a lost GPU must not turn into a CPU
-    if any(named_components(run)):  # the checks before the start have found that the user trusts them
+    # After the loss of a GPU, ranks must not continue on the CPU.
+    options = ["--device", select_device(run), *options]
+    # The checks before the start have found that the user trusts the components.
+    if any(named_components(run)):
         options = ["--trust", *options]
-    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # prints its failure itself
+    # A single rank without restarts runs in this process and prints its failure itself.
+    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:
         if warm_process is not None:
             warm_process.close()
         run_in_place("phalanx.train", str(directory), *options)
@@ -62,9 +65,9 @@ def supervise_training(
             while not run_until_done(nproc, worker_command, policy.decide, rendezvous, rank_starter):
                 fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
                 if fewer_ranks is None:
-                    if policy.code not in (2, EXIT_STOPPED):
+                    if policy.exit_code not in (2, EXIT_STOPPED):
                         print_resume_hint(directory)
-                    return policy.code
+                    return policy.exit_code
                 nproc = fewer_ranks
             return 0
     except (SystemExit, RunEndedByOtherNode) as exit_reason:
@@ -74,7 +77,8 @@ def supervise_training(
             print(f"phalanx: {exit_reason}", file=sys.stderr)
             return 1
         new_records = policy.new_failure_records()
-        if new_records:  # the stop was not orderly, unless ranks only lost each other through it
+        # New records mean that the stop was not orderly, unless ranks only lost each other through it.
+        if new_records:
             first_failure = find_first_failure(directory, {}, records=new_records)
             if "lost_peer" not in first_failure:
                 return print_final_failure(directory, first_failure)

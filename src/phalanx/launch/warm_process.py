@@ -87,10 +87,10 @@ class WarmProcess:
         """
         try:
             if not self._is_ready:
-                self._receive(IMPORT_SECONDS, "did not import PyTorch")
+                self._receive_answer(IMPORT_SECONDS, "did not import PyTorch")
                 self._is_ready = True
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-            answer = self._receive(FORK_SECONDS, "did not answer")
+            answer = self._receive_answer(FORK_SECONDS, "did not answer")
         except ConnectionError:
             raise WarmProcessError("has exited") from None
         if not answer.isdecimal():
@@ -106,7 +106,7 @@ class WarmProcess:
                 os.waitpid(self.pid, 0)
         self._is_closed = True
 
-    def _receive(self, seconds: float, complaint: str) -> str:
+    def _receive_answer(self, seconds: float, complaint: str) -> str:
         if not select.select([self._socket], [], [], seconds)[0]:
             raise WarmProcessError(f"{complaint} within {seconds:g} s")
         answer = self._socket.recv(MESSAGE_BYTES).decode()
@@ -163,7 +163,7 @@ class ForkedProcess(subprocess.Popen[Any]):
             "ignored_signals": [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
             "targets": [0, 1, 2, *pass_fds],
         }
-        standard = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        standard = [standard_fd if fd == -1 else fd for standard_fd, fd in enumerate((p2cread, c2pwrite, errwrite))]
         try:
             self.pid = self._warm_process.fork(request, [*standard, *pass_fds])
             self._child_created = True

@@ -130,7 +130,7 @@ class Attention(nn.Module):
             return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask is not None:
-            # On CUDA flash supports no mask, and the efficient kernel no groups.
+            # On CUDA, flash attention supports no mask, and the memory-efficient kernel supports no grouped heads.
             k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
             grouped = False
         with sdpa_kernel(MASKED_CUDA_KERNELS) if mask is not None else nullcontext():
@@ -155,14 +155,16 @@ def attention_mask(
 
     It is the bounds of the documents if there is a kernel for them. Otherwise it is their dense mask, or for
     FlexAttention their starts. `window`: rows are longer than the window of some layers."""
-    backend = _backend(documents.bounds.device, dtype, head_dim, window, sinks)
+    backend = _choose_document_backend(documents.bounds.device, dtype, head_dim, window, sinks)
     if backend == AttentionBackend.FLEX:
         return documents.starts
     return document_mask(documents.starts) if backend == AttentionBackend.SDPA_MASKED else documents.bounds
 
 
-def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool) -> AttentionBackend:
-    """Return the kernel for documents, of which every row may be one."""
+def _choose_document_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool
+) -> AttentionBackend:
+    """Return the kernel for rows that may contain several documents."""
     half = dtype in (torch.bfloat16, torch.float16)
     return choose_backend(
         device.type, half_precision=half, head_dim=head_dim, documents=True, window=window, sinks=sinks
@@ -170,8 +172,8 @@ def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bo
 
 
 def _row_bounds(q_BTHK: Tensor) -> Tensor | None:
-    """Return the bounds of rows of one document, for windows and sinks; None if their kernel is FlexAttention."""
-    backend = _backend(q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True)
+    """Return the bounds of whole rows as documents, for windows and sinks; None if their kernel is FlexAttention."""
+    backend = _choose_document_backend(q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True)
     if backend == AttentionBackend.FLEX:
         return None
     rows, tokens = q_BTHK.shape[:2]
@@ -186,7 +188,7 @@ def document_mask(starts_BT: Tensor) -> Tensor:
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether flash attention runs on CUDA."""
-    return _backend(device, dtype, head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
+    return _choose_document_backend(device, dtype, head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
 
 
 def attend_within_documents(

@@ -28,13 +28,13 @@ def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
         if whole:
             block.compile()
             continue
-        for part in block.modules():
-            if isinstance(part, Attention):
-                part.rotate = _compiled_rotary()
-            elif isinstance(part, MLP | Experts):
-                part.activation = compiled_activation(part.activation)
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.rotate = _compile_rotary()
+            elif isinstance(module, MLP | Experts):
+                module.activation = compiled_activation(module.activation)
 
 
 @cache
-def _compiled_rotary() -> Callable[[Tensor, RotaryTable], Tensor]:
+def _compile_rotary() -> Callable[[Tensor, RotaryTable], Tensor]:
     return torch.compile(apply_rotary, dynamic=True)

@@ -25,12 +25,12 @@ def attend_on_cpu(
     q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, sinks_H: Tensor | None, bounds: Tensor, window: int | None
 ) -> Tensor:
     """Return causal attention within documents, [N, H, K]; arguments as in `attention.attend_within_documents`."""
-    blocks = list(_window_blocks(bounds.tolist(), window))
+    blocks = list(_split_window_blocks(bounds.tolist(), window))
     return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, sinks_H, blocks, window))
 
 
-def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield consecutive queries of one document, and the keys that some of them see.
+def _split_window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of consecutive queries of one document, each with the keys that any of its queries sees.
 
     The first queries of a document see all earlier keys. Later blocks of n queries have n + window - 1 keys."""
     for start, end in pairwise(bounds):
@@ -44,8 +44,8 @@ def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slic
             yield slice(first, last), slice(first - window + 1, last)
 
 
-def _window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
-    """Return the additive mask of a block of `_window_blocks`; None if queries see all earlier keys."""
+def _build_window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
+    """Return the additive mask of a block of `_split_window_blocks`; None if queries see all earlier keys."""
     if window is None or queries.stop - keys.start <= window:
         return None
     ends = (torch.arange(x.start, x.stop) for x in (queries, keys))
@@ -71,7 +71,7 @@ class _AttentionByDocument(torch.autograd.Function):
         lse_NH = q_NHK.new_empty(q_NHK.shape[:2], dtype=at_least_fp32(q_NHK[:0]).dtype)
         for queries, keys in blocks:
             q, k, v = (_as_batch(x) for x in (q_NHK[queries], k_NHK[keys], v_NHK[keys]))
-            mask = _window_mask(queries, keys, window, like=q_NHK)
+            mask = _build_window_mask(queries, keys, window, like=q_NHK)
             out, lse = CPU_FLASH(q, k, v, is_causal=mask is None, attn_mask=mask)
             out_NHK[queries] = out[0].transpose(0, 1)
             lse_NH[queries] = lse[0].T
@@ -89,19 +89,19 @@ class _AttentionByDocument(torch.autograd.Function):
         grads = [allocate(x) for x in attention[:3]]
         for queries, keys in ctx.blocks:
             tokens = (queries, queries, keys, keys, queries)
-            mask = _window_mask(queries, keys, ctx.window, like=gradient_NHK)
-            parts = CPU_FLASH_BACKWARD(
-                *(_as_batch(x[part]) for x, part in zip((gradient_NHK, *attention), tokens, strict=True)),
+            mask = _build_window_mask(queries, keys, ctx.window, like=gradient_NHK)
+            block_gradients = CPU_FLASH_BACKWARD(
+                *(_as_batch(x[rows]) for x, rows in zip((gradient_NHK, *attention), tokens, strict=True)),
                 lse_NH[queries].T[None],
                 0.0,
                 mask is None,
                 attn_mask=mask,
             )
-            for grad, block, part in zip(grads, tokens[1:4], parts, strict=True):
+            for grad, block, block_gradient in zip(grads, tokens[1:4], block_gradients, strict=True):
                 if ctx.window is None:
-                    grad[block] = part[0].transpose(0, 1)
+                    grad[block] = block_gradient[0].transpose(0, 1)
                 else:
-                    grad[block] += part[0].transpose(0, 1)
+                    grad[block] += block_gradient[0].transpose(0, 1)
         return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks_H), None, None
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""Dtypes of activations, and of the operands of matrix products; in fp8 the products of blocks cast them."""
+"""Dtypes of activations and of the operands of matrix products. In fp8, the products of blocks cast their operands
+further."""
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

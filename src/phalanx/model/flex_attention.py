@@ -36,7 +36,7 @@ def attend_with_flex(
     rows = None if starts_BT is None else len(q_BTHK)
     tokens = q_BTHK.shape[1]
     mask = create_block_mask(is_visible, rows, None, tokens, tokens, device=q_BTHK.device, _compile=compiled)
-    out, auxiliary = _flex_attention(compiled)(
+    out, auxiliary = _select_flex_attention(compiled)(
         *(x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK)),
         block_mask=mask,
         enable_gqa=q_BTHK.shape[2] != k_BTHK.shape[2],
@@ -49,5 +49,5 @@ def attend_with_flex(
 
 
 @cache
-def _flex_attention(compiled: bool) -> Callable[..., Any]:
+def _select_flex_attention(compiled: bool) -> Callable[..., Any]:
     return cast(Callable[..., Any], torch.compile(flex_attention) if compiled else flex_attention)

@@ -72,7 +72,7 @@ def fp8_grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> T
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows in float8, each with the power of two that its numbers are multiples of."""
+    """Rows in float8, each with a power of two as its scale."""
 
     numbers: Tensor
     """e4m3, [..., N, I]."""
@@ -100,8 +100,8 @@ def use_fp8_products(module: nn.Module) -> None:
     """Make the linear layers of blocks and the experts of a model multiply in float8.
 
     Embedding, norms, routers and head are unchanged."""
-    for part in module.modules():
-        if isinstance(part, ProductLinear):
-            part.product = Product(linear=fp8_linear)
-        elif isinstance(part, Experts):
-            part.grouped_linear = fp8_grouped_linear
+    for submodule in module.modules():
+        if isinstance(submodule, ProductLinear):
+            submodule.product = Product(linear=fp8_linear)
+        elif isinstance(submodule, Experts):
+            submodule.grouped_linear = fp8_grouped_linear

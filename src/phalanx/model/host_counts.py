@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 Counts = list[list[int]]
 
 _saved_counts: ContextVar[list[Counts] | Iterator[Counts] | None] = ContextVar("saved_counts", default=None)
-"""In a checkpointed forward pass, the list to append to; in its recomputation, its iterator."""
+"""In a checkpointed forward pass, the list that receives the counts. In its recomputation, an iterator over this
+list."""
 
 
 def to_host_lists(counts: Tensor, total: int) -> Counts:

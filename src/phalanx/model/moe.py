@@ -149,13 +149,15 @@ class Experts(nn.Module):
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the output of each row's expert.
 
-        `x_ND` is sorted by expert; expert e has the rows from offsets[e - 1] to offsets[e]."""
-        if torch.is_autocast_enabled(x_ND.device.type):  # autocast does not support grouped products
+        `x_ND` is sorted by expert: the rows from offsets[e - 1] to offsets[e] belong to expert e."""
+        # Autocast does not support grouped products.
+        if torch.is_autocast_enabled(x_ND.device.type):
             dtype = torch.get_autocast_dtype(x_ND.device.type)
         else:
             dtype = x_ND.dtype
         x_ND = x_ND.to(dtype)
-        if not supports_grouped_mm(x_ND, self.gate):  # each product needs the counts in host memory: wait once
+        # Each product needs the counts in host memory, so the host waits for them once.
+        if not supports_grouped_mm(x_ND, self.gate):
             offsets_E = offsets_E.cpu()
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
         product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
@@ -272,8 +274,8 @@ def rows_of_choices(x_BTD: Tensor, order: Tensor, top_k: int) -> Tensor:
 def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
     """Return the weighted sum of each token's expert outputs, [N, D].
 
-    `y` has the outputs for the first choices of `order`, [rows, D]; dropped choices have none. `order` has the N x k
-    choices in the order of `sort_by_expert`."""
+    `y` holds the outputs of the first choices in `order`, [rows, D]; dropped choices, which come last, have none.
+    `order` lists the N x k choices in the order of `sort_by_expert`."""
     if len(y) < len(order):
         y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))

@@ -14,7 +14,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.model import ModelSpec
 
 CHUNK_ELEMENTS = 2**15
-"""Elements that are in fp32 at one time: they fit a CPU's caches."""
+"""Number of elements that are converted to fp32 at one time, few enough for a CPU's caches."""
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +27,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized tensor."""
-        if x.device.type == "cuda":  # one kernel, which requires one dtype and accumulates in fp32
+        # On CUDA this is one kernel, which requires one dtype and accumulates in fp32.
+        if x.device.type == "cuda":
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))
 
@@ -41,8 +42,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        for part, rms_part, out_part in _chunks(x, inverse_rms, out):
-            exact = at_least_fp32(part)
+        for x_part, rms_part, out_part in _split_rows(x, inverse_rms, out):
+            exact = at_least_fp32(x_part)
             torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
             out_part.copy_((exact * rms_part).mul_(weight))
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -53,8 +54,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
         grad_weight = at_least_fp32(weight).new_zeros(weight.shape)
-        for part, rms_part, gradient_part, grad_part in _chunks(x, inverse_rms, gradient, grad_x):
-            normalized = at_least_fp32(part) * rms_part
+        for x_part, rms_part, gradient_part, grad_part in _split_rows(x, inverse_rms, gradient, grad_x):
+            normalized = at_least_fp32(x_part) * rms_part
             exact = at_least_fp32(gradient_part)
             grad_weight += (exact * normalized).sum(0)
             grad_normalized = exact * weight
@@ -63,12 +64,12 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), None
 
 
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _split_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield chunks of the rows of tensors [..., width]."""
     return row_chunks(max(1, CHUNK_ELEMENTS // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
 
 
 def build_norm(spec: ModelSpec) -> nn.Module:
     """Build the norm of the residual stream."""
-    kind = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
-    return kind(spec.hidden_size, spec.norm_eps)
+    norm_class = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
+    return norm_class(spec.hidden_size, spec.norm_eps)

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# Into the tensor of the given gradient, which backward passes then need no more.
+# The result is written into the tensor of the given gradient, which a backward pass no longer needs.
 SILU_BACKWARD = torch.ops.aten.silu_backward.grad_input
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 TensorTuple = tuple[Tensor, ...]
 LinearFunction = Callable[..., Tensor]
 """Function of rows, a weight [O, I] and perhaps a bias: rows times the transposed weight, plus the bias."""
 DeferOrCompute = Callable[[GradientEdge | None, Callable[[], Tensor]], Tensor | None]
-"""Function of a weight's place in the graph and of a function for its gradient; returns it, or None if deferred."""
+"""Takes a weight's edge in the graph and a function that computes its gradient; returns the gradient, or None if
+deferred."""
 
 
 Vjp = Callable[[Tensor], TensorTuple]
@@ -192,5 +193,6 @@ class _ActivatedProduct(torch.autograd.Function):
             grad_weight = product.defer_or_compute(
                 ctx.weight_edge, partial(product.weight_gradient, gradient, x.detach(), weight)
             )
-        del x  # one tensor less at the peak, unless the weight's gradient is deferred
+        # Unless the weight's gradient is deferred, the peak has one tensor less.
+        del x
         return None, None, grad_weight, grad_bias, *activation_vjp(product.input_gradient(gradient, weight))

@@ -23,13 +23,13 @@ def frequencies(rope: RopeSpec, head_dim: int, device: torch.device | None = Non
     if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
         return base_J / rope.factor
     if rope.scaling == "llama3":
-        return _llama3(rope, base_J)
+        return _scale_llama3(rope, base_J)
     if rope.scaling == "yarn":
-        return _yarn(rope, base_J, head_dim)
+        return _scale_yarn(rope, base_J, head_dim)
     return base_J
 
 
-def _llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
+def _scale_llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
     """Scale low frequencies and leave high ones (Llama 3.1, arXiv 2407.21783, its released code)."""
     turns_J = rope.original_context * base_J / (2 * math.pi)
     smooth_J = (turns_J - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -37,7 +37,7 @@ def _llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
     return smooth_J * base_J + (1 - smooth_J) * base_J / rope.factor
 
 
-def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
+def _scale_yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
     """Scale with a ramp over channels between beta_fast and beta_slow turns (YaRN, arXiv 2309.00071, 3.2)."""
 
     def channel(turns: float) -> float:

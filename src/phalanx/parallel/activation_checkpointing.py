@@ -32,8 +32,9 @@ def apply_activation_checkpointing(
 
     The wrapped modules draw no random numbers. `mode` is "full" for whole blocks (arXiv 1604.06174), "offload" for
     whole blocks whose inputs are in CPU memory, "selective" for attention (arXiv 2205.05198), "norms" for the outputs
-    of norms, or "none". Only the first `num_blocks` are wrapped, if given. `saves_counts`: blocks read their counts of
-    tokens on the host once (`checkpoint_with_saved_counts`)."""
+    of norms, or "none". If `num_blocks` is given, only the first `num_blocks` blocks are wrapped. With `saves_counts`,
+    blocks copy their token counts to the host once and not again in the recomputation
+    (`checkpoint_with_saved_counts`)."""
     blocks = dict(list(module.blocks.named_children())[:num_blocks])
     if mode == "selective":
         for block in blocks.values():
@@ -46,7 +47,7 @@ def apply_activation_checkpointing(
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)
         if mode == "offload":
-            functions |= _offloads(module, list(blocks), recompute, device)
+            functions |= _build_block_offloads(module, list(blocks), recompute, device)
         for name, block in blocks.items():
             for router in block.modules():
                 if isinstance(router, Router):
@@ -57,7 +58,7 @@ def apply_activation_checkpointing(
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def _offloads(
+def _build_block_offloads(
     module: Transformer, names: list[str], recompute: Callable[..., Any], device: torch.device
 ) -> dict[str, BlockOffload]:
     """Return the offload of each block by name, except blocks whose input another stage of a pipeline has sent.

@@ -23,7 +23,7 @@ from phalanx.parallel.comm.pinned_memory import pinned_zeros
 
 
 class HostCopier:
-    """Copies between a device and CPU memory, whose pinned buffers are used again."""
+    """Copies between a device and CPU memory. Their pinned buffers are reused."""
 
     def __init__(self, device: torch.device) -> None:
         """Create the stream of copies; there is none on a CPU."""
@@ -39,12 +39,14 @@ class HostCopier:
         return unused.pop() if unused else pinned_zeros(like.shape, like.dtype)
 
     def return_buffer(self, buffer: Tensor) -> None:
-        """Let the next copy use a pinned buffer. Copies are in order, so those that read it precede those to come."""
+        """Let a later copy reuse a pinned buffer.
+
+        Copies run in order, so those that still read the buffer come first."""
         if self.stream is not None:
             self._unused[buffer.shape, buffer.dtype].append(buffer)
 
     def start_copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy that follows the work of the compute stream, and return its end."""
+        """Start a copy after the current work of the compute stream, and return the event of its end."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream), torch.no_grad():
@@ -52,7 +54,7 @@ class HostCopier:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self, end: torch.cuda.Event | None) -> None:
-        """Let the compute stream wait for a copy; the host continues."""
+        """Make the compute stream wait for a copy. The host does not wait."""
         if end is not None:
             torch.cuda.current_stream(self.device).wait_event(end)
 
@@ -65,7 +67,7 @@ class StoredInput:
     host_copy: Tensor | None
     requires_grad: bool
     previous: StoredInput | None
-    """The input of the block before, which is needed next."""
+    """The input of the preceding block, which the backward pass needs next."""
     fetched: Tensor | None = None
     fetch_end: torch.cuda.Event | None = None
 
@@ -102,7 +104,7 @@ class BlockOffload:
         self.checkpoint = checkpoint
         self.previous = previous
         self.newest: Callable[[], StoredInput | None] = lambda: None
-        """Returns the input that was stored last, while its backward pass needs it."""
+        """Returns the input that was stored last, as long as its backward pass still needs it."""
 
     def __call__(self, block: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the block; the backward pass recomputes it from the stored input."""
@@ -119,5 +121,6 @@ class BlockOffload:
             return block(inputs.pop() if inputs else stored.take(), *args, **kwargs)
 
         outputs = self.checkpoint(forward, *args, **kwargs)
-        self.copier.wait(end)  # the block's own work hides the copy; from here on the caller may free x
+        # The block's own work hides the copy. From here on the caller may free x.
+        self.copier.wait(end)
         return outputs

@@ -116,10 +116,11 @@ def apply_layout(
     recompute = layout.activation_checkpointing
     if compile:
         # Blocks are compiled inside the wrappers, whose recomputation then runs compiled code too.
-        whole = layout_compiles_whole_blocks(layout)
-        compile_blocks(module.blocks.children(), whole)
-        if whole and recompute == "norms":
-            recompute = "none"  # the compiler recomputes norms
+        compiles_whole_blocks = layout_compiles_whole_blocks(layout)
+        compile_blocks(module.blocks.children(), compiles_whole_blocks)
+        if compiles_whole_blocks and recompute == "norms":
+            # The compiler recomputes norms.
+            recompute = "none"
     recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
     apply_activation_checkpointing(module, recompute, recomputed, saves_counts=layout.ep > 1, device=device)
     blocks = list(module.blocks.children())
@@ -127,11 +128,12 @@ def apply_layout(
     data_parallel = apply_data_parallelism(module, layout, mesh, device, blocks, precision, sharding)
     if isinstance(data_parallel, ZeRO):
         data_parallel.overlap_gathers(module)
-    # Step 6, before a pipeline uses `model_parallel` and the timers, and reads the shapes of shards.
+    # Step 6, before a pipeline uses `model_parallel` and the timers, and reads the shapes of shards. Each of the ranks
+    # that share sequences counts the choices of the whole sequence.
     data_parallel.model_parallel = ModelParallelism(
         sharding=sharding,
         tensor_parallel=tp,
-        router_count_multiplicity=layout.cp,  # ranks that share sequences each count all of one
+        router_count_multiplicity=layout.cp,
     )
     for group in (tp, ep, cp):
         if group is not None:
@@ -143,8 +145,8 @@ def apply_layout(
     scale = data_parallel.backward_scale
     data_parallel.cross_entropy = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=scale)
     columns = spec.vocab_size if tp is None else -(-spec.vocab_size // tp.size)
-    itemsize = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
-    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=itemsize, tp=tp, kernels=kernels, scale=scale)
+    logit_bytes = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
+    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=logit_bytes, tp=tp, kernels=kernels, scale=scale)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):
@@ -169,8 +171,8 @@ def apply_layout_to_network(
     named_blocks = getattr(network, "blocks", None)
     blocks = list(named_blocks.children()) if isinstance(named_blocks, nn.Module) else []
     network.to(PARAMETER_DTYPES[precision])
-    for part in (blocks or [network]) if compile else ():
-        part.compile()
+    for unit in (blocks or [network]) if compile else ():
+        unit.compile()
     return apply_data_parallelism(network, layout, mesh, device, blocks, precision)
 
 

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, with the log-sum-exp of its scores, and its gradients; the parts of a ring.
+"""Attention to a part of the keys, its log-sum-exp and its gradients, and the parts that each step of a ring computes.
 
 In a ring, documents need no mask. The tokens that a rank has of a document are contiguous, and in each step all its
 queries see all its keys, or the keys up to themselves.
@@ -104,7 +104,7 @@ class RingBlock:
     """True in the first step: query i sees the keys up to i. False if it sees all."""
 
     def attend(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention to these keys into `out` and `lse` (in place), those of the keys of earlier steps."""
+        """Merge the attention to these keys, in place, into `out` and `lse` of the keys of earlier steps."""
         k, v = kv[:, self.rows, :, self.keys].unbind()
         q, out, lse = (x[self.rows, :, self.queries] for x in (q, out, lse))
         block_out, block_lse = attention_with_lse(q, k, v, self.causal)
@@ -152,10 +152,10 @@ def load_kernels(heads: int, kv_heads: int, width: int, *, dtype: torch.dtype, d
 
 @dataclass(frozen=True)
 class Ring:
-    """The attention of one rank. A plain list in its place would be searched for tensors by FSDP in each layer."""
+    """The attention of one rank. It is not a plain list, because FSDP would search a list for tensors in each layer."""
 
     steps: list[list[RingBlock]]
-    """Blocks of each step; in step i, the rank has the keys of the rank i before it."""
+    """Blocks of each step. In step i, the rank holds the keys of the rank i places before it."""
 
 
 def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[int] | None = None) -> Ring:
@@ -165,11 +165,11 @@ def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[in
     of `Documents`; None if every row is one document."""
     piece = row_tokens // (2 * ranks)
     steps: list[list[RingBlock]] = [[] for _ in range(ranks)]
-    for rows, document in _documents_of_rows(row_tokens, bounds):
-        queries = _tokens_of_rank(document, rank, ranks, piece)
+    for rows, document in _locate_documents(row_tokens, bounds):
+        queries = _local_token_range(document, rank, ranks, piece)
         for step in range(ranks if queries else 0):
             source = (rank - step) % ranks
-            keys = _tokens_of_rank(document, source, ranks, piece)
+            keys = _local_token_range(document, source, ranks, piece)
             # All queries see the front piece of a lower rank. Those of the back piece see a higher rank's two pieces.
             first_query = max(queries.start, piece) if source > rank else queries.start
             last_key = min(keys.stop, piece) if source < rank else keys.stop
@@ -181,8 +181,8 @@ def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[in
     return Ring(steps)
 
 
-def _documents_of_rows(row_tokens: int, bounds: Sequence[int] | None) -> Iterator[tuple[slice, range]]:
-    """Yield the rows of each document, and its positions in them."""
+def _locate_documents(row_tokens: int, bounds: Sequence[int] | None) -> Iterator[tuple[slice, range]]:
+    """Yield the batch rows of each document, and the positions that it covers within a row."""
     if bounds is None:
         yield slice(None), range(row_tokens)
         return
@@ -191,8 +191,8 @@ def _documents_of_rows(row_tokens: int, bounds: Sequence[int] | None) -> Iterato
         yield slice(row, row + 1), range(position, position + end - start)
 
 
-def _tokens_of_rank(document: range, rank: int, ranks: int, piece: int) -> range:
-    """Return the indices of a document's tokens among those of a rank, which has two pieces; they are contiguous."""
+def _local_token_range(document: range, rank: int, ranks: int, piece: int) -> range:
+    """Return which of a rank's tokens belong to a document. They are contiguous, although the rank has two pieces."""
     piece_starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
 
     def count_before(position: int) -> int:

@@ -36,17 +36,17 @@ Attend = Callable[..., Tensor]
 class ContextParallelGroup:
     """The ranks that share sequences."""
 
-    def __init__(self, group: dist.ProcessGroup, kind: str) -> None:
-        """Create the group of a method: `kind` is ring or ulysses."""
+    def __init__(self, group: dist.ProcessGroup, method: str) -> None:
+        """Create the group of a method: `method` is ring or ulysses."""
         self.group = group
-        self.kind = kind
+        self.method = method
         self.size = group.size()
         self.rank = group.rank()
         self.comm_wait = WaitTimer()
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Return the indices [t] of this rank's tokens in a row of `tokens` tokens."""
-        return local_token_indices(tokens, self.size, self.rank, self.kind, device)
+        return local_token_indices(tokens, self.size, self.rank, self.method, device)
 
     def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start to send `tensor` to the next rank and to receive from the previous rank.
@@ -72,12 +72,12 @@ class ContextParallelGroup:
         return received
 
 
-def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
+def local_token_indices(tokens: int, ranks: int, rank: int, method: str, device: torch.device | None = None) -> Tensor:
     """Return the indices of a rank's tokens in a row.
 
     With ring, the row has 2 x ranks equal pieces, and the rank has piece `rank` from the front and from the back. With
     ulysses, the tokens of the rank are contiguous."""
-    if kind == "ulysses":
+    if method == "ulysses":
         return torch.arange(tokens, device=device).chunk(ranks)[rank]
     pieces = torch.arange(tokens, device=device).chunk(2 * ranks)
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
@@ -89,14 +89,14 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
     The model's input is this rank's tokens of every row, with the document starts of the full row."""
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)  # type: ignore[method-assign]
-    if cp.kind == "ring":
-        model.attention_mask = partial(_ring_of_documents, cp)  # type: ignore[assignment, method-assign]
-    for part in model.modules():
-        if isinstance(part, Attention):
-            attend = _ring_attention if cp.kind == "ring" else _ulysses_attention
-            part.attend = partial(attend, part.attend, cp)  # type: ignore[method-assign]
-        elif isinstance(part, Router):
-            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, cp)  # type: ignore[method-assign]
+    if cp.method == "ring":
+        model.attention_mask = partial(_build_document_ring, cp)  # type: ignore[assignment, method-assign]
+    for submodule in model.modules():
+        if isinstance(submodule, Attention):
+            attend = _ring_attention if cp.method == "ring" else _ulysses_attention
+            submodule.attend = partial(attend, submodule.attend, cp)  # type: ignore[method-assign]
+        elif isinstance(submodule, Router):
+            submodule.tokens_per_expert = partial(_count_choices, submodule.tokens_per_expert, cp)  # type: ignore[method-assign]
 
 
 def _attended_indices(inner: Callable[[Tensor], Tensor], cp: ContextParallelGroup, x_BT: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _AllToAll(torch.autograd.Function):
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
-def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
+def _build_document_ring(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
     return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], documents.host_bounds)
 
 

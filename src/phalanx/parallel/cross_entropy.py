@@ -3,7 +3,7 @@
 Logits are the largest tensor of a step. Nothing of their size is allocated here: the forward pass already computes the
 gradient, softmax(x) - onehot(target), into the memory of the logits. Values in fp32 exist for one chunk at a time.
 
-Two kernels do it: `log_sum_exp` of each row, and `replace_by_gradient`. Each has a variant to be compiled.
+Two kernels do this work: `log_sum_exp` of each row, and `replace_by_gradient`. Each has a variant for the compiler.
 
 With tensor parallelism each rank has some columns of the logits (Megatron-LM, arXiv 1909.08053, section 3). Two
 all-reduces follow: the maximum of the log-sum-exps of each row, then their sum and its target's logit.
@@ -31,7 +31,7 @@ def log_sum_exp(x_NV: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return log_sum_exp_in_one_pass(x_NV)
     logsumexp_N = x_NV.new_empty(len(x_NV), dtype=torch.promote_types(x_NV.dtype, torch.float32))
-    for x, logsumexp in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N):
+    for x, logsumexp in row_chunks(_rows_per_chunk(x_NV), x_NV, logsumexp_N):
         maximum = at_least_fp32(x.amax(1))
         torch.add(maximum, torch.sub(x, maximum[:, None]).exp_().sum(1).log_(), out=logsumexp)
     return logsumexp_N
@@ -47,15 +47,16 @@ def log_sum_exp_in_one_pass(x_NV: Tensor) -> Tensor:
 def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
     """Replace logits by the gradient of `scale` times their cross entropy, and return them.
 
-    The logits may be some columns of those whose log-sum-exp is given. `column_N` has the column of each target, or -1
-    if the target is in another rank's columns or not counted."""
+    The logits may be only this rank's columns; the log-sum-exp is always over all columns. `column_N` holds the column
+    of each target, or -1 if the target is in another rank's columns or not counted."""
     if torch.compiler.is_compiling():
         return replace_by_gradient_in_one_pass(x_NV, logsumexp_N, column_N, scale)
-    for x, logsumexp, column in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
+    for x, logsumexp, column in row_chunks(_rows_per_chunk(x_NV), x_NV, logsumexp_N, column_N):
         gradient = torch.sub(x, logsumexp[:, None]).exp_()
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
         x.copy_(gradient if scale == 1 else gradient.mul_(scale))
-        del gradient  # before that of the next chunk is computed
+        # Free this gradient before that of the next chunk is computed.
+        del gradient
     return x_NV
 
 
@@ -66,12 +67,12 @@ def replace_by_gradient_in_one_pass(x_NV: Tensor, logsumexp_N: Tensor, column_N:
     return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * scale)
 
 
-def _chunk_rows(x_NV: Tensor) -> int:
+def _rows_per_chunk(x_NV: Tensor) -> int:
     return loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
 
 
 class Kernels(NamedTuple):
-    """The two functions of rows of logits, eager or compiled."""
+    """The two kernels, either eager or compiled."""
 
     log_sum_exp: Callable[[Tensor], Tensor]
     replace_by_gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -82,17 +83,17 @@ EAGER = Kernels(log_sum_exp, replace_by_gradient)
 
 @cache
 def compiled_kernels() -> Kernels:
-    """Return the functions compiled: each is one kernel on a GPU.
+    """Return the compiled kernels; each of them is a single kernel on a GPU.
 
-    Where a profiler disables the compiler, they run as those of `EAGER`."""
+    While a profiler disables the compiler, they run the same code as `EAGER`."""
     return Kernels(torch.compile(log_sum_exp), torch.compile(replace_by_gradient))
 
 
 class LossScale:
     """Factor of the loss in its backward pass.
 
-    The loss's gradient is computed with this factor in the forward pass. To know that the backward pass has the same
-    one, the host compares tensors by identity: reading the factor from a GPU would wait for it."""
+    The forward pass already computes the gradient of the loss with this factor. Whether the backward pass uses the same
+    factor is decided by the identity of its tensor, because reading the value would make the host wait for the GPU."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
@@ -129,9 +130,9 @@ def in_place_cross_entropy(
 ) -> Tensor:
     """Return the negative log-likelihood of the targets in nats, summed, at least in fp32.
 
-    If they need a gradient, the logits are overwritten. They may be this rank's columns; then `tp` has the other ranks.
-    Targets equal to `ignored` are not counted. A backward pass other than `scale.run_backward` costs one more pass over
-    the logits."""
+    Logits that need a gradient are overwritten by it. They may be only this rank's columns; `tp` is then the group of
+    ranks with the other columns. Targets equal to `ignored` are not counted. A backward pass other than
+    `scale.run_backward` costs one more pass over the logits."""
     logits_NV = logits_BTV.flatten(0, 1)
     return cast(Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale))
 
@@ -147,7 +148,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         kernels: Kernels,
         scale: LossScale,
     ) -> Tensor:
-        x_NV = logits_NV.detach()  # it becomes a gradient, which must not hold the graph
+        # It becomes a gradient, which must not keep the graph alive.
+        x_NV = logits_NV.detach()
         needs_gradient = ctx.needs_input_grad[0]
         loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None)
         if needs_gradient:

@@ -1,4 +1,4 @@
-"""Norm of the full gradient over all meshes of its shards, and scaling by it."""
+"""The norm of the full gradient, whose shards may be on several meshes, and the clipping of gradients by it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def global_grad_norm(gradients: Sequence[Tensor], comm_wait: WaitTimer | None = 
 
     Shards over the same groups are summed locally and all-reduced once over each group, in the order of the axes of
     their meshes: tensor parallelism before data parallelism. Replicated gradients are counted once. (`clip_grad_norm_`
-    rejects parameters of different meshes.) The order of the gradients is that of the collectives, and equal on all
-    ranks."""
+    rejects parameters of different meshes.) The order of `gradients` determines the order of the collectives, so it
+    must be equal on all ranks."""
     total = None
-    for groups, local_gradients in _shards_by_groups(gradients).items():
+    for groups, local_gradients in _group_shards(gradients).items():
         dtype = torch.float32 if local_gradients[0].dtype == torch.bfloat16 else None
         square = torch.stack(torch._foreach_norm(local_gradients, 2, dtype)).square().sum()
         for group in groups:
@@ -36,7 +36,7 @@ def global_grad_norm(gradients: Sequence[Tensor], comm_wait: WaitTimer | None = 
     return torch.zeros(()) if total is None else total.sqrt()
 
 
-def _shards_by_groups(gradients: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+def _group_shards(gradients: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
     """Return this rank's shards by the groups over which their gradients are sharded."""
     shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:

@@ -24,10 +24,12 @@ def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
 @torch.no_grad()
 def init_parameter(strategy: Strategy, name: str, weights: WeightInitializer) -> None:
     """Initialize one trained parameter; a rank draws only the rows of `DrawnWeights` that it trains."""
-    part = strategy.model_parallel.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
-    own = tuple(slice(begin, begin + size) for size, begin in zip(*local_shape_and_offset(part), strict=True))
-    if isinstance(weights, DrawnWeights) and part.ndim > 1:
-        full = weights.draw(name, part.shape, range(own[0].start, own[0].stop))
+    dtensor = strategy.model_parallel.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
+    local_slices = tuple(
+        slice(offset, offset + size) for size, offset in zip(*local_shape_and_offset(dtensor), strict=True)
+    )
+    if isinstance(weights, DrawnWeights) and dtensor.ndim > 1:
+        full = weights.draw(name, dtensor.shape, range(local_slices[0].start, local_slices[0].stop))
     else:
-        full = weights(name, part.shape)
-    local_tensor(part).copy_(full[own])
+        full = weights(name, dtensor.shape)
+    local_tensor(dtensor).copy_(full[local_slices])

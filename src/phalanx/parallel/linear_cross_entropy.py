@@ -34,13 +34,13 @@ class ChunkedLoss:
     """The loss of a model's head in chunks."""
 
     columns: int
-    """Maximum number of columns of the logits on a rank; ranks that share the logits have equal chunks."""
+    """Maximum number of columns of the logits on any rank, so that ranks that share the logits form equal chunks."""
     itemsize: int
     """Bytes of a logit."""
     tp: TensorParallelProtocol | None = None
     """The ranks with the other columns."""
     kernels: Kernels = EAGER
-    """Functions of rows of logits."""
+    """Kernels that compute the loss and the gradient of rows of logits."""
     scale: LossScale = UNSCALED
     """Factor of the loss. A backward pass other than its `run_backward` costs a pass over the gradients."""
 
@@ -71,7 +71,7 @@ class _Gradients:
         if self.weight.dtype == x.dtype:
             self.weight.addmm_(logits_gradient.T, x)
             return
-        # In pieces, because each is in memory in the dtype of the product before it is added.
+        # The gradient is computed in pieces: each is held in the dtype of the product before it is added.
         piece = loss_chunk_rows(x.shape[1], on_cuda=x.is_cuda)
         for total, columns in zip(self.weight.split(piece), logits_gradient.split(piece, dim=1), strict=True):
             total += columns.T @ x
@@ -130,5 +130,6 @@ def _sum_chunks(
         total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale)
         if gradients is not None:
             gradients.add_chunk(rows, logits, x_ND[rows], weight_VD)
-        del logits  # before those of the next chunk are computed
+        # Free these logits before those of the next chunk are computed.
+        del logits
     return total

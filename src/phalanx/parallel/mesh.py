@@ -46,7 +46,7 @@ class Mesh:
     NCCL runs the sends and receives of two ranks in one group in the order of the calls. That order is equal on both
     ranks only within one direction. None with gloo, which matches messages by tag."""
     dp_group: dist.ProcessGroup | None = None
-    """The ranks with the same share of the model and different data or tokens; all ranks with servers."""
+    """The ranks with the same share of the model and different data or tokens. With parameter servers, all ranks."""
     loss_group: dist.ProcessGroup | None = None
     """The ranks that each compute a part of the summed loss: data-parallel ranks and the pipelines' stages."""
     expert_dp_group: dist.ProcessGroup | None = None
@@ -54,7 +54,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """The share of the data that this rank reads, from 0 to degrees.dp - 1; unused on a server."""
+        """Index of the share of the data that this rank reads, from 0 to dp_size - 1; unused on a server."""
         coordinates = self.dims.coordinates(self.rank)
         return coordinates["dp_replicate"] * self.dims.dp_shard + coordinates["dp_shard"]
 
@@ -120,7 +120,8 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(layout)
-    if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
+    # Servers and workers communicate without mesh axes.
+    if world_size == 1 or sizes.servers:
         world = dist.group.WORLD if sizes.servers else None
         rank = dist.get_rank() if world_size > 1 else 0
         return Mesh(dims=sizes, rank=rank, device_mesh=None, data_dims=data, dp_group=world, loss_group=world)
@@ -150,11 +151,11 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         backward_p2p_group=backward_p2p_group,
     )
     # Groups over several axes.
-    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
+    dp_group = _flatten_to_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
     loss_group = dp_group
     if sizes.pp > 1:
-        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
-    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
+        loss_group = _flatten_to_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
+    expert_dp_group = _flatten_to_group(mesh.expert_dp_mesh, "same_experts")
     return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
 
 
@@ -200,14 +201,14 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
     backends: list[tuple[str | None, Any]] = []
     for axis, size in zip(axes, rank_grid.shape, strict=True):
         if axis == "pp":
-            backends.append(("nccl", _pipeline_options()))
+            backends.append(("nccl", _build_pipeline_options()))
         else:
             backends.append((None if size == dist.get_world_size() else "nccl", None))
     return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes, backend_override=tuple(backends))
 
 
-def _flat_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
-    """Return one group over all axes of a mesh; an axis alone has its group already."""
+def _flatten_to_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
+    """Return one group over all axes of a mesh. A mesh of a single axis already has this group."""
     if mesh is None:
         return None
     if mesh.ndim == 1:
@@ -224,12 +225,12 @@ def new_pipeline_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup 
     """Create an NCCL group for each pipeline, and return the group of this rank (a collective)."""
     own_group = None
     for pipeline in pipelines:
-        group = dist.new_group(list(pipeline), backend="nccl", pg_options=_pipeline_options())
+        group = dist.new_group(list(pipeline), backend="nccl", pg_options=_build_pipeline_options())
         own_group = group if dist.get_rank() in pipeline else own_group
     return own_group
 
 
-def _pipeline_options() -> Any:
+def _build_pipeline_options() -> Any:
     """Return the NCCL options for one pipeline's group; each group needs its own object."""
     c10d: Any = dist.distributed_c10d
     options: Any = dist.ProcessGroupNCCL.Options()

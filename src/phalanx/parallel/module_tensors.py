@@ -18,8 +18,8 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules with their names in a model without a layout."""
-    for name, part in module.named_modules():
-        yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), part
+    for name, submodule in module.named_modules():
+        yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), submodule
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +51,7 @@ def step_parameters(
 
 
 def materialize(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
-    """Move a module to a device, or allocate the memory of a meta module there; `parameters_on` is separate, if given.
+    """Move a module to a device, or allocate a meta module there. Parameters may go to another device, `parameters_on`.
 
     Allocated parameters are uninitialized, buffers are 0."""
     meta = any(parameter.is_meta for parameter in module.parameters())
@@ -64,15 +64,17 @@ def materialize(module: nn.Module, device: torch.device, parameters_on: torch.de
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
     """Move buffers to a device; meta buffers become 0."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                part._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                submodule._buffers[name] = (
+                    torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                )
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     """Replace a parameter (by identity) in all submodules that have it."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is old:
-                part._parameters[name] = new
+                submodule._parameters[name] = new

@@ -31,7 +31,7 @@ LossFunction = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]
 
 
 class ModelShardingProtocol(Protocol):
-    """The shards of ranks in a model (tensor and expert parallelism)."""
+    """The shards of a model that ranks share (tensor and expert parallelism)."""
 
     shapes: dict[str, torch.Size]
     """Shapes of full parameters."""

@@ -42,7 +42,7 @@ class NormCall:
         """Return the result of a part that reads the output, without saving the output.
 
         `x` is the output, perhaps as another tensor of the same memory."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack_saved_tensor, self._unpack_saved_tensor):
             result = function(x)
         self.pending_readers -= 1
         if self.pending_readers == 0:
@@ -58,7 +58,7 @@ class NormCall:
             (self.operand,) = autocast_operands(x.detach())
         return x if self.operand.dtype == x.dtype else cast(Tensor, _SharedCast.apply(x, self.operand))
 
-    def _pack(self, tensor: Tensor) -> Tensor | PackedOutput:
+    def _pack_saved_tensor(self, tensor: Tensor) -> Tensor | PackedOutput:
         saved = self.operand
         # Storages and not addresses: tensors without values (`phalanx.verify`) have none.
         if tensor.untyped_storage()._cdata != saved.untyped_storage()._cdata or tensor.dtype != saved.dtype:
@@ -70,7 +70,7 @@ class NormCall:
         self.pending_uses += 1
         return tensor.shape, tensor.dtype
 
-    def _unpack(self, packed: Tensor | PackedOutput) -> Tensor:
+    def _unpack_saved_tensor(self, packed: Tensor | PackedOutput) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         shape, dtype = packed
@@ -79,7 +79,8 @@ class NormCall:
                 self.recomputed = self.norm(self.x).to(dtype)
         value = self.recomputed
         self.pending_uses -= 1
-        if self.pending_uses <= 0:  # below 0 in another backward pass of a retained graph
+        # Another backward pass of a retained graph makes the number negative.
+        if self.pending_uses <= 0:
             self.recomputed = None
         return value.view(shape)
 
@@ -106,16 +107,20 @@ class RecomputedNorm:
         self.call: NormCall | None = None
         self.num_readers = 0
         norm.forward = self._apply_norm
-        for part in sublayer.modules():
-            if isinstance(part, Attention | MLP):
+        for submodule in sublayer.modules():
+            if isinstance(submodule, Attention | MLP):
                 # A product that is sharded over ranks casts the input once, for all layers.
-                project_in = self._with_cast(part.project_in) if "project_in" in vars(part) else part.project_in
-                part.project_in = partial(self._read, project_in)  # type: ignore[method-assign]
-            elif isinstance(part, Router):
-                part.forward = partial(self._read, part.forward)  # type: ignore[method-assign]
+                project_in = (
+                    self._cast_operand_before(submodule.project_in)
+                    if "project_in" in vars(submodule)
+                    else submodule.project_in
+                )
+                submodule.project_in = partial(self._read_operand, project_in)  # type: ignore[method-assign]
+            elif isinstance(submodule, Router):
+                submodule.forward = partial(self._read_operand, submodule.forward)  # type: ignore[method-assign]
             else:
-                if isinstance(part, nn.Linear):
-                    part.register_forward_pre_hook(self._cast_input)
+                if isinstance(submodule, nn.Linear):
+                    submodule.register_forward_pre_hook(self._cast_input)
                 continue
             self.num_readers += 1
 
@@ -124,7 +129,7 @@ class RecomputedNorm:
         self.call = NormCall(self.norm, x, output, self.num_readers) if torch.is_grad_enabled() else None
         return output
 
-    def _read(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    def _read_operand(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
         call = self.call
         if call is None:
             return function(x)
@@ -133,7 +138,7 @@ class RecomputedNorm:
             self.call = None
         return result
 
-    def _with_cast(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _cast_operand_before(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return lambda x: function(x if self.call is None else self.call.cast_operand(x))
 
     def _cast_input(self, _: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:

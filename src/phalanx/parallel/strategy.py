@@ -266,7 +266,7 @@ class Strategy:
         """Return the `_parameters` tables of the modules that have parameters, in which FSDP2 replaces entries.
 
         A recorder of memory reads them after every collective; a search through all modules takes far longer."""
-        return [part._parameters for part in self.module.modules() if part._parameters]
+        return [submodule._parameters for submodule in self.module.modules() if submodule._parameters]
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank keeps between steps, by part."""

@@ -69,13 +69,13 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
     """
     try:
         # JSON mode is strict about types but accepts a list for a tuple, which is what TOML provides.
-        return spec_class.model_validate_json(json.dumps(table, default=_json_value))
+        return spec_class.model_validate_json(json.dumps(table, default=_to_json_value))
     except ValidationError as error:
-        items = _of_fitting_types([dict(item) for item in error.errors()])
+        items = _drop_errors_of_other_types([dict(item) for item in error.errors()])
         raise UserErrorGroup([_validation_error(spec_class, table, path_prefix, item) for item in items]) from None
 
 
-def _json_value(value: object) -> object:
+def _to_json_value(value: object) -> object:
     return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, Spec) else str(value)
 
 
@@ -83,13 +83,13 @@ PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal[", "tuple["
 """Prefixes of the location parts that pydantic adds inside a field."""
 
 
-def _of_fitting_types(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the errors without those of the other type where a field is a list or a single value."""
+def _drop_errors_of_other_types(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop errors about the type that the user did not write, where a field may be a single value or a list."""
     paths = [tuple(_field_path(item)) for item in items]
 
     def is_of_other_type(item: dict[str, Any], path: tuple[str, ...]) -> bool:
         if isinstance(item["input"], list):
-            return any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+            return any(len(other_path) > len(path) and other_path[: len(path)] == path for other_path in paths)
         return item["type"] == "tuple_type" and paths.count(path) > 1
 
     return [item for item, path in zip(items, paths, strict=True) if not is_of_other_type(item, path)]

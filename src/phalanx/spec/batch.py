@@ -38,7 +38,7 @@ class BatchPlan:
 
 
 def needs_all_logits(run: RunSpec) -> bool:
-    """Return whether the loss is a function of all logits of a micro-batch: a loss or a network of the user."""
+    """Return whether the loss needs all logits of a micro-batch, as that of a user's loss or network does."""
     return run.training.loss is not None or run.model.implementation is not None
 
 

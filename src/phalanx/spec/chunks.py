@@ -11,10 +11,10 @@ LOGITS_CHUNK_BYTES = 2**30
 """Maximum bytes of logits in memory. Each chunk reads and writes the gradient of the head's matrix once more, so chunks
 are large."""
 PIECE_BYTES = 2**28
-"""Bytes of trained rows that ZeRO-1 and 2 step at once; their gradients are cast to the rows' precision."""
+"""Size in bytes of the trained rows that ZeRO-1 and 2 step at once, and whose gradients are cast at once."""
 CPU_LOSS_LOGITS = 2**20
 CUDA_LOSS_LOGITS = 2**26
-"""Logits of a chunk of the loss: enough for a GPU, and few enough for a CPU's caches."""
+"""Number of logits in a chunk of the loss: enough for a GPU, and few enough for a CPU's caches."""
 
 
 def chunk_by_bytes(

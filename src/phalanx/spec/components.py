@@ -61,7 +61,7 @@ class ComponentSpec(Spec):
         return {"class": self.class_path, **origin, **self.arguments}
 
     @model_validator(mode="after")
-    def _check(self) -> ComponentSpec:
+    def _check_import_path(self) -> ComponentSpec:
         if not all(part.isidentifier() for part in [*self.module.split("."), self.name]):
             raise UserError("class", self.class_path, "is not a valid import path", 'write "package.module:Name"')
         return self

@@ -66,7 +66,7 @@ class MoESpec(Spec):
     """Step of the auxiliary-loss-free balancing by a bias on the router (arXiv 2408.15664); 0 is off."""
 
     @model_validator(mode="after")
-    def _check(self) -> MoESpec:
+    def _check_top_k(self) -> MoESpec:
         if self.top_k > self.num_experts:
             problem = f"exceeds moe.num_experts ({self.num_experts})"
             raise UserError("top_k", self.top_k, problem, f"use at most {self.num_experts}")
@@ -140,7 +140,7 @@ class ModelSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, table: object) -> object:
+    def _fill_in_head_sizes(cls, table: object) -> object:
         """Fill in kv_heads and head_dim with their effective values."""
         if not isinstance(table, dict):
             return table
@@ -159,7 +159,7 @@ class ModelSpec(Spec):
         return table
 
     @model_validator(mode="after")
-    def _check(self) -> ModelSpec:
+    def _check_combinations(self) -> ModelSpec:
         if self.num_heads % self.num_kv_heads:
             problem = f"does not divide model.num_heads ({self.num_heads})"
             allowed = ", ".join(map(str, divisors(self.num_heads)))

@@ -70,8 +70,8 @@ class ParallelDims:
     def with_cp_as_data_parallel(self, layout: Layout) -> ParallelDims:
         """Return these dimensions with context-parallel ranks counted as data-parallel.
 
-        For storing and reducing model state they are more ranks with the same model and other data. They share one copy
-        if the strategy of the layout shards copies.
+        For storing and reducing model state, context-parallel ranks are further ranks with the same model and other
+        data. They share one copy of the state if the strategy of the layout shards copies.
         """
         replicate, shard = (1, self.cp) if layout.data_parallel in SHARDED_STRATEGIES else (self.cp, 1)
         return replace(self, cp=1, dp_replicate=self.dp_replicate * replicate, dp_shard=self.dp_shard * shard)

@@ -36,7 +36,7 @@ class RecoverySpec(Spec):
         return self.max_restarts > 0 or self.in_memory_checkpoint_every > 0
 
     @model_validator(mode="after")
-    def _check(self) -> RecoverySpec:
+    def _check_loss_spike_rollbacks(self) -> RecoverySpec:
         if self.loss_spike_ratio is not None and self.max_rollbacks <= 0:
             problem = "cannot be combined with recovery.max_rollbacks = 0, because a loss spike causes a rollback"
             fix = "set recovery.max_rollbacks to at least 1, or remove recovery.loss_spike_ratio"

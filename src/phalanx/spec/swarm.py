@@ -138,7 +138,7 @@ class SwarmSpec(Spec):
         return self.every // self.fragments
 
     @model_validator(mode="after")
-    def _check(self) -> SwarmSpec:
+    def _check_method_options(self) -> SwarmSpec:
         if self.sends_gradients and self.every != 1:
             problem = "must be 1 for ddp, which exchanges gradients after every step"
             raise UserError("every", self.every, problem, 'set swarm.every = 1, or swarm.method = "fedavg"')

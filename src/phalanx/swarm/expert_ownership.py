@@ -35,7 +35,7 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
 
 
 def _fair_shares(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of the nodes without a count in the slots that are not yet assigned."""
+    """Divide the slots that are not yet assigned among the nodes without a count, in proportion to their capacities."""
     remaining = {node: capacity for node, capacity in capacities.items() if node not in counts}
     num_remaining_slots = num_slots - sum(counts.values())
     total = sum(remaining.values())
@@ -52,13 +52,14 @@ def assign_experts(
     """
     num_copies = min(replication, len(capacities))
     counts = proportional_shares(num_experts * num_copies, num_experts, capacities)
-    if previous_owners is None:  # in order, starting over after the last expert
+    # Nodes own experts in order, starting over after the last expert.
+    if previous_owners is None:
         slots = [node for node, count in counts.items() for _ in range(count)]
         return tuple(tuple(slots[expert::num_experts]) for expert in range(num_experts))
-    return _least_changed_owners(num_experts, num_copies, counts, previous_owners)
+    return _assign_with_fewest_changes(num_experts, num_copies, counts, previous_owners)
 
 
-def _least_changed_owners(
+def _assign_with_fewest_changes(
     num_experts: int, num_copies: int, counts: Mapping[str, int], previous_owners: Owners
 ) -> Owners:
     """Assign experts with the minimal number of new owners, as a flow of minimal cost.

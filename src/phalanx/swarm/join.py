@@ -67,14 +67,16 @@ def join_swarm(
     """
     name = certificate_member(certificates)
     directory = out / name
-    warm_process = start_warm_process() if nproc != 1 else None  # before the link starts threads
+    # Fork the warm process before the link starts threads.
+    warm_process = start_warm_process() if nproc != 1 else None
     link = SwarmClient(address, certificates)
     try:
         run = _receive_run(link, out, name, overrides)
         ranks = select_nproc(run, nproc)
-        join_message = _prepare(run, ranks, directory)
+        join_message = _prepare_node(run, ranks, directory)
         link.join(**join_message, begin=False)
-        log(f"{name} receives the weights from {address}")  # before it is a member, because it may take long
+        # The node receives the weights before it is a member, because that may take long.
+        log(f"{name} receives the weights from {address}")
         version = RoundExchange(run, directory, name, link).download_model()
     except UpdateRejected as refused:
         raise rejection_error(address, refused) from None
@@ -91,7 +93,8 @@ def join_swarm(
     replace_file(directory / LINK_FILE, json.dumps(link_record))
     assert run.swarm is not None
     log(f"{name} joined {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
-    if ranks == 1:  # in this process
+    # A single rank runs in this process.
+    if ranks == 1:
         if warm_process is not None:
             warm_process.close()
         keep_freed_memory()
@@ -126,7 +129,7 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     return run
 
 
-def _prepare(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
+def _prepare_node(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
     """Prepare the text and the node's directory, and return the message with which the node joins."""
     assert run.swarm is not None
     memory_bytes = rank_memory_bytes(run, select_device(run))

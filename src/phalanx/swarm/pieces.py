@@ -65,8 +65,8 @@ def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
                 pieces.append(ModelPiece(name, shape))
                 continue
             for first_row in range(0, rows, rows_per_piece):
-                part = (min(rows_per_piece, rows - first_row), *shape[1:])
-                pieces.append(ModelPiece(name, part, first_row=first_row))
+                part_shape = (min(rows_per_piece, rows - first_row), *shape[1:])
+                pieces.append(ModelPiece(name, part_shape, first_row=first_row))
     return tuple(pieces)
 
 

@@ -34,7 +34,7 @@ TRIM_THRESHOLD_BYTES = 2**26
 MMAP_THRESHOLD_BYTES = 2**24
 """Limits of malloc: memory that remains allocated, and sizes allocated outside of it.
 
-Both exceed the need of the RPC server, and of a piece of most models.
+Both are more than the RPC server, or a piece of most models, needs.
 """
 
 
@@ -117,7 +117,8 @@ def run_rounds(coordinator: Coordinator, stop: threading.Event, log: Callable[[s
             coordinator.problems["rounds"] = ""
         except Exception as error:
             coordinator.problems["rounds"] = f"a round cannot be opened or closed: {error!r}"
-        with suppress(OSError, ValueError):  # nobody reads the output any more
+        # Printing fails if nobody reads the output any more.
+        with suppress(OSError, ValueError):
             if coordinator.problem != reported_problem:
                 reported_problem = coordinator.problem
                 log(reported_problem or "the problem is solved")

@@ -43,7 +43,8 @@ class TensorFile:
         """
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            with safe_open(path, framework="pt"):  # checks every length and position in the header
+            # `safe_open` checks every length and position in the header.
+            with safe_open(path, framework="pt"):
                 pass
             header_bytes = int.from_bytes(os.pread(self._file, HEADER_BYTES, 0), "little")
             header = json.loads(os.pread(self._file, header_bytes, HEADER_BYTES))
@@ -162,7 +163,8 @@ class TensorFile:
     def _read_bytes(self, start: int, size: int) -> bytearray:
         data = bytearray(size)
         num_read = 0
-        while num_read < size:  # a call reads at most 2 GiB
+        # A single call reads at most 2 GiB.
+        while num_read < size:
             count = os.preadv(self._file, [memoryview(data)[num_read:]], start + num_read)
             if not count:
                 raise TensorFileError(f"{self.path.name} is truncated")

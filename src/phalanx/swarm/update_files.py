@@ -40,7 +40,7 @@ def write_update(
 ) -> TensorFile:
     """Write the pieces to a file.
 
-    `base` are the values before the round. `feedback` has the encoding errors, which are updated.
+    `base` returns the values before the round. `feedback` holds the encoding errors, which this updates.
     """
     shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
     file = TensorFile.recreate(path, shapes, "U8")

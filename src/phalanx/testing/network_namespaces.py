@@ -25,7 +25,7 @@ class NamespacesUnavailable(OSError):  # noqa: N818 - a fact about the machine
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A namespace."""
+    """A host: a network namespace, and the host's link to the hub."""
 
     name: str
     namespace: str
@@ -34,7 +34,7 @@ class Host:
     hub: str
     """The hub's address on that link."""
     interface: str
-    """The host's interface; the hub's has the prefix h."""
+    """Name of the host's interface. The hub's end of the link has the same name with the prefix "h"."""
 
     @property
     def prefix(self) -> list[str]:
@@ -51,13 +51,13 @@ class StarNetwork:
 
     def disconnect(self, name: str) -> None:
         """Block all traffic of a host; connections notice it only by missing data."""
-        self._link(name, "down")
+        self._set_link_state(name, "down")
 
     def reconnect(self, name: str) -> None:
         """Restore the traffic of a host."""
-        self._link(name, "up")
+        self._set_link_state(name, "up")
 
-    def _link(self, name: str, state: str) -> None:
+    def _set_link_state(self, name: str, state: str) -> None:
         _run_command([*self.hub.prefix, "ip", "link", "set", f"h{self.hosts[name].interface}", state])
 
     def shape(self, name: str, up_mbit: float, down_mbit: float) -> None:
@@ -95,7 +95,7 @@ def star_network(
         _run_command(["ip", "netns", "add", hub.namespace])
         _run_command([*hub.prefix, "ip", "link", "set", "lo", "up"])
         for name, host in hosts.items():
-            _connect(hub, host)
+            _connect_host(hub, host)
             _write_host_names(host, hosts.values())
             if up_mbit is not None:
                 network.shape(name, up_mbit, up_mbit if down_mbit is None else down_mbit)
@@ -106,7 +106,7 @@ def star_network(
             shutil.rmtree(NETNS_CONFIG / host.namespace, ignore_errors=True)
 
 
-def _connect(hub: Host, host: Host) -> None:
+def _connect_host(hub: Host, host: Host) -> None:
     """Create a host, and a link between it and the hub."""
     _run_command(["ip", "netns", "add", host.namespace])
     host_end = host.interface

@@ -67,7 +67,7 @@ def cause_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
 def describe(name: str, failures: list[RankFailure]) -> str:
     """Return the message: the first failure in full, one line for every other rank.
 
-    If ranks hang, it has the stacks of all."""
+    If ranks hang, the message contains the stacks of all ranks."""
     cause, *other_failures = failures
     lines = [f"{name} failed on rank {cause.rank} of {len(failures)}: {_format_line(cause)}", *_format_body(cause)]
     for other in other_failures:

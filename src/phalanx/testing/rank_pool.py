@@ -80,8 +80,8 @@ class RankPool:
         call = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs)), timeout + START_SECONDS))
         try:
             if not self._workers:
-                self._start()
-            results = self._run(name, call, timeout)
+                self._start_workers()
+            results = self._run_call(name, call, timeout)
             self._initial_resident_bytes = self._initial_resident_bytes or self._resident_bytes()
             if self._resident_bytes() > self._initial_resident_bytes + MAX_GROWTH_BYTES:
                 self.close()
@@ -112,7 +112,7 @@ class RankPool:
         pages = (int(file.read_text().split()[1]) for file in statements if file.exists())
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
-    def _start(self) -> None:
+    def _start_workers(self) -> None:
         self._logs = Path(tempfile.mkdtemp(prefix="phalanx-ranks-"))
         (self._logs / HANGS_DIR).mkdir()
         # Rank 0 inherits the listening socket itself: no other process can take its port between choice and use.
@@ -121,7 +121,7 @@ class RankPool:
                 parent_end, child_end = Pipe()
                 fds = [child_end.fileno(), *([listener.fileno()] if rank == 0 else [])]
                 command = [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)]
-                environment = self._environment(rank, listener.getsockname()[1])
+                environment = self._build_environment(rank, listener.getsockname()[1])
                 options: dict[str, Any] = {"env": environment, "pass_fds": fds, "start_new_session": True}
                 with open(self._logs / f"{rank}.output", "wb") as output:
                     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
@@ -129,9 +129,9 @@ class RankPool:
                 child_end.close()
                 self._workers.append(worker)
                 self._pipes.append(parent_end)
-        self._gather("the start of the ranks", START_SECONDS, [0] * self.world_size, CollectiveOrder({}))
+        self._gather_results("the start of the ranks", START_SECONDS, [0] * self.world_size, CollectiveOrder({}))
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _build_environment(self, rank: int, port: int) -> dict[str, str]:
         variables = {
             "RANK": rank,
             "WORLD_SIZE": self.world_size,
@@ -148,16 +148,18 @@ class RankPool:
         }
         return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
-    def _run(self, name: str, call: bytes, timeout: float) -> list[Any]:
+    def _run_call(self, name: str, call: bytes, timeout: float) -> list[Any]:
         offsets = [(self._logs / f"{rank}.output").stat().st_size for rank in range(self.world_size)]
         call_logs = {rank: calls_file(self._logs, rank) for rank in range(self.world_size)}
         for file in call_logs.values():
             file.unlink(missing_ok=True)
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        return [pickle.loads(value) for value in self._gather(name, timeout, offsets, CollectiveOrder(call_logs))]
+        return [
+            pickle.loads(value) for value in self._gather_results(name, timeout, offsets, CollectiveOrder(call_logs))
+        ]
 
-    def _gather(self, name: str, timeout: float, offsets: list[int], order: CollectiveOrder) -> list[bytes]:
+    def _gather_results(self, name: str, timeout: float, offsets: list[int], order: CollectiveOrder) -> list[bytes]:
         """Return every rank's pickled result; raise RankError for a failure or different collectives."""
         start = time.monotonic()
         deadline = start + timeout
@@ -174,7 +176,7 @@ class RankPool:
                 break  # ranks that differ wait for each other
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
-                outcomes[rank] = self._receive(rank, start, results)
+                outcomes[rank] = self._receive_result(rank, start, results)
                 if rank not in results:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         difference = difference or order.first_difference(results)
@@ -185,7 +187,7 @@ class RankPool:
         failures = [self._attach_output(failure, offsets[failure.rank], order) for failure in failures]
         raise RankError(name, failures, difference.message if difference is not None else "")
 
-    def _receive(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
+    def _receive_result(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
         try:
             result: CallResult = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):

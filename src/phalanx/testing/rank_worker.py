@@ -41,7 +41,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     """Serve calls until the pipe closes."""
     pipe = Connection(pipe_fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
+    threading.Thread(target=_queue_calls, args=(pipe, calls), daemon=True).start()
     logs = Path(os.environ["PHALANX_RANK_LOGS"])
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -85,7 +85,7 @@ def _send_result(pipe: Connection, kind: Literal["raised", "returned"], **conten
     pipe.send_bytes(pickle.dumps(result))
 
 
-def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
+def _queue_calls(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
     """Queue incoming calls; if the pool's end of the pipe closes, kill this process group."""
     try:
         while True:

@@ -58,7 +58,8 @@ def _check_arguments(
     field: str, component: ComponentSpec, target: Any, positional: Sequence[Any], keywords: Mapping[str, Any]
 ) -> None:
     try:
-        with suppress(ValueError):  # some built-in classes have no signature
+        # Some built-in classes have no signature.
+        with suppress(ValueError):
             inspect.signature(target).bind(*positional, **keywords)
     except TypeError as error:
         fix = f"use the arguments of {component.name}"

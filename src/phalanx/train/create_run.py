@@ -56,12 +56,12 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
 
     A resumed run keeps the choices of its first start: its precision, and the steps of `training.seconds`."""
     file = run_directory(run) / RUN_FILE
-    decided = None
+    recorded_run = None
     if resume and file.exists():
         with suppress(UserError):
-            decided = load_run(file, environment={})
-    if decided is not None and run.training.seconds is not None and decided.training.has_decided_steps:
-        steps = decided.training.steps
+            recorded_run = load_run(file, environment={})
+    if recorded_run is not None and run.training.seconds is not None and recorded_run.training.has_decided_steps:
+        steps = recorded_run.training.steps
         _print_note(f"training.seconds applies to new runs only; this run keeps the {steps} steps of its first start")
         run = with_decided_steps(run, steps)
     if run.training.compile is None and run.on_device(select_device(run)).compiles and not find_c_compiler():
@@ -69,7 +69,7 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
         run = run.replace(training=run.training.replace(compile=False))
     if not run.training.auto_precision:
         return run
-    precision = decided.training.precision if decided else fastest_precision(torch.device(select_device(run)))
+    precision = recorded_run.training.precision if recorded_run else fastest_precision(torch.device(select_device(run)))
     training = run.training.replace(precision=precision, auto_precision=False)
     return run.replace(training=training)
 
@@ -113,18 +113,19 @@ def check_and_prepare(
 ) -> PreparedData:
     """Check a run, and prepare its data. Raises UserError if the run cannot work."""
     preflight(run, world_size, resume)
-    saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
-    if not saved:
+    saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
+    if not saved_checkpoints:
         # Before the text is tokenized, which takes minutes even for a small run.
         _print_note(unset_choices_of_large_model(run)[1])
     with offer_recorded_tokens(run, resume):
-        prepared = prepare(run.data, progress)  # with the user's own paths, which its errors quote
+        # The paths are still those that the user wrote, because errors quote them.
+        prepared = prepare(run.data, progress)
     _print_note(describe_unchecked_pairs(run.data))
     run = with_absolute_paths(run)
     sequences = plan_batch(run, world_size).global_batch_size
-    _check_tokens(run, prepared, sequences, latest_manifest(saved) if saved else None)
-    if saved:
-        _print_note(_describe_schedule_change(run, step_of(saved[0])))
+    _check_tokens(run, prepared, sequences, latest_manifest(saved_checkpoints) if saved_checkpoints else None)
+    if saved_checkpoints:
+        _print_note(_describe_schedule_change(run, step_of(saved_checkpoints[0])))
         return prepared
     if run.model.implementation is None:
         try:
@@ -152,7 +153,7 @@ def offer_recorded_tokens(run: RunSpec, resume: bool) -> Iterator[None]:
         yield
     except UserError as error:
         if resume and error.field in ("data.train", "data.held_out"):
-            error.fix += _recorded_tokens_fix(run_directory(run).absolute(), None)
+            error.fix += _suggest_recorded_tokens(run_directory(run).absolute(), None)
         raise
 
 
@@ -161,24 +162,28 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
 
     None if the rate does not jump."""
     with suppress(UserError):
-        before = load_run(run_directory(run) / RUN_FILE, environment={}, trust=True)  # it is only compared
-        if not (before.training.has_decided_steps and run.training.has_decided_steps):
+        # The recorded run is only compared, so its components need no trust.
+        recorded_run = load_run(run_directory(run) / RUN_FILE, environment={}, trust=True)
+        if not (recorded_run.training.has_decided_steps and run.training.has_decided_steps):
             return None
-        if before.optimizer.lr_function or run.optimizer.lr_function:  # the launcher does not run the user's code
+        # The launcher does not run the user's code.
+        if recorded_run.optimizer.lr_function or run.optimizer.lr_function:
             return None
-        old_rate, same_step_rate = (_learning_rate(spec, step - 1) for spec in (before, run))
+        old_rate, same_step_rate = (_unscaled_learning_rate(spec, step - 1) for spec in (recorded_run, run))
         if math.isclose(old_rate, same_step_rate):
             return None
-        settings = [("training.steps", before.training.steps, run.training.steps)]
+        settings = [("training.steps", recorded_run.training.steps, run.training.steps)]
         for field in type(run.optimizer).model_fields:
-            settings.append((f"optimizer.{field}", getattr(before.optimizer, field), getattr(run.optimizer, field)))
+            settings.append(
+                (f"optimizer.{field}", getattr(recorded_run.optimizer, field), getattr(run.optimizer, field))
+            )
         changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in settings if old != new)
-        rates = f"{old_rate:.3g} at step {step} -> {_learning_rate(run, step):.3g} at step {step + 1}"
+        rates = f"{old_rate:.3g} at step {step} -> {_unscaled_learning_rate(run, step):.3g} at step {step + 1}"
         return f"{changes}: the learning rate follows the new schedule, {rates}"
     return None
 
 
-def _learning_rate(run: RunSpec, step: int) -> float:
+def _unscaled_learning_rate(run: RunSpec, step: int) -> float:
     """Return the learning rate of a step (from 0), before it is scaled for the number of ranks."""
     return run.optimizer.learning_rate * learning_rate_factor(run.optimizer, step, run.training.steps)
 
@@ -201,19 +206,22 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
                 loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
             except UserError as error:
                 if error.field == "data":
-                    error.fix += _recorded_tokens_fix(run_directory(run), prepared)
+                    error.fix += _suggest_recorded_tokens(run_directory(run), prepared)
                 raise
 
 
-def _recorded_tokens_fix(directory: Path, prepared: PreparedData | None) -> str:
+def _suggest_recorded_tokens(directory: Path, prepared: PreparedData | None) -> str:
     """Return how to continue a run with the tokens of its first start, if they still exist."""
     with suppress(UserError, OSError):
-        recorded = read_run_directory(directory)[1]
-        if recorded.train and recorded != prepared:
-            train, held_out = (IndexedDataset(prefix).size for prefix in (recorded.train, recorded.held_out))
+        recorded_data = read_run_directory(directory)[1]
+        if recorded_data.train and recorded_data != prepared:
+            num_train_tokens, num_held_out_tokens = (
+                IndexedDataset(prefix).size for prefix in (recorded_data.train, recorded_data.held_out)
+            )
             return (
-                f"; or use the {train:,} and {held_out:,} held-out tokens of the run: "
-                f"--set data.train='[\"{recorded.train}\"]' "
-                f"--set data.held_out='[\"{recorded.held_out}\"]' --set data.tokenizer={directory / TOKENIZER_FILE}"
+                f"; or use the {num_train_tokens:,} and {num_held_out_tokens:,} held-out tokens of the run: "
+                f"--set data.train='[\"{recorded_data.train}\"]' "
+                f"--set data.held_out='[\"{recorded_data.held_out}\"]' "
+                f"--set data.tokenizer={directory / TOKENIZER_FILE}"
             )
     return ""

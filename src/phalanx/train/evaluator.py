@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def evaluate(trainer: Trainer) -> MetricsRecord:
     """Return the loss on the held-out text, in nats per token and bits per byte.
 
-    With experts, the record also has the number of training tokens that chose each expert, between the previous
-    evaluation and `ExpertCounts.start_interval`."""
+    With experts, the record also counts the training tokens that chose each expert between the previous evaluation and
+    `ExpertCounts.start_interval`."""
     run = trainer.run
     held_out = trainer.corpus.held_out
     started_at = time.perf_counter()
@@ -42,7 +42,7 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
         check_ids(batch, "data.held_out", held_out.prefix, run.model.vocab_size, locate)
         for micro in trainer.micro_batches(batch):
             loss_sum = trainer.strategy.evaluate_micro_batch(micro, trainer.compute_held_out_loss)
-            # Not targets[is_counted]: the host would wait for its length.
+            # `targets[is_counted]` would make the host wait for its length.
             is_counted = (micro.targets != IGNORE_INDEX) & trainer.strategy.has_loss
             num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()
             sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])

@@ -13,17 +13,17 @@ from phalanx.train.step_sums import StepSums
 
 
 class ExpertCounts:
-    """Choices of each expert over all ranks: since the last evaluation, and in the interval before it."""
+    """How many tokens chose each expert, over all ranks: since the last evaluation, and in the interval before it."""
 
     def __init__(self, layers: list[int], num_experts: int, device: torch.device) -> None:
         """Start at zero; `layers` are the numbers of the layers with experts."""
         self.layers = layers
         self.intervals = torch.zeros(2, len(layers), num_experts, dtype=torch.float64, device=device)
-        """Counts [2, L, E]: of the current interval, and of the previous one."""
+        """Counts [2, L, E] of the current interval and of the previous one."""
 
     @property
     def load_shape(self) -> tuple[int, int]:
-        """Number of layers with experts, and of experts."""
+        """Number of layers with experts, and number of experts per layer."""
         return self.intervals.shape[1], self.intervals.shape[2]
 
     @property
@@ -34,8 +34,8 @@ class ExpertCounts:
     def add(self, loads: Tensor, routers: dict[int, Router], multiplicity: int, update_biases: bool) -> None:
         """Add the loads of a step, [L, E] over all ranks, and set the biases of this rank's routers by them.
 
-        `multiplicity` ranks' routers count a choice. Biases are unchanged if the step was skipped, or if this rank
-        receives them."""
+        `multiplicity` is the number of ranks whose routers count the same choice. Biases are unchanged if the step was
+        skipped, or if this rank receives them from a server."""
         self.current.add_(loads / multiplicity)
         for index, router in routers.items():
             router.load.copy_(loads[index])

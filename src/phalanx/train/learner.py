@@ -83,7 +83,7 @@ class Learner:
         moe = run.model.moe
         moe_layers = [layer for layer in range(run.model.num_layers) if moe and run.model.is_moe_layer(layer)]
         self.experts = ExpertCounts(moe_layers, moe.num_experts if moe else 0, device)
-        routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
+        routers = {name: submodule for name, submodule in self.module.named_modules() if isinstance(submodule, Router)}
         self.routers = {moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's routers, by their index among the layers with experts."""
         part_of_full = self.strategy.model_parallel.as_global_dtensor
@@ -98,7 +98,8 @@ class Learner:
         placement = self.mesh, self.device
         if run.model.implementation is not None:
             network = build_network(run, run.model.implementation)
-            torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
+            # Dropout must differ between data-parallel ranks.
+            torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
             return apply_layout_to_network(network, run.layout, *placement, training.precision, self.compiles)
         weights = weights or DrawnWeights(run.model, training.seed)
@@ -123,14 +124,17 @@ class Learner:
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
-            starts = None if batch.document_starts is None else batch.document_starts[rows]
-            if starts is None or not starts.any():
-                starts = np.zeros_like(batch.tokens[rows], np.int32) if always_has_documents else None
+            document_starts = None if batch.document_starts is None else batch.document_starts[rows]
+            if document_starts is None or not document_starts.any():
+                document_starts = np.zeros_like(batch.tokens[rows], np.int32) if always_has_documents else None
             documents = None
-            if starts is not None:
-                host_bounds = document_bounds(starts)
-                documents = Documents(self._to_device(starts), self._to_device(host_bounds), host_bounds.tolist())
-                if self.compiles:  # blocks are compiled once, not for each number of documents
+            if document_starts is not None:
+                host_bounds = document_bounds(document_starts)
+                documents = Documents(
+                    self._to_device(document_starts), self._to_device(host_bounds), host_bounds.tolist()
+                )
+                # The number of documents is dynamic, so that blocks are compiled only once.
+                if self.compiles:
                     torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, documents))
@@ -141,7 +145,7 @@ class Learner:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def forward_backward(self, micros: Sequence[MicroBatch]) -> StepSums:
-        """Compute the gradients of the summed loss of this rank's rows, and return values to sum over ranks."""
+        """Compute the gradients of the summed loss of this rank's rows, and return the values that ranks must sum."""
         sums = StepSums.zeros(self.experts.load_shape, self.device)
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
@@ -164,7 +168,7 @@ class Learner:
         return self.loss(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy and the auxiliary loss, summed over tokens, whatever the loss of training."""
+        """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
         head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX)
         if head is not None:
             return self._run_model(model, micro, head)

@@ -34,9 +34,11 @@ class JsonLinesLogger:
         A line is in the file at once, or after `flush_seconds` with the next line."""
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
-        numbered = [record for record in read_jsonl(path) if type(record.get("step")) is int]  # others are damaged
+        # Lines without a step are damaged.
+        numbered = [record for record in read_jsonl(path) if type(record.get("step")) is int]
         lines = [json.dumps(record) + "\n" for record in numbered if record["step"] <= after_step]
-        partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
+        # The file is rewritten under another name, so that a kill meanwhile cannot lose it.
+        partial_file = path.with_suffix(".partial")
         write_synced(partial_file, "".join(lines))
         partial_file.replace(path)
         self._file = open(path, "a", opener=open_no_link)  # noqa: SIM115 -- closed by `close`
@@ -52,7 +54,8 @@ class JsonLinesLogger:
 
     def close(self, failed: bool = False) -> None:
         """Close the file."""
-        with suppress(OSError):  # from a write that failed before; all others are flushed
+        # Only a write that failed before can raise here; all others have been flushed.
+        with suppress(OSError):
             self._file.close()
 
 
@@ -71,7 +74,8 @@ class TensorBoardLogger:
 
     def close(self, failed: bool = False) -> None:
         """Close the writer."""
-        with suppress(OSError):  # from a write that failed before, in the writer's thread
+        # Raised for a write that failed before, in the writer's thread.
+        with suppress(OSError):
             self._writer.close()
 
 

@@ -15,7 +15,8 @@ from phalanx.train.sample import sample_message
 from phalanx.train.trainer import Trainer
 
 MAX_SIZE_DIFFERENCE = 0.05
-"""Largest relative difference between a network's parameters and their description that is not reported."""
+"""Maximum relative difference between a network's number of parameters and that of its description that goes
+unreported."""
 OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 
@@ -25,7 +26,7 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
     precision = f"{trainer.run.training.precision}{', compiled' if trainer.compiles else ''}"
     size = f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {precision}"
-    lines = [size, _describe_batch(trainer), *_notes(trainer)]
+    lines = [size, _describe_batch(trainer), *_describe_surprising_settings(trainer)]
     if resumed:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != trainer.mesh.dims.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
@@ -60,13 +61,13 @@ def _describe_batch(trainer: Trainer) -> str:
     )
 
 
-def _notes(trainer: Trainer) -> Iterator[str]:
+def _describe_surprising_settings(trainer: Trainer) -> Iterator[str]:
     """Yield a line for each setting that may surprise."""
     training = trainer.run.training
     model = trainer.run.model
-    described = count_parameters(model).total
-    if abs(trainer.num_parameters / described - 1) > MAX_SIZE_DIFFERENCE:
-        yield f"[model] describes {described:,} parameters: predictions and MFU are for that size"
+    described_parameters = count_parameters(model).total
+    if abs(trainer.num_parameters / described_parameters - 1) > MAX_SIZE_DIFFERENCE:
+        yield f"[model] describes {described_parameters:,} parameters: predictions and MFU are for that size"
     if training.precision in BF16_PRECISIONS and not has_fast_bf16(trainer.device):
         yield 'this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"'
     if training.precision == "fp8" and trainer.device.type == "cpu":

@@ -41,7 +41,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps of a run, decided or reduced after its start."""
+        """Set the number of steps of a run, which may be decided or reduced after its start."""
         self.steps = steps
         if self._bar is not None:
             self._bar.update(self._task, total=steps)

@@ -9,7 +9,7 @@ from phalanx.spec.layout import Layout
 
 @dataclass(frozen=True)
 class ReducedRanks:
-    """Fewer ranks than a run was configured for, and their layout."""
+    """Number and layout of the ranks, if there are fewer than the run was configured for."""
 
     layout: Layout
     ranks: int

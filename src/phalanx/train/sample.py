@@ -45,7 +45,8 @@ def generate_sample(trainer: Trainer) -> str:
     run = trainer.run
     if not has_whole_logits(run):
         return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
-    last_rank = trainer.mesh.dims.world_size - 1  # it always runs the model; the first rank, which prints, may not
+    # The last rank always runs the model; the first rank, which prints, may not.
+    last_rank = trainer.mesh.dims.world_size - 1
     if not trainer.strategy.runs_model:
         return broadcast_object("", src=last_rank)
     tokenizer = trainer.corpus.tokenizer

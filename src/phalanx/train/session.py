@@ -60,7 +60,8 @@ def train_session(
         if steps_to_profile and trainer.step < steps_to_profile[0]:
             progress.log(f"no step was profiled: the last step was {trainer.step}")
 
-    run = trainer.run  # its number of steps may have been decided
+    # The number of steps may have been decided during the run.
+    run = trainer.run
     if trainer.is_main:
         append_event(trainer.directory, FINISHED, step=trainer.step)
     sample = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""

@@ -33,7 +33,8 @@ def run_standby_rank(directory: Path) -> int:
     die_with_launcher()
     run_over = Event()
 
-    def wait_for_end() -> None:  # in a thread, because the main thread handles signals
+    # This runs in a thread, because the main thread handles signals.
+    def wait_for_end() -> None:
         with suppress(dist.DistError):
             store = _connect_to_rank_0()
             store.set(f"standby/{os.environ['RANK']}", "")

@@ -39,14 +39,14 @@ class StepSums:
 
     @classmethod
     def unpack(cls, packed: Tensor, load_shape: tuple[int, int]) -> StepSums:
-        """Name the values of a vector, without a copy. `load_shape`: number of layers with experts, and of experts."""
+        """Name the values of a vector without copying it. `load_shape` is [layers with experts, experts]."""
         # A slice, since iterating over the whole vector would make a view of each expert's load.
         scalars = dict(zip(SCALARS, packed[: len(SCALARS)], strict=True))
         return cls(**scalars, expert_loads=packed[len(SCALARS) :].view(load_shape), packed=packed)
 
     @classmethod
     def zeros(cls, load_shape: tuple[int, int], device: torch.device) -> StepSums:
-        """Return sums of nothing, on the device."""
+        """Return sums of zero on the device."""
         num_layers, num_experts = load_shape
         values = torch.zeros(len(SCALARS) + num_layers * num_experts, dtype=torch.float64, device=device)
         return cls.unpack(values, load_shape)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DECISION_STEPS = 10
 DECISION_SHARE = 0.05
-"""Minimum number of steps to measure, and minimum share of the time."""
+"""Minimum number of measured steps, and minimum share of the time budget that they take."""
 LATEST_DECISION_SHARE = 0.2
 """The share of the time after which fewer steps are enough."""
 WARM_UP_STEPS = 2
@@ -32,17 +32,17 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
 
     `step_seconds` are the durations of the steps after the first `first_step`. Later steps are assumed to take the
     median of these, without the first two. Raises UserError if the time is too short for three steps."""
-    done = len(step_seconds)
+    measured_steps = len(step_seconds)
     elapsed = sum(step_seconds)
-    if elapsed > seconds and first_step + done <= MIN_STEPS:
-        problem = f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s"
-        enough_seconds = math.ceil((MIN_STEPS + 1) * elapsed / done)
+    if elapsed > seconds and first_step + measured_steps <= MIN_STEPS:
+        problem = f"is too short for {MIN_STEPS} steps: the first {plural(measured_steps, 'step')} took {elapsed:.2g} s"
+        enough_seconds = math.ceil((MIN_STEPS + 1) * elapsed / measured_steps)
         fix = f"use at least {enough_seconds} with --resume, or set training.steps instead"
         raise UserError("training.seconds", seconds, problem, fix)
-    is_measured = done >= DECISION_STEPS and elapsed >= DECISION_SHARE * seconds
-    if not is_measured and (done <= WARM_UP_STEPS or elapsed < LATEST_DECISION_SHARE * seconds):
+    is_measured = measured_steps >= DECISION_STEPS and elapsed >= DECISION_SHARE * seconds
+    if not is_measured and (measured_steps <= WARM_UP_STEPS or elapsed < LATEST_DECISION_SHARE * seconds):
         return None
-    return first_step + done + math.floor(max(0.0, seconds - elapsed) / median(step_seconds[WARM_UP_STEPS:]))
+    return first_step + measured_steps + math.floor(max(0.0, seconds - elapsed) / median(step_seconds[WARM_UP_STEPS:]))
 
 
 def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:

@@ -99,7 +99,7 @@ class Trainer(Learner):
         self.tokens = 0
         """Number of tokens computed in training, over all ranks."""
         self.targets = 0
-        """Number of targets trained on: of the tokens without those whose target is ignored."""
+        """Number of targets trained on: tokens without those whose target is ignored."""
         self.skipped = 0
         """Number of steps whose gradient was not finite."""
         # Checkpoints.
@@ -203,7 +203,7 @@ class Trainer(Learner):
         A callback that reads weights is called if it is due, and no other step has been launched since."""
         while len(self.launched) > keep:
             record = self.launched.popleft()()
-            # The sums of a later step are equal on all ranks. Asynchronous workers may receive older ones after a save.
+            # The sums of a step after the save are equal on all ranks. An asynchronous worker may receive older ones.
             saving = self.unreported_checkpoint
             if saving is not None and record["step"] > step_of(saving) and not self.has_pending_saves:
                 self._report_checkpoint()
@@ -260,23 +260,27 @@ class Trainer(Learner):
         rank_sums.stop_requests.fill_(self.stop_requested)
         rank_sums.finish_requests.fill_(self.finish_reason is not None)
         rank_sums.pending_saves.fill_(not self.checkpointer.is_complete)
-        if not self.strategy.runs_model:  # a parameter server, which announces the step to its workers
+        # A parameter server announces the step to its workers.
+        if not self.strategy.runs_model:
             rank_sums.stop_step.fill_(self.stop_after_step or 0)
         phases.end("passes")
         reduced = self.reduce(rank_sums)
-        on_host = PendingCopies(reduced.sums, reduced.norm)  # all values of a step in one copy
+        # All values of a step are copied at once.
+        on_host = PendingCopies(reduced.sums, reduced.norm)
         if self.reads_late:
             skip_if(self.optimizers, ~reduced.norm.isfinite())
             is_finite = True
         else:
-            is_finite = math.isfinite(on_host.wait()[1])  # the norm is equal on all ranks, so all decide alike
+            # The norm is equal on all ranks, so all ranks decide alike.
+            is_finite = math.isfinite(on_host.wait()[1])
         phases.end("reduce")
         if self.experts.layers:
+            # A worker of a parameter server has no trained parameters, and receives its biases.
             self.experts.add(
                 StepSums.unpack(reduced.sums, self.experts.load_shape).expert_loads,
                 self.routers,
                 self.strategy.model_parallel.router_count_multiplicity,
-                update_biases=is_finite and bool(self.strategy.trainable_parameters),  # a worker receives its biases
+                update_biases=is_finite and bool(self.strategy.trainable_parameters),
             )
         if is_finite:
             steps = self.run.training.steps
@@ -306,7 +310,7 @@ class Trainer(Learner):
 
     @property
     def can_read_late(self) -> bool:
-        """True if a step can run without reading its results: whether the gradient is finite."""
+        """True if a step can run before the host knows whether its gradient is finite."""
         moe = self.run.model.moe
         routers_need_it = moe is not None and moe.bias_update_rate > 0
         layout = self.run.layout
@@ -314,7 +318,7 @@ class Trainer(Learner):
         return can_skip_on_device(self.optimizers) and steps_on_device and not routers_need_it
 
     def _read_step(self, results: LaunchedResults) -> MetricsRecord:
-        """Return the record of a launched step, and count its tokens, skipped steps and requests to stop."""
+        """Return the record of a launched step, and count its tokens, its targets, and a step that was skipped."""
         host_sums, norm = results.on_host.wait()
         sums = StepSums.unpack(host_sums, self.experts.load_shape)
         targets = int(sums.tokens)
@@ -357,7 +361,7 @@ class Trainer(Learner):
     # -- the end of the run ------------------------------------------------------------------------------------------
 
     def finish(self, reason: str) -> None:
-        """Request that the run ends soon, as if a step were its last: the next one, or on a GPU up to two later.
+        """Request that the run ends soon, as if the next step were its last (on a GPU, up to two steps later).
 
         One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps. Rank 0
         prints the reason if it is one of the ranks."""
@@ -374,7 +378,8 @@ class Trainer(Learner):
         max_staleness = self.run.layout.max_staleness
         if max_staleness is None:
             if is_stopping or is_finishing:
-                self.stop_after_step = max(step, self.step)  # a later step may have been launched
+                # A later step may have been launched already.
+                self.stop_after_step = max(step, self.step)
         elif self.strategy.runs_model:
             self.stop_after_step = int(sums.stop_step) or None
         elif is_stopping or is_finishing:
@@ -388,7 +393,8 @@ class Trainer(Learner):
         self.run = with_decided_steps(self.run, step)
         self.progress.set_steps(step)
         if self.is_main:
-            recorded, _ = read_run_directory(self.directory, trust=True)  # it is only written
+            # The recorded run is only written back, so its components need no trust.
+            recorded, _ = read_run_directory(self.directory, trust=True)
             rewrite_run_file(self.directory, with_decided_steps(recorded, step))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -397,13 +403,13 @@ class Trainer(Learner):
         """Start a checkpoint of this step."""
         self.strategy.drain_pending_updates()
         tensors = checkpoint_tensors(self.strategy, self.optimizers)
-        self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
+        self.checkpointer.save(self.step, tensors, self._build_manifest(), on_disk=self.run.layout.offload == "nvme")
 
     def save_in_memory(self) -> None:
         """Copy this step's state into memory that outlives this rank."""
         if self.in_memory_checkpointer is not None:
             self.strategy.drain_pending_updates()
-            manifest = {**self._manifest(), "step": self.step, "random": rng_state()}
+            manifest = {**self._build_manifest(), "step": self.step, "random": rng_state()}
             self.in_memory_checkpointer.save(self.step, checkpoint_tensors(self.strategy, self.optimizers), manifest)
 
     def start_checkpoint(self) -> None:
@@ -424,10 +430,10 @@ class Trainer(Learner):
             self.unreported_checkpoint = None
             self.call_hook("on_checkpoint_saved", directory)
 
-    def _manifest(self) -> MetricsRecord:
+    def _build_manifest(self) -> MetricsRecord:
         """Return the state of a run besides its tensors."""
         states = {name: call_callback(name, callback.state_dict) for name, callback in self.callbacks.items()}
-        # Copies as JSON: a thread writes them while callbacks change their own.
+        # The states are copied as JSON, because a thread writes them while callbacks continue to change their own.
         copies = {name: json.loads(call_callback(name, json.dumps, state)) for name, state in states.items() if state}
         return {
             "tokens": self.tokens,
@@ -477,7 +483,8 @@ class Trainer(Learner):
         self.callback_states = manifest.get("callbacks", {})
         self.step = self.resumed_at_step = manifest["step"]
         self.tokens = manifest["tokens"]
-        self.targets = manifest.get("targets", self.tokens)  # earlier versions counted targets alone
+        # Earlier versions of Phalanx counted targets only, as "tokens".
+        self.targets = manifest.get("targets", self.tokens)
         self.skipped = manifest["skipped"]
         rescaling = LearningRateRescaling(**manifest["rescaling"])
         if rescaling.after != self.batch.learning_rate_scale:  # the number of ranks has changed

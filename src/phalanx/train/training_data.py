@@ -51,7 +51,7 @@ class TrainingData:
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
-    """Open prepared data. Unless the run is `fresh`, a checkpoint has all weights."""
+    """Open prepared data. Unless the run is `fresh`, a checkpoint provides all weights."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
     weights = initial_weights(run) if fresh else await_checkpoint

@@ -161,7 +161,8 @@ class RankSession:
             while True:
                 trainer = Trainer(run, corpus, self.directory, device, peak_flops)
                 watchdog.trainer = self.trainer = trainer
-                trainer.stop_requested = bool(self.signals)  # signals that arrived before there was a trainer
+                # Signals may have arrived before there was a trainer.
+                trainer.stop_requested = bool(self.signals)
                 detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
                 try:
                     return train_session(trainer, options, detector, order_guard)
@@ -171,8 +172,10 @@ class RankSession:
                     rollbacks_left -= 1
                     options = replace(options, resume=True)
                     _roll_back(trainer, error)
-                    run = trainer.run  # its number of steps may be decided
-                    del trainer  # before another one allocates memory
+                    # The number of steps may have been decided during the run.
+                    run = trainer.run
+                    # Free this trainer before the next one allocates memory.
+                    del trainer
                     watchdog.trainer = self.trainer = None
 
 

@@ -81,13 +81,13 @@ class SavedStorages(dict):
     def record_saved_tensors(self, autocast):
         """Note the tensors that a forward pass saves."""
         keeping = saved_tensors_hooks(self.record, lambda tensor: tensor)
-        pack = NormCall._pack
+        pack = NormCall._pack_saved_tensor
 
         def pack_and_record(call, tensor):  # of nested hooks, only the inner ones are called
             packed = pack(call, tensor)
             return self.record(packed) if isinstance(packed, torch.Tensor) else packed
 
-        recording = mock.patch.object(NormCall, "_pack", pack_and_record)
+        recording = mock.patch.object(NormCall, "_pack_saved_tensor", pack_and_record)
         with keeping, recording, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             yield
 

@@ -289,7 +289,7 @@ def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
     with torch.device("meta"):
         model = Transformer(spec)
     apply.apply_activation_checkpointing(model, recompute)
-    parts = [part for block in model.blocks for part in fsdp._fsdp_units(block, wrap)]
+    parts = [part for block in model.blocks for part in fsdp._select_unit_modules(block, wrap)]
     sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1)
     assert sizes.blocks == [sum(p.numel() for p in part.parameters()) for part in parts]
     assert sizes.total == sum(p.numel() for p in model.parameters())

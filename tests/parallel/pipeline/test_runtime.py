@@ -132,7 +132,7 @@ def test_forward_only_schedule_lists_activation_messages() -> None:
 def train_with_rehearsal(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
     """Train with stages rehearsed as on a GPU; return the trajectory and the number of rehearsals."""
     count = 0
-    rehearse = runtime.PipelineStrategy._rehearse
+    rehearse = runtime.PipelineStrategy._rehearse_stages
 
     def count_and_rehearse(*arguments: object) -> None:
         nonlocal count
@@ -141,7 +141,7 @@ def train_with_rehearsal(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "LAZY_LOADING_DEVICES", ("cpu",))
-        patch.setattr(runtime.PipelineStrategy, "_rehearse", count_and_rehearse)
+        patch.setattr(runtime.PipelineStrategy, "_rehearse_stages", count_and_rehearse)
         return train_and_evaluate(run), count
 
 

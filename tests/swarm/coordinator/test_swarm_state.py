@@ -137,7 +137,7 @@ def test_swarm_state_round_deadline_excludes_downtime_of_coordinator():
     state.record({"kind": "resumed", "down": 500.0, "at": 705.0})
     assert state.closes_at() == 200 + 500 + RECONNECT_SECONDS + 10 + 20
     accept_update(state, "ann", 711.0)
-    assert state.round.updates["ann"].offset == 11.0
+    assert state.round.updates["ann"].arrival_seconds == 11.0
     assert not state.should_close(729.9 + RECONNECT_SECONDS)
     assert state.should_close(731 + RECONNECT_SECONDS)
 

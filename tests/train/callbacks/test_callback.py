@@ -219,7 +219,7 @@ def test_saved_state_is_a_copy(text: Path, tmp_path: Path) -> None:
     trainer = make_trainer(run)
     state = [1]
     trainer.callbacks = {"callbacks.mine": SavesState(state)}
-    manifest = trainer._manifest()
+    manifest = trainer._build_manifest()
     state.append(2)
     assert manifest["callbacks"] == {"callbacks.mine": {"state": [1]}}
 

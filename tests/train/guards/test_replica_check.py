@@ -62,7 +62,7 @@ def test_find_mismatch_names_minority_ranks_or_both_of_two() -> None:
     assert find_mismatch([{1: 5, 2: 6}, {1: 5}, {2: 6}]) is None
     mismatch = find_mismatch([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
     assert mismatch is not None
-    assert (mismatch.key, mismatch.ranks, mismatch.holders, mismatch.tensors) == (1, (2,), (0, 1, 2), 3)
+    assert (mismatch.key, mismatch.ranks, mismatch.holders, mismatch.num_tensors) == (1, (2,), (0, 1, 2), 3)
     text = describe_mismatch(mismatch, "model.head.weight", ParallelDims(dp_replicate=3), 40, 10)
     assert "step 40: model.head.weight differs on rank 2 (dp=2) from the 2 other ranks" in text
     assert "and 2 more tensors; it was equal after step 30" in text

@@ -110,7 +110,8 @@ def check_job(job: ClusterJob) -> None:
         problem = "trains on several sites, but a job file is for one site"
         fix = "start it with phalanx swarm serve, or train on one site only: --set swarm="
         raise UserError("swarm", run.swarm.method, problem, fix)
-    if run.auto_layout:  # the layout is chosen at the start, for the available ranks
+    # The layout is chosen at the start of the job, for the ranks that are available then.
+    if run.auto_layout:
         if run.cluster.preset is None:
             problem = "requires a machine description"
             fix = "set cluster.preset, or write a run file with a fixed layout: phalanx plan RUN.toml --out FILE"

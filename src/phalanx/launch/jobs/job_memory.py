@@ -34,7 +34,7 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
         return
     if not is_small_model(run.model) and not run.layout.model_fields_set and job.max_nodes * job.nproc > 1:
         problem = f"not set; by default ({run.layout.data_parallel}) each rank holds the whole model"
-        yield f"layout: {problem}. Choose one with {_command(job, 'plan', '--out', 'FILE')}"
+        yield f"layout: {problem}. Choose one with {_format_command(job, 'plan', '--out', 'FILE')}"
     if run.model.implementation is not None:
         yield "memory: not checked, because model.implementation is a network that Phalanx does not count"
         return
@@ -43,10 +43,10 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
         yield f"memory: not checked, because that of a {owner} is unknown; set cluster.preset or cluster.memory_bytes"
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
-        yield _memory_note(job, nodes)
+        yield _describe_memory(job, nodes)
 
 
-def _memory_note(job: ClusterJob, nodes: int) -> str:
+def _describe_memory(job: ClusterJob, nodes: int) -> str:
     """Return a line on the memory of the fullest rank. Raises UserError if it does not fit."""
     cluster = job.run.cluster.replace(nodes=nodes, nproc_per_node=job.nproc)
     run = job.run.replace(cluster=cluster)
@@ -66,13 +66,13 @@ def _memory_note(job: ClusterJob, nodes: int) -> str:
     if layout_oom_probability(cluster, device_bytes, 0) < MAX_OOM_PROBABILITY:
         need = describe_host_need(cluster, host_bytes, offloads=run.layout.offloads)
         problem = f"with {size}: does not fit. {need}"
-        fix = f"{_command(job, 'plan')} lists {fitting}"
+        fix = f"{_format_command(job, 'plan')} lists {fitting}"
         raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix)
-    fix = f"{_command(job, 'advise oom')} lists what frees memory, {_command(job, 'plan')} {fitting}"
+    fix = f"{_format_command(job, 'advise oom')} lists what frees memory, {_format_command(job, 'plan')} {fitting}"
     raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix)
 
 
-def _command(job: ClusterJob, name: str, *options: str) -> str:
+def _format_command(job: ClusterJob, name: str, *options: str) -> str:
     """Return a command for the run of a job, with the machines and the overrides of the job."""
     sizes = ["--nodes", str(job.min_nodes), "--nproc", str(job.nproc)]
     machine = [] if job.run.cluster.preset else ["--machine", "MACHINE"]

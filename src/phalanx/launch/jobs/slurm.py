@@ -141,9 +141,9 @@ def parse_time_limit(time: str) -> int:
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
     if match is None:
         raise UserError("--time", time, "is not a valid time limit", "write HH:MM:SS or D-HH:MM:SS")
-    parts = [int(part) for part in match["rest"].split(":")]
+    numbers = [int(number) for number in match["rest"].split(":")]
     if match["days"]:
-        hours, minutes, secs = (*parts, 0, 0)[:3]
+        hours, minutes, secs = (*numbers, 0, 0)[:3]
         return ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + secs
-    hours, minutes, secs = parts if len(parts) == 3 else (0, *parts, 0)[:3]
+    hours, minutes, secs = numbers if len(numbers) == 3 else (0, *numbers, 0)[:3]
     return (hours * 60 + minutes) * 60 + secs

@@ -32,7 +32,7 @@ def recorded_as(operation: str) -> Iterator[None]:
 
 
 def sends_gpu_tensors(group: dist.ProcessGroup | None) -> bool:
-    """Return whether NCCL is among the backends of a group; groups of a mesh then have no other."""
+    """Return whether NCCL is a backend of a group. A mesh's group with NCCL has no other backend."""
     return "nccl" in dist.get_backend_config(group)
 
 
@@ -81,7 +81,7 @@ class ReduceScatter:
             self.work = reduce_scatter(out, sent, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the reduction; then `out` has the sum."""
+        """Wait for the reduction, after which `out` holds the sum."""
         with self.comm_wait.measure():
             self.work.wait()
         if self.received is not None:

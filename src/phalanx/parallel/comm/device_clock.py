@@ -22,7 +22,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._anchor: tuple[Timestamp, float] | None = None
-        """An event of the GPU, and the host time at which it was complete."""
+        """An event of the GPU, and the host time at which it was seen to be complete."""
 
     def record(self) -> Timestamp:
         """Return a timestamp of the current time."""

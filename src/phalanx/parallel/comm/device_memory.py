@@ -1,4 +1,4 @@
-"""Memory of a device: total and peak."""
+"""Total and peak memory of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, and communication of Python objects between them."""
+"""Exchange of Python objects between ranks."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def apply_data_parallelism(
 ) -> Strategy:
     """Apply the data parallelism of a layout to a module on `device` or meta, and allocate memory.
 
-    It is step 5 of `parallel.apply`. FSDP gathers the `blocks` one at a time. `model_sharding` has the shards of the
-    module, if ranks share the model."""
+    This is step 5 of `parallel.apply`. FSDP gathers the `blocks` one at a time. If ranks share the model,
+    `model_sharding` describes their shards."""
     check_torch_supports(layout)
     check_shardable_module(module, layout, blocks)
     compute_dtype = torch.bfloat16 if precision in BF16_PRECISIONS else None

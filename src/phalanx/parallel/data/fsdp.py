@@ -38,7 +38,7 @@ from phalanx.spec.tensor_sharding import data_parallel_axis
 
 
 class FSDP(Strategy):
-    """A sharded model; gradients are summed over ranks, not averaged, as the trainer divides the loss."""
+    """A sharded model. Gradients are summed over ranks and not averaged, because the trainer divides the loss."""
 
     def __init__(
         self,
@@ -64,22 +64,27 @@ class FSDP(Strategy):
         )
         on_gpu = mesh.device_type != "cpu"
         offload_policy = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
-        wrapped = [part for block in blocks for part in _fsdp_units(block, layout.fsdp_unit)]
+        wrapped = [unit_module for block in blocks for unit_module in _select_unit_modules(block, layout.fsdp_unit)]
         shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
         reshard = layout.reshard_after_forward and layout.pp == 1
         experts = modules_owning(module, expert_parameters)
         for owner in experts:  # from the inside to the outside
             assert expert_mesh is not None
-            shard(owner, mesh=expert_mesh, shard_placement_fn=_placements(expert_mesh), reshard_after_forward=reshard)
-        shard = partial(shard, mesh=mesh, shard_placement_fn=_placements(mesh))
-        for part in wrapped:
-            shard(part, reshard_after_forward=reshard)
+            shard(
+                owner,
+                mesh=expert_mesh,
+                shard_placement_fn=_choose_shard_placement(expert_mesh),
+                reshard_after_forward=reshard,
+            )
+        shard = partial(shard, mesh=mesh, shard_placement_fn=_choose_shard_placement(mesh))
+        for unit_module in wrapped:
+            shard(unit_module, reshard_after_forward=reshard)
         if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
             _shard_outside_blocks(module, shard, reshard)
         self.root = shard(module, reshard_after_forward=False)
         super().__init__(module, group)
         self.autocast = False
-        self.units = _units_in_forward_order(module)
+        self.units = _list_units_in_forward_order(module)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -90,7 +95,7 @@ class FSDP(Strategy):
         self.offload = offload
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
-        self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
+        self._schedule_prefetches(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:  # gloo
             self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
@@ -99,15 +104,15 @@ class FSDP(Strategy):
                 unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
                 unit.set_custom_reduce_scatter(self.reduce_scatter)
 
-    def _prefetch(self, depth: int, inner: Collection[FSDPModule]) -> None:
+    def _schedule_prefetches(self, depth: int, inner: Collection[FSDPModule]) -> None:
         """Gather `depth` units ahead of the current unit.
 
         A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
         backward pass, and would gather the head again.
 
-        Units inside others prefetch nothing in forward passes, and their outer units one unit more. If a block is
-        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again. `inner`
-        are the units inside others, except those inside the root alone."""
+        `inner` are the units inside other units (those that only the root contains do not count). They prefetch nothing
+        in forward passes, and their outer units prefetch one unit more. Otherwise the recomputation of a block, in
+        which the hooks of its outer unit are off, would let an inner unit gather the next block again."""
         root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
         forward = [*root, *self.units[1:]]
         backward = [*root, *reversed(self.units[1:])]
@@ -117,7 +122,8 @@ class FSDP(Strategy):
             unit.set_modules_to_forward_prefetch([] if unit in inner else forward[index + 1 : index + 1 + num_ahead])
         for index, unit in enumerate(backward):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
-        # Without a unit to gather, FSDP2 gathers the one before in its forward order: the previous micro-batch's head.
+        # Left without a unit to prefetch, FSDP2 would choose the preceding one in its forward order: the previous
+        # micro-batch's head.
         backward[-1].set_modules_to_backward_prefetch(backward[-1:])
 
     @contextmanager
@@ -135,7 +141,7 @@ class FSDP(Strategy):
         if self.reduce_scatter is None or not self.reduce_scatter.deferred:
             yield
             return
-        # FSDP2 would add to gradients whose sum is still pending: they accumulate here.
+        # Gradients accumulate here, because FSDP2 would add to gradients whose sum is still pending.
         accumulated = {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
         self.zero_grad()
         yield
@@ -156,8 +162,8 @@ class FSDP(Strategy):
     def finish_weight_grad_pass(self) -> None:
         """Accumulate the gradients of a pass of weight gradients, in FSDP2's reduction dtype.
 
-        FSDP2 does so at the end of a pass. Its hooks are on the units' inputs and outputs, which this pass did not
-        reach."""
+        FSDP2 itself does so at the end of a backward pass, but its hooks are on the inputs and outputs of units, which
+        a pass of weight gradients does not reach."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finalize_gradients(self) -> None:
@@ -179,7 +185,9 @@ class FSDP(Strategy):
         if self.offload is None:
             super().update(optimizers)
             return
-        named_pieces = chunk_by_bytes(self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_bytes)
+        named_pieces = chunk_by_bytes(
+            self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_shard_bytes
+        )
         pieces = [[parameter for _, parameter in piece] for piece in named_pieces]
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
@@ -187,7 +195,7 @@ class FSDP(Strategy):
             with self.offload.stepping(index, optimizers, piece, gradients=[]):
                 step_parameters(optimizers, piece, piece_gradients)
 
-    def _largest_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
+    def _largest_shard_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
         """Return the bytes of the largest shard of a parameter on any rank.
 
         With these sizes all ranks form the same pieces, which matters to an optimizer that communicates."""
@@ -207,14 +215,14 @@ class FSDP(Strategy):
         resident["parameters"] = list(self.trainable_parameters.values())
         if self.offload is None:
             return resident
-        return {"offloaded": [tensor for part in resident.values() for tensor in part]}
+        return {"offloaded": [tensor for tensors in resident.values() for tensor in tensors]}
 
 
 def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
-    """Return the all-gather buffers of FSDP2's units, of which there are none in other modules.
+    """Return the all-gather buffers of each FSDP2 unit; a module without FSDP2 has none.
 
     The storage of a unit's buffers is freed and reallocated together, behind persistent tensors."""
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in _units_in_forward_order(module)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in _list_units_in_forward_order(module)]
     return [
         [buffer for parameter in group.fsdp_params for buffer in getattr(parameter, "all_gather_outputs", [])]
         for group in groups
@@ -224,11 +232,11 @@ def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
 
 def reshard_parameters(module: nn.Module) -> None:
     """Free the parameters that a forward pass without a backward pass has left gathered in FSDP2's units."""
-    for unit in _units_in_forward_order(module):
+    for unit in _list_units_in_forward_order(module):
         unit.reshard()
 
 
-def _placements(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+def _choose_shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
     """Return the placement of each parameter on the last axis of a mesh."""
     return lambda parameter: Shard(data_parallel_axis(parameter.shape, mesh.size(-1)))
 
@@ -237,9 +245,10 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
     """Make the embeddings one unit, and the final norm and head another."""
     embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
     shard(embeddings, reshard_after_forward=reshard)
-    for part in embeddings:
-        cast("FSDPModule", part).set_unshard_in_backward(False)  # their gradients need token ids only
-    # Not resharded between the passes: its backward pass follows at once.
+    for embedding in embeddings:
+        # The gradients of embeddings need token ids only.
+        cast("FSDPModule", embedding).set_unshard_in_backward(False)
+    # The head is not resharded between its passes, because its backward pass follows at once.
     shard([model.norm, model.head], reshard_after_forward=False)
 
     def forward_of_head(x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
@@ -250,25 +259,25 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
     model.apply_head = lambda x_BTD, head: model.head(model.norm(x_BTD), head)  # type: ignore[method-assign]
 
 
-def _units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
+def _list_units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
     """Return the first module of each FSDP unit, in the order of the forward pass."""
     units: dict[object, FSDPModule] = {}
-    for part in root.modules():
-        if isinstance(part, FSDPModule):
-            units.setdefault(part._get_fsdp_state(), part)
+    for submodule in root.modules():
+        if isinstance(submodule, FSDPModule):
+            units.setdefault(submodule._get_fsdp_state(), submodule)
     return list(units.values())
 
 
 def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     """Return the modules that own these parameters directly."""
     owners = {name.rpartition(".")[0] for name in names}
-    return [part for name, part in named_modules(module) if name in owners]
+    return [submodule for name, submodule in named_modules(module) if name in owners]
 
 
-def _fsdp_units(block: nn.Module, wrap: str) -> list[nn.Module]:
-    """Return the units of a block: the block, its submodules, or none (the full model is one unit)."""
-    parts = [child for child in block.children() if any(True for _ in child.parameters())]
-    return {"model": [], "block": [block], "sublayer": parts}[wrap]
+def _select_unit_modules(block: nn.Module, wrap: str) -> list[nn.Module]:
+    """Return the modules of a block that become units: none where the full model is one unit."""
+    submodules = [child for child in block.children() if any(True for _ in child.parameters())]
+    return {"model": [], "block": [block], "sublayer": submodules}[wrap]
 
 
 class TimedAllGather(DefaultAllGather):

@@ -72,10 +72,10 @@ class CpuOffload:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
-        """Wrap the step of a piece of the parameters; a piece has the same index at every step.
+        """Wrap the optimizer step of one piece of the parameters. A piece keeps its index from step to step.
 
-        The optimizers create the state of the piece. Gradients are in the offload storage; empty or None where they are
-        elsewhere."""
+        The optimizers create the state of the piece. `gradients` lists those in the offload storage; it is empty, or
+        has None, where gradients are elsewhere."""
         yield
 
 
@@ -95,7 +95,8 @@ class DiskOffload(CpuOffload):
         self._pending_writes: list[Future[None]] = []
         # Revert the launcher's tuning for speed: memory is scarce here.
         tune_malloc(MMAP_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES)
-        raise_open_files_limit()  # each tensor has a file with two descriptors (the map has a separate one)
+        # Each tensor has a file with two descriptors, because the memory map has its own.
+        raise_open_files_limit()
 
     @contextmanager
     def stepping(
@@ -110,7 +111,7 @@ class DiskOffload(CpuOffload):
         yield
         if index not in self.pieces:
             self.pieces[index] = self._move_new_state_to_disk(optimizers, parameters, gradients)
-        self._write(self.pieces[index])
+        self._start_writes(self.pieces[index])
 
     def release(self, tensor: Tensor) -> None:
         """Drop the file of a tensor; its blocks are freed after pending writes."""
@@ -118,10 +119,10 @@ class DiskOffload(CpuOffload):
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
         """Start to write the files of these tensors."""
-        self._write(self._mapped_files(tensors))
+        self._start_writes(self._find_mapped_files(tensors))
 
-    def _write(self, files: Sequence[MappedFile]) -> None:
-        """Start to write files, after waiting for the previous writes, which bounds the memory."""
+    def _start_writes(self, files: Sequence[MappedFile]) -> None:
+        """Wait for the previous writes, then start to write these files. Waiting bounds the memory."""
         writing = [self._writer.submit(file.write) for file in files]
         for previous in self._pending_writes:
             previous.result()
@@ -143,9 +144,9 @@ class DiskOffload(CpuOffload):
                         if local_tensor(value).data_ptr() not in self.files:
                             state[key] = _wrap_like(value, self.to_host(local_tensor(value)))
                         tensors.append(state[key])
-        return self._mapped_files(tensors)
+        return self._find_mapped_files(tensors)
 
-    def _mapped_files(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
+    def _find_mapped_files(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
         files = [self.files.get(local_tensor(tensor).data_ptr()) for tensor in tensors]
         return [file for file in files if file is not None]
 
@@ -165,7 +166,8 @@ class MappedFile:
         size = like.numel() * like.element_size()
         try:
             self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
-            os.posix_fallocate(self.file.fileno(), 0, size)  # a mapped file that cannot grow later kills its process
+            # Allocate the file now: a mapped file that cannot grow later kills its process.
+            os.posix_fallocate(self.file.fileno(), 0, size)
         except OSError as error:
             problem, fix = _describe_disk_error(directory, size, error)
             raise UserError("layout.offload_directory", str(directory), problem, fix) from error
@@ -176,7 +178,8 @@ class MappedFile:
         """Read the full file, so that no access waits for a page."""
         address = ctypes.c_void_p(self.tensor.data_ptr())
         size = ctypes.c_size_t(len(self.memory))
-        if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):  # the mmap module's would hold the GIL
+        # The `madvise` of the mmap module would hold the GIL.
+        if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):
             self.memory.madvise(mmap.MADV_WILLNEED)
 
     def write(self) -> None:

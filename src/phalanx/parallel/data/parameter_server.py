@@ -39,7 +39,7 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
     """Return this rank's strategy, a server or a worker.
 
-    A worker uses `device`, servers use the CPU. Raises UserError if the module has parameters of several dtypes."""
+    Workers use `device`, servers use the CPU. Raises UserError if the parameters have more than one dtype."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
@@ -113,7 +113,7 @@ class ParameterServerWorker(Strategy):
             gradients.zero_()
         # A synchronous worker has just received this step's update.
         version = self.steps_sent if self.roles.staleness is None else int(self._newest_values[0])
-        # Before the first update, this rank's own sums.
+        # Before the first update, this rank reports its own sums.
         reported_sums = self._newest_values[2:].to(sums.device) if version else sums
         return StepReduction(norm=self._newest_values[1], sums=reported_sums, steps_behind=self.steps_sent - version)
 
@@ -132,7 +132,7 @@ class ParameterServerWorker(Strategy):
         self._receive_updates(self.steps_sent)
 
     def _receive_broadcast(self) -> None:
-        header = self._header_buffer()
+        header = self._allocate_header()
         with self.comm_wait.measure():
             dist.broadcast(header, self.roles.servers[0], group=self.roles.groups[0])
             for server, group, weights in zip(self.roles.servers, self.roles.groups, self.weights, strict=True):
@@ -143,7 +143,7 @@ class ParameterServerWorker(Strategy):
         self._parse_header(header)
 
     def _receive_updates(self, needed: int) -> None:
-        """Receive updates of every server until there are `needed`, and further ones that have arrived."""
+        """Receive the first `needed` updates of every server, and all later ones that have already arrived."""
         for index in range(len(self.roles.servers)):
             while self.versions[index] < self.steps_sent:
                 _, header = self._post_header(index)
@@ -156,7 +156,7 @@ class ParameterServerWorker(Strategy):
         """Return the pending receive of a server's next header, and start it if there is none."""
         posted = self._posted_receives[index]
         if posted is None:
-            header = self._header_buffer()
+            header = self._allocate_header()
             tag = first_tag(self.versions[index] + 1)
             posted = irecv(header, self.roles.servers[index], tag), header
             self._posted_receives[index] = posted
@@ -175,7 +175,7 @@ class ParameterServerWorker(Strategy):
         if index == 0:
             self._parse_header(header)
 
-    def _header_buffer(self) -> Tensor:
+    def _allocate_header(self) -> Tensor:
         """Return a buffer for version, gradient norm, sums and router biases."""
         size = self._message_size + sum(bias.numel() for bias in self.biases)
         return torch.full((size,), -1.0, dtype=torch.float64)
@@ -226,7 +226,7 @@ class ParameterServer(Strategy):
         total = sums.double().cpu()
         oldest_version = self.steps_done
         for worker in self.roles.workers:
-            message, gradients = self._receive(worker, len(sums) + 1)
+            message, gradients = self._receive_gradients(worker, len(sums) + 1)
             total += message[:-1]
             self.sum.copy_(gradients) if worker == self.roles.workers[0] else self.sum.add_(gradients)
             if self.roles.staleness is not None:
@@ -248,12 +248,12 @@ class ParameterServer(Strategy):
     def zero_grad(self) -> None:
         """Finish the step, with or without an update: the workers wait for its weights."""
         self.steps_done += 1
-        self._broadcast() if self.roles.staleness is None else self._send()
+        self._broadcast_weights() if self.roles.staleness is None else self._send_weights()
 
     def sync_model_weights(self) -> None:
         """Broadcast the weights with an empty header."""
         self._header = torch.zeros(2, dtype=torch.float64)
-        self._broadcast()
+        self._broadcast_weights()
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the persistent tensors of this rank by part."""
@@ -274,8 +274,8 @@ class ParameterServer(Strategy):
         while len(self._pending_sends) > max_pending:
             self._pending_sends.popleft().wait()
 
-    def _receive(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return the next gradients of a worker, and their message; asynchronous receives are posted ahead."""
+    def _receive_gradients(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return the next message of a worker and its gradients. Asynchronous servers post their receives ahead."""
         if self.roles.staleness is None:
             self._receive_buffer = torch.empty_like(self.sum) if self._receive_buffer is None else self._receive_buffer
             self._post_receive(worker, torch.empty(size, dtype=torch.float64), self._receive_buffer, steps_ahead=0)
@@ -297,14 +297,14 @@ class ParameterServer(Strategy):
     def _build_message(self) -> Tensor:
         return torch.cat([self._header, *(bias.double() for bias in self.biases)])
 
-    def _broadcast(self) -> None:
+    def _broadcast_weights(self) -> None:
         rank = dist.get_rank()
         with self.comm_wait.measure():
             if rank == self.roles.servers[0]:
                 dist.broadcast(self._build_message(), rank, group=self.roles.groups[rank])
             dist.broadcast(self.weights, rank, group=self.roles.groups[rank])
 
-    def _send(self) -> None:
+    def _send_weights(self) -> None:
         """Send each worker a copy of the weights, which continue to change."""
         # Servers have already waited for workers that are further behind.
         self._finish_sending(max_pending=self.roles.staleness or 0)

@@ -40,15 +40,19 @@ def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, devi
 
 def parameter_views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """Return the views of a flat vector by parameter name."""
-    parts = vector.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    flat_parameters = vector.split([shape.numel() for shape in shapes.values()])
+    return {name: flat.view(shape) for (name, shape), flat in zip(shapes.items(), flat_parameters, strict=True)}
 
 
 def router_biases(module: nn.Module) -> list[Tensor]:
     """Return the router biases, which a server updates and sends with its weights.
 
     An asynchronous worker does not receive every update, so it cannot compute them."""
-    return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
+    return [
+        submodule.bias
+        for submodule in module.modules()
+        if isinstance(submodule, Router) and submodule.moe.bias_update_rate
+    ]
 
 
 def receive_buffer(weights: Tensor) -> Tensor:
@@ -71,7 +75,7 @@ def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
 
 
 def first_tag(step: int) -> int:
-    """Return the tag of the message of a step; that of its vector is the next number."""
+    """Return the tag of a step's message. The tag of its vector is the next number."""
     return 2 * step
 
 
@@ -82,7 +86,7 @@ def send_pair(message: Tensor, vector: Tensor, destination: int, tag: int) -> li
 
 @dataclass(frozen=True)
 class MessagePair:
-    """A message and its vector on their way."""
+    """A message and its vector in transfer."""
 
     message: Tensor
     vector: Tensor

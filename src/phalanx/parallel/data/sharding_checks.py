@@ -25,8 +25,8 @@ def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> N
     Element-wise optimizers can step shards. So can optimizers whose norms and products DTensor computes over ranks
     (LAMB, Muon)."""
     for optimizer in optimizers:
-        for kind, reason in UNSPLITTABLE.items():
-            if isinstance(optimizer, kind):
+        for optimizer_class, reason in UNSPLITTABLE.items():
+            if isinstance(optimizer, optimizer_class):
                 problem = f"{reason}, so it cannot train parameters that ZeRO shards over ranks"
                 fix = 'use an element-wise optimizer such as AdamW, or layout.data_parallel = "ddp"'
                 raise UserError("optimizer", type(optimizer).__name__, problem, fix)

@@ -49,8 +49,8 @@ from phalanx.spec.layout import LARGE_MESSAGE_BYTES, MAX_BUCKETS_IN_FLIGHT, Layo
 class ZeRO(Strategy):
     """ZeRO stage 1 or 2; trains this rank's rows as DTensors (full parameters on a single rank).
 
-    `offload` stores the trained rows and their state. `model_sharding` has the shards of the model itself, if ranks
-    share it."""
+    `offload` stores the trained rows and their state. If ranks share the model itself, `model_sharding` describes their
+    shards."""
 
     def __init__(
         self,
@@ -73,10 +73,11 @@ class ZeRO(Strategy):
         shardings = {name: expert_sharding if name in expert_parameters else sharding for name in names}
         are_separate = compute_dtype is not None or offload is not None
         master_rows = {
-            name: master_copy(own, device, offload)
+            name: master_copy(owned_rows, device, offload)
             for name, p in trainable_parameters_of(named_parameters(module))
-            for own in [shardings[name].rows(p)]
-            if are_separate or not own.is_contiguous()  # fused AdamW steps contiguous rows
+            for owned_rows in [shardings[name].rows(p)]
+            # Fused AdamW steps only contiguous rows.
+            if are_separate or not owned_rows.is_contiguous()
         }
         if compute_dtype is not None:
             for parameter in module.parameters():
@@ -93,7 +94,8 @@ class ZeRO(Strategy):
         }
         self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
         limit = layout.bucket_mb * MIB
-        if offload is not None:  # a piece is complete buckets; their bytes are of all ranks, in the model's precision
+        # A piece consists of complete buckets, whose bytes are those of all ranks in the model's precision.
+        if offload is not None:
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
         buckets = make_buckets(owned_parameters.values(), limit)
         self.buckets = [Bucket(parameters, self.comm_wait) for parameters in buckets]
@@ -107,14 +109,18 @@ class ZeRO(Strategy):
         # Weak references: autograd keeps hooks alive, which would keep the groups of ranks alive.
         for bucket in self.buckets:
             for owned in bucket.parameters:
-                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned))
+                ready = partial(
+                    ZeRO._on_gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned)
+                )
                 owned.parameter.register_post_accumulate_grad_hook(ready)
 
     def overlap_gathers(self, transformer: Transformer) -> None:
         """Gather updated weights during the next forward pass; other readers of weights call `wait_for_weights`."""
         if self.group is not None and self.offload is None:
             self.gathers.overlaps_forward = True
-            gathers = weakref.ref(self.gathers)  # a copy of the module, or one without its strategy, waits for nothing
+            # The reference is weak, so that a copy of the module, or a module that outlives its strategy, waits for
+            # nothing.
+            gathers = weakref.ref(self.gathers)
 
             def wait_for_parameters(module: nn.Module) -> None:
                 if (pending := gathers()) is not None:
@@ -152,7 +158,7 @@ class ZeRO(Strategy):
         """Reduce all gradients of the step, after its passes."""
         self._reduce_remaining()
 
-    def _gradient_ready(self, bucket: Bucket, owned: OwnedParameter, _: Tensor) -> None:
+    def _on_gradient_ready(self, bucket: Bucket, owned: OwnedParameter, _: Tensor) -> None:
         if self.keeps_full_gradients or (bucket.group is None and self.offload is None):
             owned.add_full_gradient()
         bucket.num_missing -= 1
@@ -183,7 +189,8 @@ class ZeRO(Strategy):
     def _reduce_remaining(self) -> None:
         """Send the buckets that were not sent during a backward pass, and finish all reductions."""
         for bucket in self.buckets:
-            bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
+            # A missing gradient is missing on all ranks, or counts as 0.
+            bucket.num_missing = 0
         self._reduce_ready()
         while self._reducing:
             self._finish_first_reduction()
@@ -216,7 +223,7 @@ class ZeRO(Strategy):
             masters = [owned.master for owned in parameters]
             gradients = [owned.gradient for owned in parameters]
             with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
-                step_parameters(optimizers, masters, self._master_gradients(parameters))
+                step_parameters(optimizers, masters, self._scale_master_gradients(parameters))
             for bucket in piece:
                 bucket.drop_gradients()
                 self.gathers.add(bucket)
@@ -224,15 +231,18 @@ class ZeRO(Strategy):
             self.gathers.wait()
 
     def _piece_bytes(self, optimizers: Sequence[torch.optim.Optimizer]) -> float:
-        """Return the bytes of rows to step at once: on a single rank all, if an optimizer may use all gradients."""
+        """Return the bytes of rows to step at once.
+
+        A single rank steps all rows if an optimizer may use all gradients."""
         if self.offload is not None:
             return self.offload.piece_bytes
         return math.inf if self.group is None and not all(map(steps_in_pieces, optimizers)) else PIECE_BYTES
 
-    def _master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
+    def _scale_master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""
         gradients = [owned.master_gradient(self._gradient_factor) for owned in parameters]
-        if self.offload is not None and self.keeps_full_gradients:  # the gradients were on the device until now
+        # The gradients were on the device until now.
+        if self.offload is not None and self.keeps_full_gradients:
             wait_for_host_copies(parameters[0].parameter.device)
         return gradients
 

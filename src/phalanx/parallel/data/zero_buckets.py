@@ -48,14 +48,16 @@ class Bucket:
                 owned.add_to_full_gradient(torch.zeros_like(owned.parameter))
         sent = self.parameters[0].parameter.new_empty(self.group.size(), sum(self.sizes))
         if any(owned.axis for owned in self.parameters):
-            for owned, gradient, part in zip(
+            for owned, gradient, message_part in zip(
                 self.parameters, self._full_gradients(), sent.split(self.sizes, dim=1), strict=True
             ):
                 if owned.axis:
                     rows = owned.sharding.by_rank(gradient)
-                    part.view(rows.shape).copy_(rows)
+                    message_part.view(rows.shape).copy_(rows)
                 else:
-                    torch._chunk_cat([gradient.view(owned.matrix)], dim=0, num_chunks=self.group.size(), out=part)
+                    torch._chunk_cat(
+                        [gradient.view(owned.matrix)], dim=0, num_chunks=self.group.size(), out=message_part
+                    )
         else:
             torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
         if not keep_full:
@@ -83,14 +85,14 @@ class Bucket:
             received = self._full_gradients()
         else:
             parameters = self.parameters
-            received = self._reduced_rows(self._reducing)
+            received = self._wait_for_reduced_rows(self._reducing)
             self._reducing = None
         if self.parameters[0].offload is not None and not keep_full:
             received = copy_to_host(*received)
         for owned, gradient in zip(parameters, received, strict=True):
             owned.accumulate(gradient, keep_full)
 
-    def _reduced_rows(self, reducing: ReduceScatter) -> list[Tensor]:
+    def _wait_for_reduced_rows(self, reducing: ReduceScatter) -> list[Tensor]:
         """Wait for a reduction, and return the summed gradients of the owned rows of each parameter."""
         reducing.wait()
         pairs = zip(self.parameters, reducing.out.split(self.sizes), strict=True)
@@ -102,7 +104,7 @@ class Bucket:
             owned.drop_gradient()
 
     def start_gather(self) -> None:
-        """Start to send the owned rows, as trained, to every rank."""
+        """Start to send the trained values of the owned rows to every rank."""
         if self.group is None:
             for owned in self.parameters:
                 if not owned.is_aliased:
@@ -110,7 +112,7 @@ class Bucket:
             return
         local_rows = self.parameters[0].parameter.new_zeros(sum(self.sizes))
         for owned, flat in zip(self.parameters, local_rows.split(self.sizes), strict=True):
-            # Cast on the device: the host would cast into memory that is not pinned, and wait for the device.
+            # Cast on the device, because the host would cast into memory that is not pinned and wait for the device.
             rows = owned.rows.to(flat.device, non_blocking=True)
             flat[: owned.rows.numel()].view_as(owned.rows).copy_(rows)
         gathered = local_rows.new_empty(self.group.size() * len(local_rows))

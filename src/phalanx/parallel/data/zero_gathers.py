@@ -1,4 +1,4 @@
-"""Pending gathers of ZeRO-1 and 2: the model's weights are complete after the wait for their buckets."""
+"""Pending gathers of ZeRO-1 and 2. A weight of the model is complete once its bucket has been waited for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from phalanx.spec.layout import MAX_BUCKETS_IN_FLIGHT
 class WeightGathers:
     """Queue of the buckets to gather, in the order of the forward pass.
 
-    The gathers of the first `MAX_BUCKETS_IN_FLIGHT` have started. The end of one starts another: ranks that wait at the
-    same points of the program start all collectives in the same order."""
+    The first `MAX_BUCKETS_IN_FLIGHT` gathers run at the same time, and the end of one starts the next. Ranks wait at
+    the same points of the program, so they start all collectives in the same order."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         """Create an empty queue; `buckets` are all buckets in the order of the backward pass."""
@@ -49,13 +49,15 @@ class WeightGathers:
         self._finish_until(self._last_bucket_of[module])
 
     def discard(self) -> None:
-        """Drop all gathers, whose rows are out of date and must not overwrite those of this rank."""
+        """Drop all gathers: their rows are out of date, and must not overwrite the rows of this rank."""
         for bucket in self.pending:
             bucket.discard_gather()
         self.pending.clear()
 
     def _finish_until(self, index: int) -> None:
-        """Finish the gathers of the bucket with this index and all before; later ones have smaller indices."""
+        """Finish the gathers up to the bucket with this index.
+
+        Buckets are gathered from the largest index to the smallest."""
         while len(self.pending) > index:
             self._finish_first()
 

@@ -17,7 +17,9 @@ from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
 
 
 class RowSharding:
-    """Assignment of a tensor's rows to N ranks; of a stack of fewer matrices than ranks, of each matrix's rows.
+    """Assignment of a tensor's rows to N ranks.
+
+    In a stack of fewer matrices than ranks, each matrix's rows are assigned.
 
     All ranks own equally many rows (rounded up), except that the last ranks may have fewer."""
 
@@ -42,7 +44,7 @@ class RowSharding:
         return full.detach().narrow(axis, sum(counts[: self.rank]), counts[self.rank])
 
     def by_rank(self, full: Tensor) -> Tensor:
-        """Return a view [N, ...] of a tensor: the rows of each rank, of which all have equally many."""
+        """Return a view [N, ...] of a tensor with the rows of each rank; all ranks must own equally many."""
         axis = self.axis(full)
         return full.unflatten(axis, (self.ranks, -1)).movedim(axis, 0)
 
@@ -65,8 +67,8 @@ class OwnedParameter:
     ) -> None:
         """Create the trained rows of a parameter.
 
-        Without `master_rows` the parameter's own rows are trained; `offload` stores the trained rows, if not the
-        device. `largest_shape` is that of the largest shard on any rank."""
+        Without `master_rows` the parameter's own rows are trained. `offload` stores the trained rows; None: the device
+        does. `largest_shape` is the shape of the largest shard on any rank."""
         self.name = name
         self.parameter = parameter
         self.sharding = sharding
@@ -76,7 +78,7 @@ class OwnedParameter:
         self.size = max_shard_elements(parameter.shape, sharding.ranks)
         """Number of elements per rank, with padding."""
         self.largest_numel = largest_shape.numel()
-        """With this number and `largest_size`, all ranks form the same buckets and pieces.
+        """Size of the largest shard, from which (with `largest_size`) all ranks form the same buckets and pieces.
 
         Equal pieces matter to an optimizer that communicates."""
         self.largest_size = max_shard_elements(largest_shape, sharding.ranks)
@@ -153,7 +155,7 @@ class OwnedParameter:
         self.drop_full_gradient()
 
     def _add_on_device(self, received: Tensor) -> Tensor:
-        """Return the sum; the step's first gradient starts it."""
+        """Return the sum so far, which the step's first gradient starts."""
         if self.gradient is None:
             self.num_added = 1
             return received
@@ -162,7 +164,7 @@ class OwnedParameter:
         return self.gradient.add_(received)
 
     def _add_on_host(self, received: Tensor, offload: CpuOffload) -> Tensor:
-        """Return the sum in CPU memory; the step's first gradient replaces the sum of the last step."""
+        """Return the sum so far in CPU memory, where the step's first gradient replaces the sum of the last step."""
         is_first = self.gradient is None
         if self._host_gradient is None:
             self._host_gradient = offload.to_host(received)
@@ -183,7 +185,8 @@ class OwnedParameter:
         if self.gradient is None:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
-        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True).contiguous()  # fused AdamW needs it
+        # Fused AdamW needs contiguous gradients.
+        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True).contiguous()
         return self.sharding.as_dtensor(scaled, self.parameter)
 
 

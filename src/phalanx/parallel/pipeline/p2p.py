@@ -46,8 +46,8 @@ class PipelineP2P:
     ) -> None:
         """Create the message queues of this rank of the pipeline, and post the first receives.
 
-        `groups` carry messages to later ranks and to earlier ranks. `shapes` are those of each micro-batch's
-        activation, `like` has their dtype and device."""
+        The two `groups` carry messages to later ranks and to earlier ranks. `shapes` are the shapes of each
+        micro-batch's activation, and `like` is a tensor of their dtype and device."""
         self.schedule = schedule
         self.rank = rank
         self.groups = groups
@@ -74,7 +74,9 @@ class PipelineP2P:
             self._inbox[message] = tensor
             return
         sent = tensor.contiguous()
-        work = dist.isend(sent, group=self.groups[receiver < self.rank], group_dst=receiver, tag=self._tag(message))
+        work = dist.isend(
+            sent, group=self.groups[receiver < self.rank], group_dst=receiver, tag=self._message_tag(message)
+        )
         self._sends[receiver].append(Transfer(message, sent, work))
 
     def receive(self, message: Action) -> Tensor:
@@ -106,10 +108,12 @@ class PipelineP2P:
         while expected and len(posted) < MAX_POSTED_RECEIVES:
             message = expected.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
-            work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
+            work = dist.irecv(
+                tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._message_tag(message)
+            )
             posted.append(Transfer(message, tensor, work))
 
-    def _tag(self, message: Action) -> int:
+    def _message_tag(self, message: Action) -> int:
         stage, kind, micro = message
         return (2 * stage + (kind == "B")) * len(self.shapes) + micro
 

@@ -55,11 +55,13 @@ class PipelineStrategy(Strategy):
     ) -> None:
         """Create the pipeline of this rank's stages.
 
-        `data_parallel` is connected to the groups that share the model. `representative` is a schedule of this pipeline
-        for any number of micro-batches. `p2p_groups` carry messages to later and to earlier ranks; `loss_group` has the
-        ranks of the pipeline and their data-parallel replicas. `activation_template` has the dtype and device of the
-        activations that stages send. `cp_size` ranks share the tokens of a row."""
-        # Not `super().__init__`: the loss of logits, for example, is that of `data_parallel`, and has no default here.
+        `data_parallel` is already connected to the groups that share the model. `representative` is a schedule of this
+        pipeline for any number of micro-batches. The two `p2p_groups` carry messages to later and to earlier ranks.
+        `loss_group` contains the ranks of the pipeline and their data-parallel replicas. `activation_template` is a
+        tensor of the dtype and device of the activations that stages send. `cp_size` ranks share the tokens of a
+        row."""
+        # `super().__init__` is not called: the loss of logits, for example, belongs to `data_parallel`, and has no
+        # default here.
         self.module = data_parallel.module
         self.group = loss_group
         self.trainable_parameters = data_parallel.trainable_parameters
@@ -76,9 +78,11 @@ class PipelineStrategy(Strategy):
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers
-        self.model = cast(nn.Module, self._full_logits)
+        self.model = cast(nn.Module, self._compute_full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
-        self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
+        self.forward_only = Schedule.from_rows(
+            [[Action(stage, "F", 0) for stage in rank_stages] for rank_stages in stages]
+        )
         self.tied_embedding = TiedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
         self.tied_embedding.create_copy(activation_template)
         self.splits_backward = representative.splits_backward
@@ -105,7 +109,8 @@ class PipelineStrategy(Strategy):
         schedule = self.schedule_of(len(micros))
         state = PipelineStepState(micros=micros, losses=losses)
         self.timeline = []
-        self.pipeline_wait.pop_seconds()  # discards the waits of an evaluation
+        # Discard the waits of an evaluation.
+        self.pipeline_wait.pop_seconds()
         with self.data_parallel.accumulate(last=False):
             self._load_kernels(micros, losses)
             links = self._post_first_receives(schedule, micros)
@@ -140,7 +145,7 @@ class PipelineStrategy(Strategy):
         return loss
 
     @torch.no_grad()
-    def _full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+    def _compute_full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Return the logits of the full model on every rank (at least fp32), and an auxiliary loss of 0."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
@@ -162,8 +167,8 @@ class PipelineStrategy(Strategy):
 
         CUDA loads a kernel at its first launch, and the host then waits for all pending work of the GPU ("Lazy
         Loading", CUDA C++ Programming Guide). A receive whose message depends on that kernel would deadlock, as
-        observed on an H100. Rehearsals also communicate, such as tokens of experts. They depend on nothing that only
-        one rank knows, such as the documents of its rows."""
+        observed on an H100. Rehearsals also communicate, for example the tokens of experts, so they must not depend on
+        what only one rank knows, such as the documents of its rows."""
         if self.activation_template.device.type not in LAZY_LOADING_DEVICES:
             return
         shapes = self._activation_shapes(micros)
@@ -171,18 +176,22 @@ class PipelineStrategy(Strategy):
         if case in self._loaded_cases:
             return
         self._loaded_cases.add(case)
-        self.passes.backward_scale = LossScale(0.0)  # gradients of zero
-        for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
+        # Gradients of the rehearsal are zero.
+        self.passes.backward_scale = LossScale(0.0)
+        # Only the last micro-batch may be smaller than the first.
+        for index in sorted({0, len(micros) - 1}):
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
-            sizes = rows, tokens * self.cp_size, micro.tokens.device  # kernels of a ring depend on lengths of documents
+            # Kernels of a ring depend on the lengths of documents.
+            sizes = rows, tokens * self.cp_size, micro.tokens.device
             for documents in (None, Documents.whole_rows(*sizes), Documents.single_tokens_first(*sizes)):
-                self._rehearse(replace(micro, documents=documents), shapes[index], losses)
+                self._rehearse_stages(replace(micro, documents=documents), shapes[index], losses)
         self.passes.backward_scale = self.data_parallel.backward_scale
         self.data_parallel.end_rehearsal()
-        torch.cuda.empty_cache()  # a rehearsal's tensors have other sizes than a step's, such as its sums of gradients
+        # Free the memory of a rehearsal: its tensors, such as sums of gradients, have other sizes than those of a step.
+        torch.cuda.empty_cache()
 
-    def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
+    def _rehearse_stages(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on synthetic activations of this shape.
 
         All forward passes precede all backward passes. (At the end of any backward pass FSDP2 visits all stages, which
@@ -194,7 +203,8 @@ class PipelineStrategy(Strategy):
                 self.passes.forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
             return
         state = PipelineStepState(micros=[micro], losses=losses)
-        for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
+        # The second pass accumulates gradients, which is a separate kernel.
+        for _ in range(2):
             self._rehearse_step(activation, state)
         # Drop the numbers of tokens that the rehearsal has counted.
         for router in self.stages.modules():

@@ -23,7 +23,7 @@ from phalanx.model.products import IDENTITY, Product, ProductLinear, activated_p
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[GradientEdge, Callable[[], Tensor]]
-"""The place in the graph of a weight as it was used (perhaps a cast), and a function for its gradient."""
+"""The graph edge of a weight as it was used (perhaps after a cast), and the function that computes its gradient."""
 
 
 class DeferredWeightGrads:
@@ -70,14 +70,14 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
     product = Product(deferred_grads.defer_or_compute)
     if "logits" not in vars(module):
         module.logits = lambda x_BTD, weight_VD: activated_product(product, IDENTITY, weight_VD, x_BTD)  # type: ignore[method-assign]
-    for part in module.modules():
-        if isinstance(part, ProductLinear):
-            part.product = replace(part.product, defer_or_compute=deferred_grads.defer_or_compute)
-        elif isinstance(part, nn.Linear):
-            part.forward = partial(_linear, part, product)  # type: ignore[method-assign]
-        elif isinstance(part, Experts):
-            part.defer_or_compute = deferred_grads.defer_or_compute
+    for submodule in module.modules():
+        if isinstance(submodule, ProductLinear):
+            submodule.product = replace(submodule.product, defer_or_compute=deferred_grads.defer_or_compute)
+        elif isinstance(submodule, nn.Linear):
+            submodule.forward = partial(_apply_linear, submodule, product)  # type: ignore[method-assign]
+        elif isinstance(submodule, Experts):
+            submodule.defer_or_compute = deferred_grads.defer_or_compute
 
 
-def _linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:
+def _apply_linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:
     return activated_product(product, IDENTITY, layer.weight, x, bias=layer.bias)

@@ -27,7 +27,9 @@ class StageModule(Transformer):
     Parameters have the same names as in the full model."""
 
     def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
-        """Create this rank's stages, of a pipeline of `stages`; `layers` are the blocks of each of them."""
+        """Create this rank's stages of a pipeline of `stages` stages.
+
+        `layers` maps each of its stages to its blocks."""
         super().__init__(spec)
         self.layers = dict(layers)
         self.last = stages - 1
@@ -35,7 +37,7 @@ class StageModule(Transformer):
         self.blocks = nn.ModuleDict(local_blocks)  # type: ignore[assignment]
         self.deferred_weight_grads = DeferredWeightGrads()
         self.tied_embedding_copy: Tensor | None = None
-        """Copy of the embedding, where it is also the head and another rank trains it."""
+        """Copy of the embedding, on a rank whose head is the embedding that another rank trains."""
         if 0 not in layers:
             del self.embedding
             if spec.position_embedding == "learned":

@@ -36,7 +36,7 @@ class PipelineStepState:
     saved_activations: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
     """Saved activations by stage and micro-batch."""
     deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
-    """Work of the second halves of backward passes, by stage and micro-batch."""
+    """Deferred second halves of backward passes, by stage and micro-batch."""
     losses_by_micro_batch: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
 
@@ -97,7 +97,9 @@ class StagePasses:
         return activation.x.grad
 
     def forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
-        """Return the output of a stage for its input, which is the tokens for the first; for the last, the loss."""
+        """Return the output of a stage, or the loss if it is the last one.
+
+        The input of the first stage is the tokens."""
         if stage == self.stages.last:
             model = self.data_parallel.model
             last_stage = partial(model, stage=stage)

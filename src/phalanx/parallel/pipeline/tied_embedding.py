@@ -14,7 +14,7 @@ from phalanx.parallel.strategy import Strategy
 
 
 class TiedEmbedding:
-    """One rank's part in a tied embedding; nothing happens on ranks that have none, or have it alone."""
+    """One rank's part in a tied embedding. All methods are no-ops on a rank that does not share one."""
 
     def __init__(
         self,

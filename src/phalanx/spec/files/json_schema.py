@@ -25,10 +25,10 @@ def run_schema() -> Schema:
     definitions["TrainingSpec"]["properties"]["precision"]["enum"].append("auto")
     definitions["Layout"]["properties"]["activation_checkpointing"]["enum"].append("auto")
     component = definitions.pop("ComponentSpec")
-    tables = {name: _table_schema(table) for name, table in definitions.items()}
+    tables = {name: _simplify_table_schema(table) for name, table in definitions.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
-        **_table_schema(schema),
+        **_simplify_table_schema(schema),
         "definitions": {**tables, "ComponentSpec": {"anyOf": [{"type": "string"}, component]}},
     }
 
@@ -38,15 +38,15 @@ def schema_text() -> str:
     return json.dumps(run_schema(), indent=2) + "\n"
 
 
-def _table_schema(table: Schema) -> Schema:
-    """Return the schema of a table in which every key is optional, because a preset may define it."""
+def _simplify_table_schema(table: Schema) -> Schema:
+    """Return the schema of a table with every key optional, because a preset may define it."""
     table = {key: value for key, value in table.items() if key not in ("required", "title")}
     if "description" in table:  # the example in a docstring is Python
         table["description"] = table["description"].partition("\n\nExample:")[0]
-    return {**table, "properties": {name: _field_schema(field) for name, field in table["properties"].items()}}
+    return {**table, "properties": {name: _simplify_field_schema(field) for name, field in table["properties"].items()}}
 
 
-def _field_schema(field: Schema) -> Schema:
+def _simplify_field_schema(field: Schema) -> Schema:
     """Return the schema of a field without redundant title, table default or null, which TOML lacks."""
     keeps_default = isinstance(field.get("default", {}), bool | int | float | str | list)
     field = {key: value for key, value in field.items() if key != "title" and (key != "default" or keeps_default)}

@@ -157,13 +157,13 @@ def run_from_table(table: Table) -> RunSpec:
         table |= {"layout": {}, "auto_layout": True}
     for spec_class, path in (TrainingSpec, "training.precision"), (Layout, "layout.activation_checkpointing"):
         section, field = path.split(".")
-        part = table.get(section)
-        if not isinstance(part, dict) or not isinstance(value := part.get(field), str):
+        section_table = table.get(section)
+        if not isinstance(section_table, dict) or not isinstance(value := section_table.get(field), str):
             continue
         choices = get_args(spec_class.model_fields[field].annotation)
         if value == "auto":  # a flag replaces it
-            others = {key: part[key] for key in part if key != field}
-            table[section] = others | {f"auto_{field.removeprefix('activation_')}": True}
+            other_fields = {key: section_table[key] for key in section_table if key != field}
+            table[section] = other_fields | {f"auto_{field.removeprefix('activation_')}": True}
         elif value not in choices:
             problem = f"must be {', '.join(map(repr, ('auto', *choices[:-1])))} or {choices[-1]!r}"
             raise UserError(path, value, problem, did_you_mean(value, ["auto", *choices], "use one of these values"))

@@ -68,7 +68,7 @@ def parse_toml(text: str) -> Table:
     try:
         table = tomllib.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise _nesting_error() from None
     except ValueError as error:  # also for a number of thousands of digits
         raise tomllib.TOMLDecodeError(str(error)) from None
     _check_values(table, MAX_DEPTH)
@@ -78,17 +78,17 @@ def parse_toml(text: str) -> Table:
 def _check_values(value: Any, depth: int) -> None:
     """Raise TOMLDecodeError for values that are nested deeper, for control characters, and for too large integers."""
     if depth < 0:
-        raise _too_deep()
+        raise _nesting_error()
     if isinstance(value, int) and abs(value) >= 2**63:
         raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
     if isinstance(value, str) and printable(value) != value:
         raise tomllib.TOMLDecodeError(f"the text '{printable(value)}' contains control characters")
-    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for part in parts:
-        _check_values(part, depth - 1)
+    children = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        _check_values(child, depth - 1)
 
 
-def _too_deep() -> tomllib.TOMLDecodeError:
+def _nesting_error() -> tomllib.TOMLDecodeError:
     return tomllib.TOMLDecodeError(f"tables or lists are nested more than {MAX_DEPTH} deep")
 
 
@@ -131,10 +131,10 @@ def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     The text is a TOML value, or a string without quotes; empty text removes the field. Errors name `origin`, the option
     or variable with the text.
     """
-    for part in path[:-1]:
-        table = table.setdefault(part, {})
+    for key in path[:-1]:
+        table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise UserError(origin, text, f"{part} is a value, not a table", "correct the dotted path")
+            raise UserError(origin, text, f"{key} is a value, not a table", "correct the dotted path")
     if text:
         table[path[-1]] = parse_toml_value(text)
     else:

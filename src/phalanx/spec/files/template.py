@@ -64,9 +64,9 @@ def _render_table(spec_class: type[Spec], table: Spec | None, path: str) -> Iter
             continue
         if isinstance(field.get_default(), dict):
             # A table of free keys is a comment, with the field's first example.
-            yield from ("", *_render_comment(_field_doc(field)), f"# [{key}]")
+            yield from ("", *_render_comment(_describe_field(field)), f"# [{key}]")
             yield from (f"# {example} = {json.dumps(value)}" for example, value in (field.examples or [{}])[0].items())
-        elif (inner := _inner_table(field, value)) is not None:
+        elif (inner := _find_inner_table(field, value)) is not None:
             inner_tables.append((key, inner))
         else:
             yield from _render_field(key, field, value)
@@ -87,14 +87,14 @@ def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
     setting = setting if path in UNCOMMENTED_FIELDS else f"# {setting}"
     if len(setting) > COMMENT_COLUMN - 2:
-        yield from (*_render_comment(_field_doc(field)), setting)
+        yield from (*_render_comment(_describe_field(field)), setting)
         return
-    first_line, *more_lines = textwrap.wrap(_field_doc(field), LINE_WIDTH - COMMENT_COLUMN - 2) or [""]
+    first_line, *more_lines = textwrap.wrap(_describe_field(field), LINE_WIDTH - COMMENT_COLUMN - 2) or [""]
     yield f"{setting:{COMMENT_COLUMN}}# {first_line}" if first_line else setting
     yield from (f"{'':{COMMENT_COLUMN}}# {line}" for line in more_lines)
 
 
-def _field_doc(field: FieldInfo) -> str:
+def _describe_field(field: FieldInfo) -> str:
     choices = " | ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
     return ". ".join(part for part in (choices, field.description) if part)
 
@@ -103,7 +103,7 @@ def _render_comment(text: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), LINE_WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
-def _inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
+def _find_inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
     """Return the inner table of a field, present or possible; None for a component, which has a short form."""
     if isinstance(value, Spec):
         return value

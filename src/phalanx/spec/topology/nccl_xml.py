@@ -26,15 +26,15 @@ def parse_nccl(text: str) -> NodeTopology:
     gpus, has_gpu_elements = _find_gpus(root)
     nets = list(root.iter("net")) or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x02")]
     # A virtual card has no <pci>.
-    devices = [next((item for item in (net, *_ancestors(net, parents)) if item.tag == "pci"), net) for net in nets]
+    devices = [next((item for item in (net, *_list_ancestors(net, parents)) if item.tag == "pci"), net) for net in nets]
     ports = [_count_nvlinks(gpu) for gpu in gpus]
 
     def link(i: int, j: int) -> str:
         """Return the path between two GPUs: direct NVLinks, else NVLinks to switches, else PCIe."""
         count = ports[i].get(gpus[j].get("busid", "").lower(), 0) or min(ports[i].get("", 0), ports[j].get("", 0))
-        return "X" if i == j else f"NV{count}" if count else _pcie_path(gpus[i], gpus[j], parents)
+        return "X" if i == j else f"NV{count}" if count else _classify_pcie_path(gpus[i], gpus[j], parents)
 
-    cpus = (next((item for item in _ancestors(gpu, parents) if item.tag == "cpu"), None) for gpu in gpus)
+    cpus = (next((item for item in _list_ancestors(gpu, parents) if item.tag == "cpu"), None) for gpu in gpus)
     numa_nodes = [None if cpu is None else _read_int(cpu, "numaid") for cpu in cpus]
     capabilities = {_read_int(gpu, "sm") for pci in gpus for gpu in pci.iter("gpu")}
     speeds = [_read_int(net, "speed") for net in nets]
@@ -42,7 +42,7 @@ def parse_nccl(text: str) -> NodeTopology:
         gpus=tuple(f"GPU{i}" for i in range(len(gpus))),
         nics=tuple(net.get("name") or net.get("busid") or f"NIC{i}" for i, net in enumerate(nets)),
         links=tuple(tuple(link(i, j) for j in range(len(gpus))) for i in range(len(gpus))),
-        nic_paths=tuple(tuple(_pcie_path(gpu, device, parents) for device in devices) for gpu in gpus),
+        nic_paths=tuple(tuple(_classify_pcie_path(gpu, device, parents) for device in devices) for gpu in gpus),
         numa_nodes=tuple(None if node is None or node < 0 else node for node in numa_nodes),
         nvlinks=tuple(sum(counts.values()) if has_gpu_elements else None for counts in ports),
         capability=capabilities.pop() if len(capabilities) == 1 else None,
@@ -81,10 +81,10 @@ def _count_nvlinks(pci: Element) -> dict[str, int]:
     return ports
 
 
-def _pcie_path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
+def _classify_pcie_path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
     """Return the PCIe path type between two devices from their common ancestors."""
-    ancestors = _ancestors(device, parents)
-    other_ancestors = _ancestors(other, parents)
+    ancestors = _list_ancestors(device, parents)
+    other_ancestors = _list_ancestors(other, parents)
     common_ancestor = next((element for element in ancestors if element in other_ancestors), None)
     if common_ancestor is None or common_ancestor.tag == "system":
         return "SYS"
@@ -93,7 +93,7 @@ def _pcie_path(device: Element, other: Element, parents: dict[Element, Element])
     return "PIX" if ancestors[0] is other_ancestors[0] else "PXB"
 
 
-def _ancestors(element: Element, parents: dict[Element, Element]) -> list[Element]:
+def _list_ancestors(element: Element, parents: dict[Element, Element]) -> list[Element]:
     """Return the ancestors of an element, nearest first."""
     ancestors = []
     while element in parents:

@@ -23,10 +23,9 @@ class AdamWStep:
     """The AdamW step of one round."""
 
     optimizer: OptimizerSpec
-    ratio: float
+    lr_ratio: float
     """Learning rate as a fraction of the peak."""
-    steps: int
-    """Number of earlier steps."""
+    num_earlier_steps: int
 
     def step(self, piece: ModelPiece, weights: Tensor, gradient: Tensor, moments: dict[str, Tensor]) -> None:
         """Update a piece's weights and moments in place.
@@ -37,6 +36,6 @@ class AdamWStep:
         parameter = nn.Parameter(weights)
         parameter.grad = gradient
         optimizers = build_optimizers(self.optimizer, {piece.name: parameter})
-        optimizers[0].state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
-        set_learning_rate(optimizers, self.ratio)
+        optimizers[0].state[parameter] = {"step": torch.tensor(float(self.num_earlier_steps)), **moments}
+        set_learning_rate(optimizers, self.lr_ratio)
         optimizers[0].step()

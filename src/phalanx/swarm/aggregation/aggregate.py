@@ -170,7 +170,8 @@ def _apply_gradients(
     def average_piece(piece: ModelPiece) -> Tensor:
         gradients = (decode(update.file.raw(piece.key), piece.shape, config.codec) for update in updates)
         mean_gradient = robust_mean(gradients, [update.tokens for update in updates], config.robust)
-        new.base.write(piece, mean_gradient)  # until the second pass writes the weights
+        # The gradient is stored here until the second pass writes the weights.
+        new.base.write(piece, mean_gradient)
         return mean_gradient.double().square().sum()
 
     norm = torch.stack(_map_pieces(pieces, average_piece)).sum().sqrt()
@@ -254,7 +255,8 @@ def encode_broadcast(
             # The encoding error becomes error feedback for a later round.
             new.error_feedback.write(piece, change - decode(data, piece.shape, codec))
         broadcast.write_raw(piece.key, data)
-        if not sends_weights(codec):  # otherwise it is already exact
+        # With exact weights, `new` already has the values that nodes decode.
+        if not sends_weights(codec):
             new.base.write(piece, decode_piece(piece, data, codec, old.base.read))
 
     _map_pieces(pieces, broadcast_piece)

@@ -38,7 +38,8 @@ from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
 
 MAX_FROZEN_SECONDS = 2.0
-"""Time between two ticks from which the process was stopped in between; a tick is due every 0.05 s."""
+"""Maximum time between two ticks, which are due every 0.05 s. After a longer one, the process counts as having been
+stopped."""
 MAX_RECENT_NORMS = 64
 MAX_REASON_CHARS = 200
 """Maximum number of recorded characters of a rejection's reason, which may contain the sender's text."""
@@ -64,9 +65,12 @@ class Coordinator:
         self.last_heartbeats: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
         self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
-        self._is_applied = True  # false from the commit of a round until its result is in the model
-        self.closing = False  # true while the open round is aggregated: it accepts no more updates
-        self.ended = False  # true when waiting calls must return
+        self._is_applied = True
+        """False from the commit of a round until its result is in the model."""
+        self.closing = False
+        """True while the open round is aggregated and accepts no more updates."""
+        self.ended = False
+        """True once all waiting calls must return."""
         self.changed = threading.Condition()
         """Lock for all state; notified when a round opens or closes."""
         self._check_lock = threading.Lock()
@@ -76,14 +80,15 @@ class Coordinator:
         self._upload_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self.problems: dict[str, str] = {}
         """Present problems of the swarm by subject, which its operator must solve."""
-        self.ticked_at = clock()  # end of the last tick
+        self.ticked_at = clock()
+        """End of the last tick."""
         if not self.journal.events and not self.store.base.exists():
             self.store.initialize(weights, aggregation_config(run, 0))
         self.store.restore(self.state.weight_digests(self.state.committed), self.state.committed)
         if self.journal.events:
-            self._record("resumed", down=self.ticked_at - self.journal.last_alive())
+            self._record_event("resumed", down=self.ticked_at - self.journal.last_alive())
         else:
-            self._record("initialized", base=self.store.base_digests())
+            self._record_event("initialized", base=self.store.base_digests())
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -105,13 +110,13 @@ class Coordinator:
                 self.leave(node, "restarts")
             else:
                 self.last_heartbeats[node] = self.clock()
-                self._record("joined", node=node, capacity=capacity, text=data_fingerprint)
+                self._record_event("joined", node=node, capacity=capacity, text=data_fingerprint)
 
     def leave(self, node: str, reason: str) -> None:
         """Remove a node from the swarm."""
         with self.changed:
             if node in self.state.members:
-                self._record("left", node=node, reason=reason)
+                self._record_event("left", node=node, reason=reason)
 
     def set_text(self, text: str) -> None:
         """Set the checksum of the text that all nodes must read, and remove members and updates with another text.
@@ -120,10 +125,10 @@ class Coordinator:
         """
         _check_text(text)
         with self.changed:
-            self._record("text", text=text)
+            self._record_event("text", text=text)
             updates = self.state.round.updates if self.state.round is not None else ()
             for node in [node for node in updates if self.state.texts[node] != text]:
-                self._record("dropped", round=self.state.committed, node=node, reason=ANOTHER_TEXT)
+                self._record_event("dropped", round=self.state.committed, node=node, reason=ANOTHER_TEXT)
             for node in [node for node in self.state.members if self.state.texts[node] != text]:
                 self.leave(node, ANOTHER_TEXT)
 
@@ -185,12 +190,13 @@ class Coordinator:
                 norm = check_update(partial_path, pieces, codec, reference, norms, self.swarm.outlier)
             sync_future.result()
             with self.changed:
-                self._check_accepting(node, round_number)  # the round may have closed during the check
+                # The round may have closed during the check.
+                self._check_accepting(node, round_number)
                 size_bytes = partial_path.stat().st_size
                 partial_path.rename(path)
                 sync(path.parent)
                 update = {"tokens": tokens, "steps": steps, "bytes": size_bytes, "norm": norm}
-                self._record("accepted", round=round_number, node=node, **update)
+                self._record_event("accepted", round=round_number, node=node, **update)
                 if tokens:
                     self.norms.append(norm)
         except UpdateRejected:
@@ -206,7 +212,7 @@ class Coordinator:
         kind = reason.partition(":")[0]
         with self.changed:
             message = printable(reason[:MAX_REASON_CHARS])
-            self._record("refused", round=round_number, node=node, reason=kind, message=message)
+            self._record_event("refused", round=round_number, node=node, reason=kind, message=message)
 
     def _check_accepting(self, node: str, round_number: int) -> None:
         rejection = self.state.rejection_reason(node, round_number)
@@ -225,30 +231,32 @@ class Coordinator:
             frozen_seconds = now - self.ticked_at
             if frozen_seconds > MAX_FROZEN_SECONDS:
                 self.last_heartbeats = {node: at + frozen_seconds for node, at in self.last_heartbeats.items()}
-                self._record("resumed", down=frozen_seconds)
+                self._record_event("resumed", down=frozen_seconds)
             lease_seconds = self.swarm.round.lease_seconds
             for node in [node for node, last_seen in self.last_heartbeats.items() if now - last_seen > lease_seconds]:
                 del self.last_heartbeats[node]
                 if node in self.state.members:
-                    self._record("left", node=node, reason="no heartbeat")
+                    self._record_event("left", node=node, reason="no heartbeat")
             self.closing = self.state.should_close(now)
         if self.closing:
-            self._close()
+            self._close_round()
         with self.changed:
             open_event = self.state.next_round_event(self.clock())
             if open_event is not None:
-                self._apply(open_event)
+                self._apply_event(open_event)
                 self.changed.notify_all()
         self.journal.mark_alive(now)
         self.ticked_at = self.clock()
 
-    def _close(self) -> None:
+    def _close_round(self) -> None:
         open_round = self.state.round
         assert open_round is not None
         with self.changed:
             for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
                 detail = f"outlying: a change of {update.norm:.3g}"
-                self._record("dropped", round=open_round.number, node=update.node, reason="outlying", message=detail)
+                self._record_event(
+                    "dropped", round=open_round.number, node=update.node, reason="outlying", message=detail
+                )
             node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         round_number = open_round.number
         pieces = round_pieces(self.run, round_number)
@@ -256,9 +264,10 @@ class Coordinator:
         digests = self.store.aggregate_round(round_number, pieces, node_tokens, config)
         with self.changed:
             if not open_round.updates.keys() >= {node for node, _ in node_tokens}:
-                return  # an update was dropped meanwhile; the next tick closes the round without it
+                # An update was dropped meanwhile. The next tick closes the round without it.
+                return
             nodes = sorted(node for node, _ in node_tokens)
-            self._record("committed", round=round_number, nodes=nodes, **digests)
+            self._record_event("committed", round=round_number, nodes=nodes, **digests)
             self._is_applied = False
             self._apply_committed_round()
 
@@ -270,11 +279,11 @@ class Coordinator:
             self.closing = False
             self.changed.notify_all()
 
-    def _record(self, kind: str, **fields: Any) -> None:
-        """Record an event of the present time."""
-        self._apply({"kind": kind, **fields, "at": self.clock()})
+    def _record_event(self, kind: str, **fields: Any) -> None:
+        """Record an event with the present time."""
+        self._apply_event({"kind": kind, **fields, "at": self.clock()})
 
-    def _apply(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         """Write an event to the journal, then apply it, so that a restart repeats it."""
         self.journal.append(event)
         self.state.record(event)

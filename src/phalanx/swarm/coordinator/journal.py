@@ -61,7 +61,8 @@ class Journal:
         """
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         _decode_known_event(line)
-        self._file.truncate(self._size)  # a part of an event that could not be written
+        # Remove the rest of an earlier event that could not be written in full.
+        self._file.truncate(self._size)
         written = 0
         while written < len(line):
             written += self._file.write(line[written:])
@@ -72,7 +73,8 @@ class Journal:
         """Save the present time once per `ALIVE_SECONDS`; from it, a restart derives the duration of the downtime."""
         if abs(now - self._marked_at) >= ALIVE_SECONDS:
             self._marked_at = now
-            with suppress(OSError):  # a restart then uses the time of the last event
+            # Without this file, a restart uses the time of the last event.
+            with suppress(OSError):
                 replace_file(self._alive_path, repr(now))
 
     def last_alive(self) -> float:

@@ -31,7 +31,7 @@ class AcceptedUpdate:
     norm: float
     """Norm of the change in the update."""
     at: float
-    offset: float
+    arrival_seconds: float
     """Seconds from the round's opening to its arrival, without downtime of the coordinator."""
 
 
@@ -59,7 +59,7 @@ class OpenRound:
     @property
     def arrival_offsets(self) -> list[float]:
         """Seconds from the opening to the arrival of each update."""
-        return [update.offset for update in self.updates.values()]
+        return [update.arrival_seconds for update in self.updates.values()]
 
     def deadline(self, known_offsets: list[float], spec: RoundSpec) -> float:
         """Return when the round stops waiting for missing nodes, given arrivals in this and earlier rounds."""

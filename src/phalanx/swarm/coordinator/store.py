@@ -83,7 +83,7 @@ class SwarmStore:
         """Write the initial model; the weights are its last file."""
         self.base.parent.mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
-        for kind in self._used_kinds(config)[1:]:
+        for kind in self._used_file_kinds(config)[1:]:
             TensorFile.create(self._model_path(kind), shapes).close()
         partial_path = self.base.with_suffix(".part")
         with TensorFile.create(partial_path, shapes) as file:
@@ -109,7 +109,7 @@ class SwarmStore:
         try:
             if committed:
                 self.apply_round(last_round)
-            for kind in self._used_kinds(config):
+            for kind in self._used_file_kinds(config):
                 with TensorFile(self._model_path(kind)) as file:
                     if file.shapes != shapes:
                         raise TensorFileError(f"{file.path.name} has tensors of another model")
@@ -145,19 +145,20 @@ class SwarmStore:
     ) -> dict[str, str]:
         """Aggregate a round without changing the model yet, and return the digests of its weights and broadcast.
 
-        `node_tokens` has the name and number of tokens of each node with an update.
+        `node_tokens` lists the name and the number of tokens of each node that sent an update.
         """
         self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
         round_shapes = {piece.name: shapes[piece.name] for piece in pieces}
-        with ExitStack() as files:  # also closed if the disk is full, because the round is tried again
+        # The files are closed even if the disk is full, because the round is then tried again.
+        with ExitStack() as files:
             updates = [
                 NodeUpdate(node, tokens, files.enter_context(TensorFile(self.update(round_number, node))))
                 for node, tokens in node_tokens
             ]
             old_files = {}
             new_files = {}
-            for kind in self._used_kinds(config):
+            for kind in self._used_file_kinds(config):
                 old_files[kind] = files.enter_context(TensorFile(self._model_path(kind)))
                 new_file = TensorFile.create(self._new_path(round_number, kind), round_shapes)
                 new_files[kind] = files.enter_context(new_file)
@@ -177,7 +178,7 @@ class SwarmStore:
 
     def apply_round(self, round_number: int) -> None:
         """Apply a round's result to the model; an interrupted call can be repeated."""
-        for kind in self._used_kinds(aggregation_config(self.run, round_number)):
+        for kind in self._used_file_kinds(aggregation_config(self.run, round_number)):
             path = self._new_path(round_number, kind)
             if path.exists() and self._is_unfragmented:
                 path.replace(self._model_path(kind))
@@ -211,7 +212,8 @@ class SwarmStore:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial_path = path.with_suffix(".part")
-            if self._is_unfragmented:  # each round writes a new file of the model
+            # Without fragments, each round writes a new file of the model.
+            if self._is_unfragmented:
                 partial_path.unlink(missing_ok=True)
                 partial_path.hardlink_to(self.base)
             else:
@@ -224,7 +226,7 @@ class SwarmStore:
         """True if a round covers the full model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
-    def _used_kinds(self, config: AggregationConfig) -> list[str]:
+    def _used_file_kinds(self, config: AggregationConfig) -> list[str]:
         """Return the kinds of files that the model has."""
         used = dict.fromkeys(MOMENTS, config.descent is not None)
         used |= {"error_feedback": not sends_weights(config.codec), "velocity": not config.outer.is_plain_mean}

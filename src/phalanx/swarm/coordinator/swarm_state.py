@@ -95,7 +95,8 @@ class SwarmState:
             case "joined":
                 self.members[event["node"]] = event["capacity"]
                 self.texts[event["node"]] = event["text"]
-                self.previous_nodes -= {event["node"]}  # a node that joins again starts over
+                # A node that joins again starts over.
+                self.previous_nodes -= {event["node"]}
             case "left":
                 self.members.pop(event["node"], None)
             case "text":
@@ -121,8 +122,8 @@ class SwarmState:
             case "accepted":
                 assert self.round is not None
                 fields = {name: event[name] for name in ("node", "tokens", "steps", "bytes", "norm", "at")}
-                offset = self.round.elapsed_seconds(event["at"])
-                self.round.updates[event["node"]] = AcceptedUpdate(**fields, offset=offset)
+                arrival_seconds = self.round.elapsed_seconds(event["at"])
+                self.round.updates[event["node"]] = AcceptedUpdate(**fields, arrival_seconds=arrival_seconds)
                 if self.text is None:
                     self.text = self.texts.get(event["node"])
             case "refused":
@@ -177,7 +178,8 @@ class SwarmState:
             return None
         assignments = {}
         first_step = self.steps_assigned
-        for node in self.members:  # a node that trains during the upload is this far ahead
+        # The first round of a node also has the steps that the node trains during its first exchange.
+        for node in self.members:
             steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.previous_nodes else 0)
             assignments[node] = first_step, steps
             first_step += steps
@@ -226,7 +228,8 @@ class SwarmState:
 
     def rejection_reason(self, node: str, round_number: int) -> str | None:
         """Return why a node may not send an update of a round, or None if it may."""
-        if round_number < self.committed:  # the node may have missed the answer
+        # The node may have missed the answer to its update.
+        if round_number < self.committed:
             was_included = round_number == self.committed - 1 and node in self.last_included_nodes
             return ALREADY_SENT if was_included else ROUND_CLOSED
         if self.round is None or round_number > self.round.number:
@@ -243,7 +246,8 @@ class SwarmState:
             return None
         round_offsets = self.round.arrival_offsets
         known_offsets = [*round_offsets, *(offset for offsets in self.arrivals for offset in offsets)]
-        all_have_sent = not self._expected_nodes - self.round.updates.keys()  # or were rejected
+        # All nodes have sent an update, or theirs was rejected.
+        all_have_sent = not self._expected_nodes - self.round.updates.keys()
         if all_have_sent:
             return self.round.deadline(known_offsets or [0.0], self.swarm.round)
         has_quorum = len(round_offsets) >= self._quorum_size(len(self.round.data_assignments))
@@ -257,7 +261,8 @@ class SwarmState:
             return False
         active_nodes = [node for node in self.round.data_assignments if node in self.members]
         updates = self.round.updates
-        if all(node in updates for node in active_nodes):  # also if all of its nodes have left
+        # This includes a round whose nodes have all left.
+        if all(node in updates for node in active_nodes):
             return True
         close_time = self.closes_at()
         quorum = self._quorum_size(len(self._expected_nodes)) if self._expected_nodes else 0
@@ -265,7 +270,9 @@ class SwarmState:
 
     @property
     def _expected_nodes(self) -> set[str]:
-        """The present nodes of the open round that have sent, or must still send; rejected ones need not."""
+        """The present nodes of the open round that have sent an update, or must still send one.
+
+        Rejected nodes need not."""
         assert self.round is not None
         present = self.round.data_assignments.keys() & self.members.keys()
         return present - (self.round.refused - self.round.updates.keys())

@@ -84,7 +84,8 @@ def check_update(
             value = decode(file.raw(piece.key), piece.shape, codec)
             change = value - base(piece) if sends_weights(codec) else value
             piece_norm = torch.linalg.vector_norm(change)
-            if not torch.isfinite(piece_norm):  # or too large for a finite square
+            # The values may also be too large for a finite square.
+            if not torch.isfinite(piece_norm):
                 raise UpdateRejected(f"not finite: values of {piece.key}")
             piece_norms.append(piece_norm.double())
     norm = float(torch.stack(piece_norms).norm())

@@ -1,4 +1,4 @@
-"""Certificate authority of a swarm, whose members trust its certificate and have one with their name.
+"""Certificate authority of a swarm. Members trust its certificate, and each has a certificate with its own name.
 
 CERTS/ca.pem  ca.key                 the authority; the key stays with its owner
 CERTS/NAME/ca.pem  cert.pem  key.pem  the files of a member

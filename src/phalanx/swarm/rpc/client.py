@@ -58,7 +58,7 @@ class SwarmClient:
         self.join_message: Message = {}
         """The message with which the node joined, to join again if its lease has expired."""
         self.sent_bytes = self.received_bytes = 0
-        """Bytes of tensors and their names since the connection was opened."""
+        """Number of bytes of tensors and their names that were sent and received since the connection was opened."""
         self.upload_seconds = 0.0
         """Duration of the last upload's last attempt, without waiting for the coordinator to return."""
 
@@ -70,11 +70,11 @@ class SwarmClient:
 
     def join(self, **message: Any) -> Message:
         """Join the swarm (`SwarmService.join`), and return the coordinator's answer."""
-        return self._call("join", {"version": PROTOCOL_VERSION, **message})
+        return self._call_coordinator("join", {"version": PROTOCOL_VERSION, **message})
 
     def heartbeat(self) -> NodeTask:
         """Send a heartbeat, and return the node's task."""
-        return self._parse_task(self._call("heartbeat", {}))
+        return self._parse_task(self._call_coordinator("heartbeat", {}))
 
     def wait(self, round: int | None = None, committed: int | None = None) -> NodeTask:
         """Wait until the node is in round `round` or later, `committed` rounds are done, or all rounds are."""
@@ -89,7 +89,7 @@ class SwarmClient:
         A node whose lease has expired joins again.
         """
         request = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
-        task = self._parse_task(self._call("wait", request, WAIT_SECONDS + CALL_SECONDS))
+        task = self._parse_task(self._call_coordinator("wait", request, WAIT_SECONDS + CALL_SECONDS))
         if not task.member and not task.done and self.join_message:
             self.join(**self.join_message)
         return task if task.reached(round, committed) else None
@@ -104,14 +104,14 @@ class SwarmClient:
 
     def leave(self) -> None:
         """Leave the swarm."""
-        self._call("leave", {})
+        self._call_coordinator("leave", {})
 
     def status(self) -> Message:
         """Return the status (`Coordinator.status`) without waiting for an unreachable coordinator."""
         self.leaving = True
-        return self._call("status", {})
+        return self._call_coordinator("status", {})
 
-    def _call(self, method: str, message: Message, seconds: float = CALL_SECONDS) -> Message:
+    def _call_coordinator(self, method: str, message: Message, seconds: float = CALL_SECONDS) -> Message:
         call = self._channel.unary_unary(f"/{SERVICE}/{method}")
         return unpack(self._retry(lambda: call(pack(message), timeout=seconds)))
 
@@ -119,7 +119,7 @@ class SwarmClient:
 
     def set_text(self, text: str) -> None:
         """Set the checksum of the text that all nodes must read, with the certificate of the coordinator."""
-        self._call("text", {"text": text})
+        self._call_coordinator("text", {"text": text})
 
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
         """Send an update.
@@ -136,12 +136,12 @@ class SwarmClient:
         def send_file() -> None:
             nonlocal tries, start
             tries += 1
-            offset = int(self._call("received", {"round": round, "mark": upload_id})["bytes"])
+            offset = int(self._call_coordinator("received", {"round": round, "mark": upload_id})["bytes"])
             start = time.perf_counter()
             sizes = {"offset": offset, "bytes": size_bytes}
             header = {"round": round, **sizes, "mark": upload_id, "tokens": tokens, "steps": steps}
 
-            def parts() -> Iterator[bytes]:
+            def iter_chunks() -> Iterator[bytes]:
                 yield pack(header)
                 checksum = xxhash.xxh3_128()
                 with path.open("rb") as file:
@@ -153,12 +153,13 @@ class SwarmClient:
                             yield unsent
                 yield pack({"checksum": checksum.hexdigest()})
 
-            call(parts())
+            call(iter_chunks())
 
         try:
             self._retry(send_file)
         except UpdateRejected as refused:
-            if tries == 1 or not str(refused).startswith(ALREADY_SENT):  # otherwise the answer was lost with the link
+            # A second attempt is rejected if the first arrived, and only its answer was lost with the link.
+            if tries == 1 or not str(refused).startswith(ALREADY_SENT):
                 raise
         finally:
             self.upload_seconds = time.perf_counter() - start
@@ -200,7 +201,8 @@ class SwarmClient:
             try:
                 self._retry(receive_pieces)
                 return committed
-            except RoundExpired as expired:  # older weights are kept for a limited time; the present ones always
+            except RoundExpired as expired:
+                # Older weights are kept for a limited time, the present ones always.
                 if round is not None:
                     raise
                 if not received_keys:
@@ -253,7 +255,8 @@ class SwarmClient:
                 if error.code() not in RETRYABLE_CODES and not details.startswith(BUSY):
                     raise UpdateRejected(details) from None
                 # Otherwise the link failed, or the coordinator was busy.
-            if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
+            # A slow link makes progress too.
+            if self.sent_bytes + self.received_bytes != moved_bytes:
                 last_progress_at = time.monotonic()
                 moved_bytes = self.sent_bytes + self.received_bytes
             unreachable_seconds = time.monotonic() - last_progress_at

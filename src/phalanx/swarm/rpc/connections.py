@@ -82,28 +82,31 @@ class StrangerLimit:
 
     def sweep(self) -> int:
         """Close connections of strangers beyond the limit, and return their number."""
-        connections = dict(self._connections())
+        connections = dict(self._list_connections())
         now = time.monotonic()
         self._first_seen = {peer: self._first_seen.get(peer, now) for peer in connections}
         self._known.difference_update(self._known - connections.keys())
-        excess = self._ranked(connections.keys() - self._known)[self.max_strangers :]
+        excess = self._rank_strangers(connections.keys() - self._known)[self.max_strangers :]
         for peer in excess:
             with suppress(OSError), socket.socket(fileno=os.dup(connections[peer])) as connection:
-                if _peer_address(connection) == peer:  # not another connection that has its descriptor now
-                    connection.shutdown(socket.SHUT_RDWR)  # gRPC notices, and closes its descriptor
+                # The descriptor may by now belong to another connection.
+                if _peer_address(connection) == peer:
+                    # gRPC notices the shutdown, and closes the descriptor.
+                    connection.shutdown(socket.SHUT_RDWR)
         return len(excess)
 
-    def _ranked(self, strangers: Iterable[str]) -> list[str]:
+    def _rank_strangers(self, strangers: Iterable[str]) -> list[str]:
         """Return strangers, those to keep first: the newest of each address, then the second of each, and so on."""
         by_host: dict[str, list[str]] = defaultdict(list)
         for peer in sorted(strangers, key=self._first_seen.__getitem__, reverse=True):
             by_host[peer.rpartition(":")[0]].append(peer)
         return [peer for peers in zip_longest(*by_host.values()) for peer in peers if peer is not None]
 
-    def _connections(self) -> Iterator[tuple[str, int]]:
+    def _list_connections(self) -> Iterator[tuple[str, int]]:
         """Yield address and descriptor of each connection to the port."""
         for name in os.listdir(DESCRIPTORS):
-            with suppress(OSError):  # it is not a socket or not connected, or was closed meanwhile
+            # The descriptor may be no connected socket, or may have been closed meanwhile.
+            with suppress(OSError):
                 connection = socket.socket(fileno=int(name))
                 try:
                     if connection.family in INTERNET_FAMILIES and connection.getsockname()[1] == self.port:

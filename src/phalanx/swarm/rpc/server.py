@@ -88,7 +88,7 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     strangers = StrangerLimit(port, max_connections // 2)
     service = SwarmService(coordinator, greeting, operator, strangers)
     handlers = {
-        name: grpc.unary_unary_rpc_method_handler(_message_handler(service, getattr(service, name)))
+        name: grpc.unary_unary_rpc_method_handler(_wrap_message_call(service, getattr(service, name)))
         for name in ("join", "heartbeat", "wait", "leave", "status", "text", "received")
     }
     handlers["put"] = grpc.stream_unary_rpc_method_handler(service.put)
@@ -105,7 +105,7 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     return server, port
 
 
-def _message_handler(
+def _wrap_message_call(
     service: SwarmService, call: Callable[[str, Message], Message]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """Wrap a call with messages as a call with bytes, with exceptions as status codes."""
@@ -116,14 +116,14 @@ def _message_handler(
             with service.rate_limiter.limited(node):
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
-            raise _abort(context, str(refused)) from None
+            raise _abort_call(context, str(refused)) from None
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
+            raise _abort_call(context, f"malformed: {type(error).__name__}: {error}") from None
 
     return handle_call
 
 
-def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
+def _abort_call(context: grpc.ServicerContext, reason: str) -> Exception:
     """End the call with a status; gRPC raises an exception."""
     context.abort(CODES.get(reason.partition(":")[0], grpc.StatusCode.INVALID_ARGUMENT), reason)
     return AssertionError("a call that was ended")
@@ -209,13 +209,14 @@ class SwarmService:
             return pack({})
         except UpdateRejected as refused:
             reason = str(refused)
-        except TensorFileError as error:  # of the model, which the node did not send: it tries again
+        except TensorFileError as error:
+            # The damage is in the model, which the node did not send, so the node tries again.
             context.abort(grpc.StatusCode.INTERNAL, f"{DAMAGED}: the coordinator's {error}")
         except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
             reason = f"malformed: {type(error).__name__}: {error}"
         if not reason.startswith(BUSY):
             self.coordinator.record_refusal(node, round_number, reason)
-        raise _abort(context, reason)
+        raise _abort_call(context, reason)
 
     def get(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Send a round's result or, without a round, all weights, piece by piece.
@@ -232,23 +233,24 @@ class SwarmService:
             with self.rate_limiter.limited(node):
                 yield from self._stream_weights(node, round_number, requested_committed, local_keys)
         except UpdateRejected as refused:
-            raise _abort(context, str(refused)) from None
+            raise _abort_call(context, str(refused)) from None
         except (FileNotFoundError, TensorFileError) as error:
             if round_number >= 0 or requested_committed >= 0:
                 context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
             reason = error.strerror if isinstance(error, FileNotFoundError) else error
             damage = f"a copy of {self.coordinator.store.base} cannot be read: {reason}"
             self.coordinator.problems["weights"] = f"nodes cannot receive all weights: {damage}"
-            raise _abort(context, f"{DAMAGED}: {damage}") from None
+            raise _abort_call(context, f"{DAMAGED}: {damage}") from None
         except (TypeError, ValueError, OverflowError) as error:
-            raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
+            raise _abort_call(context, f"malformed: {type(error).__name__}: {error}") from None
 
     def _stream_weights(
         self, node: str, round_number: int, requested_committed: int, local_keys: set[str]
     ) -> Iterator[bytes]:
         store = self.coordinator.store
         is_included = round_number >= 0 and self.coordinator.was_included(node, round_number)
-        if round_number >= 0 and not is_included:  # the node's pieces differ from the result
+        # The node must receive all pieces, because its own differ from the result.
+        if round_number >= 0 and not is_included:
             local_keys = set()
         with self.coordinator.changed:
             committed = self.coordinator.state.committed if requested_committed < 0 else requested_committed
@@ -257,19 +259,21 @@ class SwarmService:
             path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
         try:
             with TensorFile(path) as file:
-                digests = self._checked_digests(file, round_number, committed)
+                digests = self._verify_digests(file, round_number, committed)
                 keys = [key for key in file.shapes if key not in local_keys]
                 piece_digests = {key: digests[key] for key in keys}
                 yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
                 yield from tensor_chunks(file, keys)
         except TensorFileError:
             if round_number < 0:
-                path.unlink(missing_ok=True)  # a copy, which the next call writes again
+                # The file is a copy, which the next call writes again.
+                path.unlink(missing_ok=True)
             raise
 
-    def _checked_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
-        """Return the digest of each tensor of a file, whose content is as the coordinator wrote it."""
-        with self._digest_lock:  # computed once for many concurrent calls
+    def _verify_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
+        """Check that a file is as the coordinator wrote it, and return the digest of each of its tensors."""
+        # The digests are computed once for many concurrent calls.
+        with self._digest_lock:
             if file.path not in self._digests:
                 state = self.coordinator.state
                 if round_number >= 0:

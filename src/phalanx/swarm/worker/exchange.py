@@ -31,7 +31,7 @@ from phalanx.swarm.update_files import Feedback, decode_piece, update_base, writ
 
 
 class RoundExchange:
-    """A node's rounds. Every rank knows their contents and files; the first rank has the link."""
+    """The rounds of a node. Every rank knows their contents and files, but only the first rank has the link."""
 
     def __init__(self, run: RunSpec, directory: Path, name: str, link: SwarmClient | None) -> None:
         assert run.swarm is not None
@@ -47,7 +47,7 @@ class RoundExchange:
         self.version = -1
         """Number of rounds that the shared weights include."""
         self.initial_download_bytes = 0
-        """Bytes of all weights received before the first round."""
+        """Number of bytes of the weights received before the first round."""
         self.fetched_round = -1
         """The round whose broadcast is in the file `down`."""
         self.feedback: Feedback = {}
@@ -192,7 +192,7 @@ class RoundExchange:
         return [piece.key for piece in self.local_expert_pieces(round_number)]
 
     def _apply_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
-        """Apply the broadcast of a round to the shared weights, and from the node's update what it skips."""
+        """Apply a round's broadcast to the shared weights, and what it skips from the node's own update."""
         assert self.link is not None
         start = time.perf_counter()
         pieces = round_pieces(self.run, round_number)
@@ -203,7 +203,7 @@ class RoundExchange:
         round_record.code_seconds += time.perf_counter() - start
 
     def _apply_pieces(self, path: Path, pieces: list[ModelPiece]) -> None:
-        """Apply these pieces to the shared weights, as far as a file of encoded pieces has them."""
+        """Apply those of these pieces that a file of encoded pieces contains to the shared weights."""
         with TensorFile(path) as encoded, TensorFile(self.base, writable=True) as base:
             for piece in pieces:
                 if piece.key in encoded.shapes:

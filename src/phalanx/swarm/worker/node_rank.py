@@ -27,7 +27,7 @@ from phalanx.train.training_data import open_training_data
 
 
 class NodeRank:
-    """A rank of a node. Only rank 0 has the lock of the directory, the connection to the coordinator and the logs."""
+    """A rank of a node. Only rank 0 locks the directory, connects to the coordinator, and writes the logs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -37,7 +37,7 @@ class NodeRank:
 
     def run(self) -> None:
         """Train until the last round is done, or until a signal."""
-        worker = self._start()
+        worker = self._start_worker()
         loggers: list[Logger] = []
         round_logger = None
         if self.link is not None:
@@ -58,7 +58,7 @@ class NodeRank:
             loss = evaluation.get("held_out_loss")
             print_line(end if loss is None else f"{end}; held-out loss {loss:.4f}")
 
-    def _start(self) -> SwarmWorker:
+    def _start_worker(self) -> SwarmWorker:
         """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
         run, data = read_run_directory(self.directory)
         link_record = read_link(self.directory)
@@ -82,7 +82,8 @@ class NodeRank:
         write_failure(self.directory, env_rank(), trainer.step if trainer is not None else 0, error=error)
         if self.link is not None:
             self.link.leaving = True
-            with suppress(Exception):  # the link may have failed
+            # The link may have failed.
+            with suppress(Exception):
                 self.link.leave()
         if LAUNCHER_PID_ENV not in os.environ:
             print(f"phalanx: {error}", file=sys.stderr)

@@ -16,7 +16,8 @@ from phalanx.train.training_data import TrainingData
 def build_node_trainer(exchange: RoundExchange, corpus: TrainingData, device: torch.device) -> Trainer:
     """Build the trainer of this rank. It captures gradients in place of a step if the coordinator steps (ddp)."""
     run = exchange.run
-    if exchange.swarm.sends_gradients:  # the coordinator clips the mean gradient
+    # The coordinator clips the mean gradient instead.
+    if exchange.swarm.sends_gradients:
         run = run.replace(optimizer=run.optimizer.replace(max_grad_norm=0.0))
     with TensorFile(exchange.base) as base:
 

@@ -107,7 +107,8 @@ def read_weights(
             read = select_trained_experts(read, trained_experts, num_experts)
         init_parameter(strategy, name, read)
 
-    for name, parameter in strategy.trainable_parameters.items():  # one at a time, so that copies are small
+    # Parameters are read one at a time, so that copies are small.
+    for name, parameter in strategy.trainable_parameters.items():
         reference = None if name in blend_factors else sent_weights
         local_value = parameter.clone() if reference is not None or blend_factors.get(name) else None
         load_parameter(name, weights)
@@ -158,8 +159,8 @@ def resident_bytes(strategy: Strategy, optimizers: Sequence[torch.optim.Optimize
     Each storage counts once. Offloaded state is excluded.
     """
     resident = strategy.resident_tensors(optimizers)
-    frozen_modules = [part for part in strategy.module.modules() if isinstance(part, FrozenExpertWeights)]
+    frozen_modules = [module for module in strategy.module.modules() if isinstance(module, FrozenExpertWeights)]
     tensors = [tensor for part in ("parameters", "gradients", "optimizer") for tensor in resident.get(part, ())]
-    tensors += [buffer for part in frozen_modules for buffer in part.buffers()]
+    tensors += [buffer for module in frozen_modules for buffer in module.buffers()]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -51,7 +51,8 @@ def plan_steps(run: RunSpec, task: NodeTask, steps_ahead: int) -> RoundSteps:
     assert run.swarm is not None
     before_update = run.swarm.steps_per_round - steps_ahead
     is_last_round = (task.round + 1) * run.swarm.steps_per_round >= run.training.steps
-    remaining_text = task.steps - before_update  # the coordinator assigns a node's first round more text
+    # In the first round of a node, the coordinator assigns it more text.
+    remaining_text = task.steps - before_update
     during_exchange = 0 if is_last_round else min(run.swarm.delay, remaining_text)
     return RoundSteps(before_update=before_update, during_exchange=during_exchange)
 

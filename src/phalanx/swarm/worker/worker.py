@@ -44,7 +44,7 @@ DEADLINE_MARGIN_SECONDS = 2.0
 
 
 class SwarmWorker:
-    """A rank of a node. With several ranks, torch.distributed must be initialized."""
+    """The training of a node on one of its ranks. With several ranks, torch.distributed must be initialized."""
 
     def __init__(
         self,
@@ -93,14 +93,15 @@ class SwarmWorker:
     ) -> MetricsRecord:
         """Participate until the last round is done or the node must leave, and return the last evaluation."""
         if self.link is not None:
-            threading.Thread(target=self._heartbeat_loop, daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
         try:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
-                if not task.already_sent:  # otherwise a restarted node has already sent this round
+                # A restarted node may have already sent this round.
+                if not task.already_sent:
                     record = RoundRecord(round=task.round)
                     start = time.perf_counter()
-                    self._prepare(task, record)
+                    self._prepare_round(task, record)
                     self._run_round(task, record, loggers)
                     record.seconds = time.perf_counter() - start
                     record.held_bytes = self.state_bytes
@@ -111,17 +112,20 @@ class SwarmWorker:
             if self.trainer is None:
                 return {}
             if task is not None:
-                self._receive(plan_round(self.exchange, task.committed, final=True), RoundRecord(round=task.round))
+                self._receive_rounds(
+                    plan_round(self.exchange, task.committed, final=True), RoundRecord(round=task.round)
+                )
             self.trainer.experts.start_interval()
             return self.trainer.evaluate()
         except BaseException:
-            self.leave()  # otherwise background threads would wait for the round's end
+            # Background threads would otherwise wait for the end of the round.
+            self.leave()
             raise
         finally:
             self._stopped.set()
             self._executor.shutdown()
 
-    def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
+    def _prepare_round(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Prepare the weights, the trained experts and the text of a round."""
         assert task.first_step is not None
         self.current_round = task.round
@@ -131,11 +135,12 @@ class SwarmWorker:
         round_record.experts = len(task.owned)
         self.exchange.initial_download_bytes = 0
         if self.exchange.version != task.committed:
-            self._receive(plan_round(self.exchange, task.committed), round_record)
+            self._receive_rounds(plan_round(self.exchange, task.committed), round_record)
         if self.trainer is None or task.owned != self.exchange.local_experts:
             self._rebuild_trainer(task.owned)
         assert self.trainer is not None
-        if self.swarm.sends_gradients:  # a parameter that a step does not use has no gradient
+        # The file starts with zeros, because a parameter that a step does not use has no gradient.
+        if self.swarm.sends_gradients:
             shapes = parameter_shapes(self.run.model)
             broadcast_from_rank0(lambda: TensorFile.create(self.exchange.local_weights, shapes).close())
         if self.batches is not None:
@@ -147,14 +152,16 @@ class SwarmWorker:
         """Build a trainer for these experts, with the optimizer state of the present one."""
         old_experts = self.exchange.local_experts
         moments = optimizer_moments(self.trainer) if self.trainer else {}
-        self.trainer = None  # two trainers would need twice the memory
+        # Two trainers would need twice the memory.
+        self.trainer = None
         self.exchange.local_experts = experts
         trainer = build_node_trainer(self.exchange, self.corpus, self.device)
 
         def record_state_bytes(*_: object) -> None:
             self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
 
-        for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
+        # When the last optimizer has stepped, all gradients and moments exist.
+        for last_optimizer in trainer.optimizers[-1:]:
             last_optimizer.register_step_post_hook(record_state_bytes)
         self.trainer = trainer
         transfer_moments(moments, old_experts, trainer, experts)
@@ -183,7 +190,7 @@ class SwarmWorker:
             download.result()
         if next_task is not None:
             accepted_round = task.round if was_accepted else None
-            self._receive(plan_round(self.exchange, next_task.committed, accepted_round), round_record)
+            self._receive_rounds(plan_round(self.exchange, next_task.committed, accepted_round), round_record)
 
     def _train_steps(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
         """Train for `steps` steps, or at least one to meet the deadline (`in_time`); return their number."""
@@ -198,7 +205,8 @@ class SwarmWorker:
             seconds_per_step = (time.perf_counter() - start) / max(1, steps_done)
             second_step_ends = time.monotonic() + 2 * seconds_per_step
             if in_time and self.deadline is not None and second_step_ends > self.deadline:
-                trainer.stop_requested = True  # all ranks receive the request in this step
+                # All ranks receive the request in this step.
+                trainer.stop_requested = True
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
             targets_before = trainer.targets
@@ -221,7 +229,8 @@ class SwarmWorker:
         """Write the update and start its upload; on rank 0 return whether the coordinator accepts it."""
         assert self.trainer is not None
         start = time.perf_counter()
-        if not self.swarm.sends_gradients:  # gradients are already written (`replica.GradientCapture`)
+        # Gradients have already been written (`replica.GradientCapture`).
+        if not self.swarm.sends_gradients:
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
                 experts = self.exchange.trained_experts
                 write_weights(self.trainer.strategy, self.trainer.mesh, experts, self.total_experts, local_file)
@@ -237,7 +246,7 @@ class SwarmWorker:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _receive(self, plan: RoundPlan, round_record: RoundRecord) -> None:
+    def _receive_rounds(self, plan: RoundPlan, round_record: RoundRecord) -> None:
         """Update the shared weights by the results of rounds, and blend them into the trained weights."""
         exchange = self.exchange
         old_version = exchange.version
@@ -270,7 +279,7 @@ class SwarmWorker:
             if leaving or task is not None:
                 return None if leaving else task
 
-    def _heartbeat_loop(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats periodically."""
         assert self.link is not None
         while not self._stopped.wait(min(5.0, self.swarm.round.lease_seconds / 6)):

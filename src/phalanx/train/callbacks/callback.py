@@ -58,8 +58,8 @@ class Callback:
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Run on a rank whose training raises an error; the other ranks may be in another step.
 
-        With zero1 and zero2, weights of the module may be of two steps: each rank's `strategy.trainable_parameters` are
-        complete."""
+        With zero1 and zero2, the weights of the module may come from two steps. Each rank's
+        `strategy.trainable_parameters` are always complete."""
 
     def on_train_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Run after the last step of this start, with the record of the last evaluation."""

@@ -57,10 +57,10 @@ class MLflow(RecordWriter):
 
         client = MlflowClient(self.tracking_uri)
         if self.run_id is None:
-            known = client.get_experiment_by_name(self.experiment)
-            experiment_id = known.experiment_id if known else client.create_experiment(self.experiment)
+            experiment = client.get_experiment_by_name(self.experiment)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(self.experiment)
             run_id: str = client.create_run(experiment_id, run_name=trainer.run.name).info.run_id
-            for name, value in _flatten(trainer.run.model_dump(mode="json", exclude_none=True)).items():
+            for name, value in _flatten_table(trainer.run.model_dump(mode="json", exclude_none=True)).items():
                 client.log_param(run_id, name, value)
             self.run_id = run_id
         return MLflowLogger(client, self.run_id)
@@ -74,9 +74,9 @@ class MLflow(RecordWriter):
         self.run_id = state["run_id"]
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_table(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by dotted names."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= _flatten_table(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat

@@ -46,13 +46,13 @@ class RankRecords(Callback):
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Close the file."""
-        self._close(trainer)
+        self._close_log(trainer)
 
     def on_train_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Close the file."""
-        self._close(trainer)
+        self._close_log(trainer)
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close_log(self, trainer: Trainer) -> None:
         if trainer.rank_log is not None:
             trainer.rank_log.close()
             trainer.rank_log = None

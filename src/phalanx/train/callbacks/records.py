@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RecordWriter(Callback, ABC):
-    """Writes records on rank 0: of steps, every `metrics.every` steps, and of evaluations.
+    """Writes records on rank 0: one every `metrics.every` steps, and one per evaluation.
 
     A subclass opens the destination."""
 
@@ -32,27 +32,27 @@ class RecordWriter(Callback, ABC):
         self.logger = self.open(trainer) if trainer.is_main else None
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write the record if it is due; that of the last step is."""
+        """Write the record if it is due. The record of the last step always is."""
         if record["step"] % trainer.run.metrics.every == 0 or record["step"] == trainer.run.training.steps:
-            self._write(record)
+            self._write_record(record)
 
     def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Write the record."""
-        self._write(record)
+        self._write_record(record)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Close the destination of a failed run."""
-        self._close(failed=True)
+        self._close_logger(failed=True)
 
     def on_train_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Close the destination."""
-        self._close(failed=False)
+        self._close_logger(failed=False)
 
-    def _write(self, record: MetricsRecord) -> None:
+    def _write_record(self, record: MetricsRecord) -> None:
         if self.logger is not None:
             self.logger.write({**record, "time": round(time.time(), 3)})
 
-    def _close(self, failed: bool) -> None:
+    def _close_logger(self, failed: bool) -> None:
         if self.logger is not None:
             self.logger.close(failed)
             self.logger = None

@@ -27,7 +27,8 @@ def build_record_writers(run: RunSpec) -> dict[str, Callback]:
     Raises UserError if W&B is requested and not available."""
     writers: dict[str, Callback] = {}
     if run.metrics.wandb is not None:
-        writers["wandb"] = Wandb(run.metrics.wandb)  # first: it may refuse to open
+        # W&B comes first, because it may refuse to open.
+        writers["wandb"] = Wandb(run.metrics.wandb)
     writers |= {"metrics": JsonLines(), "tensorboard": TensorBoard()}
     return {**writers, "rank records": RankRecords()} if run.metrics.per_rank_records else writers
 
@@ -40,9 +41,10 @@ def standard_callbacks(
 ) -> dict[str, Callback]:
     """Return the callbacks of a run by name, in the order in which their hooks run.
 
-    A step is recorded, then checked. The user's callbacks follow, then evaluation, then what saves: a checkpoint has
-    the state of all callbacks after the step and its evaluation. Samples change no state and come last. Without
-    `record_writers` no records are written, without `spike_detector` loss spikes are ignored."""
+    A step is first recorded, then checked. The user's callbacks follow, then the evaluation. Checkpoints are saved
+    after these, so that they contain the state of all callbacks after the step and its evaluation. Samples change no
+    state and come last. Without `record_writers` no records are written, without `spike_detector` loss spikes are
+    ignored."""
     scheduler = CheckpointScheduler(trainer.run, trainer.mesh.dims.world_size, trainer.directory)
     return {
         "time budget": TimeBudget(),

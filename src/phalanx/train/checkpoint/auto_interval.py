@@ -36,9 +36,11 @@ class CheckpointScheduler:
         self._blocked_seconds: float | None = None
         """Seconds for which the last save blocked training."""
         self._write_in_progress = False
+        """True if the last save was still being written at the end of the last step."""
         self._overlapped_steps = 0
+        """Number of steps that began while a save was being written."""
         self._overlapped_seconds = 0.0
-        """Write in progress at the start of the next step; number and total seconds of such steps."""
+        """Total seconds of these steps."""
         self._cost_seconds: deque[float] = deque(maxlen=9)
         """Costs of the previous saves; a single one may be several times another."""
         self._reported_steps = 0
@@ -69,7 +71,8 @@ class CheckpointScheduler:
         failures, seconds = failure_count_and_uptime(self.directory)
         mtbf = observed_mtbf_seconds(self._expected_mtbf_seconds, failures, seconds)
         step_seconds = median(self._step_seconds)
-        if self._blocked_seconds is not None:  # writing uses cores, memory bandwidth and the network
+        # Writing slows training, because it uses cores, memory bandwidth and the network.
+        if self._blocked_seconds is not None:
             slowed_by = max(0.0, self._overlapped_seconds - self._overlapped_steps * step_seconds)
             self._cost_seconds.append(self._blocked_seconds + slowed_by)
         self._blocked_seconds = blocked_seconds

@@ -53,7 +53,7 @@ class Checkpointer:
         self.directory = directory
         self.keep = keep
         self.rank, self.world_size = rank_and_world_size()
-        # Its own group: the thread's collectives must not mix with the training's.
+        # The thread has its own group, because its collectives must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._host_copies = HostCopies()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -77,18 +77,18 @@ class Checkpointer:
         path = self.directory / f"{step_name(step)}.tmp"
         if self.rank == 0:
             path.mkdir(parents=True)
-        self._barrier()
+        self._wait_for_all_ranks()
         full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
             files = assign_to_files(tensors, FILE_BYTES)
-            self._write(path, dict(tensors), rng_state(), full_manifest, files)
+            self._write_checkpoint(path, dict(tensors), rng_state(), full_manifest, files)
             self.wait()
             return
         arguments = path, self._host_copies.copy(tensors), rng_state(), full_manifest, None
-        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._write_checkpoint, args=arguments, daemon=True)
         self._thread.start()
 
-    def _write(
+    def _write_checkpoint(
         self,
         path: Path,
         tensors: dict[str, Tensor],
@@ -96,10 +96,11 @@ class Checkpointer:
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
-        """Write and publish a checkpoint. `files` has the number of the file of each tensor; None: one file."""
+        """Write and publish a checkpoint. `files` maps each tensor to the number of its file; None: one file."""
         started_at = time.perf_counter()
         try:
-            if self._gpu is not None:  # a new thread's GPU is 0, where DCP would open a context for every rank
+            # The current GPU of a new thread is GPU 0, on which DCP would open a context for every rank.
+            if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
             self._host_copies.wait()
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
@@ -109,7 +110,7 @@ class Checkpointer:
                 sync(file)
             record = {"random": random_state, "sha256": {file.name: sha256(file) for file in local_files}}
             write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
-            self._barrier()
+            self._wait_for_all_ranks()
             if self.rank == 0:
                 write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
                 ranks = sorted(path.glob("rank-*.json"))
@@ -119,7 +120,7 @@ class Checkpointer:
                 for file in ranks:
                     checksums |= json.loads(file.read_text())["sha256"]
                 publish(path, checksums)
-                self._remove_old()
+                self._remove_old_checkpoints()
             self.save_seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
             self._error = error
@@ -130,10 +131,10 @@ class Checkpointer:
             for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
                 file.unlink(missing_ok=True)
 
-    def _remove_old(self) -> None:
+    def _remove_old_checkpoints(self) -> None:
         """Remove checkpoints older than those to keep, quarantined or not.
 
-        A checkpoint that another process reads is left to the next save."""
+        A checkpoint that another process is reading is left for the next save to remove."""
         saved = checkpoints(self.directory)
         for old in saved[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
@@ -149,7 +150,8 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
+            # A CheckpointException contains the failure of each rank.
+            failures = getattr(error, "failures", None)
             cause = str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
             fix = "free space or check the directory; the earlier checkpoints are intact"
             raise UserError("checkpoint", str(self.directory), f"could not be written: {cause}", fix) from error
@@ -157,7 +159,7 @@ class Checkpointer:
     def wait_for_all_ranks(self) -> None:
         """Wait until the current save, if any, is published by rank 0; raises UserError if it failed on this rank."""
         self.wait()
-        self._barrier()
+        self._wait_for_all_ranks()
 
     @property
     def is_saving(self) -> bool:
@@ -169,7 +171,7 @@ class Checkpointer:
         """True if no save runs, and the last one did not fail."""
         return not self.is_saving and self._error is None
 
-    def _barrier(self) -> None:
+    def _wait_for_all_ranks(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
 

@@ -1,4 +1,4 @@
-"""In-memory copies of a run's state, in the launcher of each rank and in that of the next node.
+"""Copies of a run's state in memory: each rank's launcher and the launcher of the next node keep one.
 
 The state of a failed rank survives in its launcher, the state of a failed node in the neighbor node. (Gemini, SOSP
 2023, keeps checkpoints in the memory of other machines in this way.)"""
@@ -37,7 +37,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class InMemoryCheckpoint:
-    """A rank's part of a copy of the state of all ranks."""
+    """One rank's part of a copy of the run's state."""
 
     step: int
     manifest: dict[str, Any]
@@ -49,7 +49,7 @@ class InMemoryCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """Description of a shard in a slot."""
+    """Shape and dtype of a shard in a slot."""
 
     shape: torch.Size
     full_shape: torch.Size
@@ -105,13 +105,13 @@ class InMemoryCheckpointer:
         """Copy this rank's state after a step to its launcher and to the next node (a collective).
 
         This rank's shards are copied, and the values of a checkpoint's manifest (JSON-able)."""
-        self._write(step, self._local.next, tensors, manifest)
+        self._write_slot(step, self._local.next, tensors, manifest)
         self._local.flip()
         if self._next_rank != self.rank:
             self._exchange_with_neighbors(step)
         self._neighbor.flip()
 
-    def _write(
+    def _write_slot(
         self, step: int, slot: SharedMemorySlot, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
     ) -> None:
         """Copy this rank's state to a slot: header, metadata, and one shard after the other."""
@@ -123,12 +123,12 @@ class InMemoryCheckpointer:
         }
         descriptions = {name: entry.to_json() for name, entry in entries.items()}
         metadata = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": descriptions}).encode()
-        shards_bytes = sum(_align(entry.nbytes) for entry in entries.values())
-        slot.ensure_size(HEADER_BYTES + _align(len(metadata)) + shards_bytes)
+        shards_bytes = sum(_round_up_to_alignment(entry.nbytes) for entry in entries.values())
+        slot.ensure_size(HEADER_BYTES + _round_up_to_alignment(len(metadata)) + shards_bytes)
         slot.memory[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
-        buffer = slot.bytes()[_align(len(metadata)) :]
-        for name, part in _restore_parts(entries, buffer).items():
-            part.copy_(shards[name], non_blocking=True)
+        buffer = slot.bytes()[_round_up_to_alignment(len(metadata)) :]
+        for name, shard_copy in _shards_in_buffer(entries, buffer).items():
+            shard_copy.copy_(shards[name], non_blocking=True)
         wait_for_host_copies(self._device)
         slot.commit(SlotHeader(step, self.rank, len(metadata)))
 
@@ -138,13 +138,13 @@ class InMemoryCheckpointer:
         received_slot = self._neighbor.next
         received_slot.invalidate()
         sent = sent_slot.bytes()
-        sizes = torch.tensor([sent.numel(), sent_slot.header.metadata_length])
+        sizes = torch.tensor([sent.numel(), sent_slot.header.metadata_bytes])
         received_sizes = torch.zeros(2, dtype=torch.int64)
         self._send_to_next_node(sizes, received_sizes)
-        received_bytes, metadata_length = received_sizes.tolist()
+        received_bytes, metadata_bytes = received_sizes.tolist()
         received_slot.ensure_size(HEADER_BYTES + received_bytes)
         self._send_to_next_node(sent, received_slot.bytes()[:received_bytes])
-        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length))
+        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_bytes))
 
     def _send_to_next_node(self, sent: Tensor, received: Tensor) -> None:
         """Send to the rank of the next node while receiving from that of the previous node."""
@@ -168,11 +168,11 @@ class InMemoryCheckpointer:
         needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._transfer(step, rank, holder, needed_copies)
+                self._transfer_state(step, rank, holder, needed_copies)
         slot = self._find_slot(step, self.rank)
         metadata = slot.metadata()
         entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
-        # The next copy overwrites the other slots than that of the restored one.
+        # The next copy must not overwrite the slot of the restored one.
         index = self._slots.index(slot) % 2
         self._local.make_current(index)
         self._neighbor.make_current(index)
@@ -180,34 +180,35 @@ class InMemoryCheckpointer:
             step=slot.header.step,
             manifest=metadata["manifest"],
             shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
-            tensors=_restore_parts(entries, slot.bytes()[_align(slot.header.metadata_length) :]),
+            tensors=_shards_in_buffer(entries, slot.bytes()[_round_up_to_alignment(slot.header.metadata_bytes) :]),
         )
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
         return next(slot for slot in self._slots if slot.header.copy_id == (step, rank))
 
-    def _transfer(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
-        """Send a rank its state from its holder; the slots of `needed_copies` are not overwritten."""
+    def _transfer_state(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
+        """Send a rank its state from its holder, without overwriting the slots of `needed_copies`."""
         if self.rank == holder:
             slot = self._find_slot(step, rank)
             payload = slot.bytes()
-            dist.send(torch.tensor([payload.numel(), slot.header.metadata_length]), rank, group=self._group)
+            dist.send(torch.tensor([payload.numel(), slot.header.metadata_bytes]), rank, group=self._group)
             dist.send(payload, rank, group=self._group)
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        received_bytes, metadata_length = sizes.tolist()
+        received_bytes, metadata_bytes = sizes.tolist()
         slot = next(slot for slot in self._slots if slot.header.copy_id not in needed_copies)
         slot.invalidate()
         slot.ensure_size(HEADER_BYTES + received_bytes)
         dist.recv(slot.bytes()[:received_bytes], holder, group=self._group)
-        slot.commit(SlotHeader(step, rank, metadata_length))
+        slot.commit(SlotHeader(step, rank, metadata_bytes))
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
     """Return the newest step whose copies exist for every rank, and the holder of each rank's copy.
 
-    A rank itself is its preferred holder. `copies_by_rank` has the step and the rank of each copy on a rank."""
+    A rank that still has its own copy is its holder. `copies_by_rank` lists, for each rank, the step and the owner of
+    every copy that it holds."""
     ranks = len(copies_by_rank)
     for step in sorted({step for copies in copies_by_rank for step, _ in copies}, reverse=True):
         holders = [
@@ -220,15 +221,15 @@ def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> t
     return None
 
 
-def _align(size: int) -> int:
+def _round_up_to_alignment(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _restore_parts(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[str, Tensor]:
+def _shards_in_buffer(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[str, Tensor]:
     """Return the shards that lie one after the other in a buffer, whose memory they share."""
-    parts = {}
+    shards = {}
     offset = 0
     for name, entry in entries.items():
-        parts[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
-        offset += _align(entry.nbytes)
-    return parts
+        shards[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        offset += _round_up_to_alignment(entry.nbytes)
+    return shards

@@ -26,7 +26,7 @@ from phalanx.train.checkpoint.state import load_checkpoint
 from phalanx.train.components import build_network
 
 SWARM_WEIGHTS = (f"model/{SHARED_WEIGHTS_FILE}", SHARED_WEIGHTS_FILE)
-"""Full shared parameters of a swarm, in the directories of its coordinator and of a node."""
+"""Files with the full shared parameters of a swarm: in the directory of its coordinator, and in that of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel
         fix = "pass a directory from phalanx train"
         raise UserError("run directory", str(run_directory), f"has no {RUN_FILE}", fix)
     run = load_run(run_directory / RUN_FILE, environment={}, trust=trust)
-    if run.model.implementation is not None:  # before any file of the directory is read or written
+    # Check the trust before any other file of the directory is read or written.
+    if run.model.implementation is not None:
         require_trusted("model.implementation", run.model.implementation)
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None

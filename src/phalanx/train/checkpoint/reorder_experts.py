@@ -1,7 +1,7 @@
 """Reordering of the experts in a checkpoint.
 
 A mixture computes the same function if its experts and the router are permuted together. The permutation changes which
-experts are neighbors, and so on one rank.
+experts are neighbors, and therefore which of them share a rank.
 
 Why: `docs/design/decisions/renumbered-experts.md`."""
 
@@ -35,7 +35,8 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
         [[tokens[i] for i in order] for tokens, order in zip(layer_tokens, orders.values(), strict=True)]
         for layer_tokens in manifest["expert_tokens"]
     ]
-    restore_rng_state(checkpoint, 0)  # which the new checkpoint contains
+    # The new checkpoint contains the random state of this process.
+    restore_rng_state(checkpoint, 0)
     checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))
     checkpointer.save(manifest["step"], tensors, manifest, on_disk=True)
     return checkpoint.with_suffix(PREVIOUS_SUFFIX)

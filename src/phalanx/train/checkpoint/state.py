@@ -61,13 +61,13 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
 def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Return all full tensors of a checkpoint, in CPU memory."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = _saved_tensors(reader).items()
+    saved = _read_tensor_metadata(reader).items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
-    _load(tensors, reader, no_dist=True)
+    _load_tensors(tensors, reader, no_dist=True)
     return tensors
 
 
-def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+def _read_tensor_metadata(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
     """Return the metadata of each tensor of a checkpoint.
 
     Raises UserError if a header of the files is damaged, although the checksums are correct: DCP does not check
@@ -81,19 +81,19 @@ def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageM
         if tensor_bytes > sum(file.stat().st_size for file in Path(reader.path).iterdir()):
             raise ValueError("the tensors are larger than the files")
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _damaged_weights(reader, error) from None
+        raise _damaged_weights_error(reader, error) from None
     return saved
 
 
-def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist: bool) -> None:
+def _load_tensors(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist: bool) -> None:
     """Load tensors in place. Raises UserError if the files do not contain every part of the tensors."""
     try:
         load(tensors, storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:
-        raise _damaged_weights(reader, next(iter(error.failures.values()))[0]) from None
+        raise _damaged_weights_error(reader, next(iter(error.failures.values()))[0]) from None
 
 
-def _damaged_weights(reader: HuggingFaceStorageReader, error: BaseException) -> UserError:
+def _damaged_weights_error(reader: HuggingFaceStorageReader, error: BaseException) -> UserError:
     problem = f"has damaged weights ({type(error).__name__}: {str(error)[:200]})"
     fix = "restore the checkpoint from a copy, or remove its directory to use the one before"
     return UserError("checkpoint", str(reader.path), problem, fix)
@@ -104,7 +104,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
 
     Raises UserError if the checkpoint is of another model."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = {name: tuple(entry.size) for name, entry in _saved_tensors(reader).items()}
+    saved = {name: tuple(entry.size) for name, entry in _read_tensor_metadata(reader).items()}
     for optimizer in optimizers:
         _materialize_optimizer_state(optimizer, strategy, saved)
     tensors = checkpoint_tensors(strategy, optimizers)
@@ -114,7 +114,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
             problem = f"{name} is {saved_shape} in the checkpoint, but {list(tensor.shape)} in this run"
             fix = "resume with the model and optimizer of the checkpoint"
             raise UserError("checkpoint", str(checkpoint), problem, fix)
-    _load(tensors, reader, no_dist=not dist.is_initialized())
+    _load_tensors(tensors, reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
 
 

@@ -47,7 +47,8 @@ class CollectiveLog:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._numbers: dict[LoggedCall, int] = {}
-        self._lock = threading.Lock()  # checkpoints are saved by a thread
+        # A background thread that saves a checkpoint logs its collectives too.
+        self._lock = threading.Lock()
         # A kernel on autograd's key runs before those of every device, and autograd has none for these operations.
         self._library = torch.library.Library("c10d", "IMPL")
         for full_name in torch._C._dispatch_get_all_op_names():
@@ -78,7 +79,8 @@ class CollectiveLog:
         self, operation: Any, name: str, argument_names: Sequence[str], keys: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._file is not None:
-            call = _describe(name, dict(zip(argument_names, args, strict=False)))  # optional arguments may be missing
+            # Optional arguments may be missing.
+            call = _describe_call(name, dict(zip(argument_names, args, strict=False)))
             with self._lock:
                 number = self._numbers.get(call)
                 if number is None:
@@ -88,11 +90,11 @@ class CollectiveLog:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
+def _describe_call(name: str, arguments: dict[str, Any]) -> LoggedCall:
     group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
     ranks = ranks_of_group(group)
-    size, dtype = _given_size(arguments)
-    caller = _calling_line()
+    size, dtype = _measure_input(arguments)
+    caller = _find_calling_line()
     if name in ("send", "recv"):
         local_rank = dist.get_rank()
         peer = ranks[arguments["dst" if name == "send" else "src"]]
@@ -102,11 +104,11 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
     if "root_rank" in arguments:
         signature += f" with root {ranks[arguments['root_rank']]}"
-    sent, received = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    sent, received = _all_to_all_sizes(arguments, len(ranks)) if name == "all_to_all" else ((), ())
     # Threads that Python started; backward passes on a GPU run in threads of autograd, which PyTorch starts.
     thread = threading.get_ident()
     is_main = thread == threading.main_thread().ident
-    in_background = not is_main and any(known.ident == thread for known in threading.enumerate())
+    in_background = not is_main and any(python_thread.ident == thread for python_thread in threading.enumerate())
     return LoggedCall(
         kind=COLLECTIVE,
         group=group,
@@ -119,34 +121,36 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     )
 
 
-def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
+def _measure_input(arguments: dict[str, Any]) -> tuple[int, str]:
     """Return the number of elements and the dtype of a rank's input to a collective."""
-    given = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
+    inputs = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
     # Only the root of a scatter has an input.
-    tensors = _flatten(given) or _flatten(arguments.get("output_tensors", ()))
+    tensors = _flatten_tensors(inputs) or _flatten_tensors(arguments.get("output_tensors", ()))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return sum(tensor.numel() for tensor in tensors), dtype
 
 
-def _flatten(tensors: Any) -> list[Tensor]:
+def _flatten_tensors(tensors: Any) -> list[Tensor]:
     """Return the tensors of a list, or of a list of lists."""
-    return [tensors] if isinstance(tensors, Tensor) else [tensor for item in tensors for tensor in _flatten(item)]
+    return (
+        [tensors] if isinstance(tensors, Tensor) else [tensor for item in tensors for tensor in _flatten_tensors(item)]
+    )
 
 
-def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _all_to_all_sizes(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the numbers of elements that a rank sends to each rank, and that it receives from each."""
     if "input_tensors" in arguments:
         sent, received = (arguments[f"{side}_tensors"] for side in ("input", "output"))
         return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
 
-    def parts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
+    def elements_per_rank(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(count * prod(tensor.shape[1:]) for count in rows or [len(tensor) // ranks] * ranks)
 
-    sent = parts(arguments["input"], arguments["input_split_sizes"])
-    return sent, parts(arguments["output"], arguments["output_split_sizes"])
+    sent = elements_per_rank(arguments["input"], arguments["input_split_sizes"])
+    return sent, elements_per_rank(arguments["output"], arguments["output_split_sizes"])
 
 
-def _calling_line() -> str:
+def _find_calling_line() -> str:
     """Return the innermost calling line outside of PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
@@ -159,7 +163,7 @@ LATE_FILE_POLL_SECONDS = 0.1
 
 
 class OrderGuard:
-    """Check of the order of collectives, from `__enter__` to `__exit__`; a no-op unless enabled."""
+    """Checks the order of collectives from `__enter__` to `__exit__`; a no-op unless enabled."""
 
     def __init__(self, directory: Path) -> None:
         """Create the guard of a run directory, at the same point of the collectives on all ranks."""
@@ -186,7 +190,8 @@ class OrderGuard:
             return
         file = calls_file(self._directory, dist.get_rank())
         self._check_whole_logs(all_gather_objects(file.stat().st_size))
-        dist.barrier()  # the first rank has read the others' files
+        # The first rank has then read the files of the others.
+        dist.barrier()
         file.unlink()
         with suppress(OSError):  # other ranks have files there
             file.parent.rmdir()
@@ -196,7 +201,7 @@ class OrderGuard:
 
         def step_and_check(data: Data) -> Record:
             record = step(data)
-            self._check()
+            self._check_order()
             return record
 
         return step if self._log is None else step_and_check
@@ -204,16 +209,16 @@ class OrderGuard:
     def _check_whole_logs(self, sizes: Sequence[int]) -> None:
         """Compare the full logs of all ranks, in files of these sizes, as far as they are visible.
 
-        A shared file system shows files late. Without one only the files of this node are visible."""
+        A shared file system may show files late. Without one, only the files of this node are visible."""
         deadline = time.monotonic() + LATE_FILE_SECONDS
-        late = list(range(len(sizes)))
-        while self._order is not None and late and time.monotonic() < deadline:
-            self._check()
-            late = [rank for rank in late if self._order.bytes_read(rank) < sizes[rank]]
-            time.sleep(LATE_FILE_POLL_SECONDS if late else 0.0)
-        self._check(finished=[rank for rank in range(len(sizes)) if rank not in late])
+        late_ranks = list(range(len(sizes)))
+        while self._order is not None and late_ranks and time.monotonic() < deadline:
+            self._check_order()
+            late_ranks = [rank for rank in late_ranks if self._order.bytes_read(rank) < sizes[rank]]
+            time.sleep(LATE_FILE_POLL_SECONDS if late_ranks else 0.0)
+        self._check_order(finished=[rank for rank in range(len(sizes)) if rank not in late_ranks])
 
-    def _check(self, finished: Collection[int] = ()) -> None:
+    def _check_order(self, finished: Collection[int] = ()) -> None:
         """Raise CollectiveOrderError on the first rank if the calls of ranks differ."""
         difference = self._order.first_difference(finished) if self._order is not None else None
         if difference is not None:

@@ -36,14 +36,14 @@ class LossSpikeDetector:
 
 def count_rollbacks(directory: Path) -> int:
     """Return the number of rollbacks of a run."""
-    return len(_rollback_events(directory))
+    return len(_read_rollback_events(directory))
 
 
 def has_diverged_again(directory: Path, newest: int) -> bool:
     """Return whether the last rollback of a run was to its newest checkpoint.
 
     Then the run has saved nothing since, and the checkpoint is the cause of the divergence, not the text after it."""
-    rollbacks = _rollback_events(directory)
+    rollbacks = _read_rollback_events(directory)
     return bool(rollbacks) and rollbacks[-1]["to"] == newest > 0
 
 
@@ -64,7 +64,7 @@ def steps_to_skip(directory: Path, step: int) -> int:
     These are the steps of the rollbacks to it, and those that were already skipped after newer checkpoints, which the
     rollbacks abandoned."""
     skipped: dict[int, int] = {}
-    for event in _rollback_events(directory):
+    for event in _read_rollback_events(directory):
         to_step = int(event["to"])
         from_step = int(event["after"])
         abandoned = sum(skipped.pop(newer_step) for newer_step in list(skipped) if newer_step > to_step)
@@ -72,5 +72,5 @@ def steps_to_skip(directory: Path, step: int) -> int:
     return skipped.get(step, 0)
 
 
-def _rollback_events(directory: Path) -> list[Mapping[str, Any]]:
+def _read_rollback_events(directory: Path) -> list[Mapping[str, Any]]:
     return [event for event in read_events(directory) if event["kind"] == ROLLED_BACK]

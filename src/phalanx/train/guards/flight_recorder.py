@@ -15,7 +15,7 @@ from phalanx.runs.hang_dumps import Frame, RecordedCollective
 
 MAX_COLLECTIVES = 300
 MAX_COLLECTIVES_PER_GROUP = 4
-"""Maximum number of collectives in a dump: the last ones of all, and of every group."""
+"""Maximum number of collectives in a dump: the last ones over all groups, and the last ones of each group."""
 RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """PyTorch's recorders by backend; that of NCCL exists with CUDA."""
 
@@ -24,7 +24,7 @@ def recorder_fingerprint() -> bytes:
     """Return bytes that change whenever a collective (on NCCL also a message) starts or ends.
 
     It takes a tenth of a millisecond."""
-    return b"".join(dump(False, False, False) for dump in _recorders().values())
+    return b"".join(dump(False, False, False) for dump in _find_recorders().values())
 
 
 def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
@@ -32,7 +32,7 @@ def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
 
     With their calling lines it takes a second the first time, because PyTorch then reads its own symbols."""
     calls: list[tuple[str, dict[str, Any]]] = []
-    for backend, dump in _recorders().items():
+    for backend, dump in _find_recorders().items():
         # Trusted input: PyTorch has just created these bytes in this process.
         entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
         calls += [(backend, entry) for entry in entries if not entry["is_p2p"]]
@@ -46,7 +46,7 @@ def group_ranks() -> dict[str, list[int]]:
     return {
         _group_label(group.group_name, backend): dist.get_process_group_ranks(group)
         for group in groups
-        for backend in _recorders()
+        for backend in _find_recorders()
     }
 
 
@@ -61,8 +61,10 @@ def keep_most_recent(calls: Sequence[RecordedCollective]) -> list[RecordedCollec
     return chosen[::-1]
 
 
-def _recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
-    """Return the recorders; arguments are: with collectives, with stacks, only pending ones."""
+def _find_recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
+    """Return the available recorders.
+
+    Their arguments are three switches: with collectives, with stacks, only pending ones."""
     return {backend: getattr(c10d, name) for backend, name in RECORDERS.items() if hasattr(c10d, name)}
 
 

@@ -33,9 +33,9 @@ def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
         return {}
     device = trainer.device if trainer is not None else torch.device("cpu")
     total = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
-    parts = resident_bytes_by_part(trainer) if trainer is not None else {}
-    rest = max(0, total - sum(parts.values()))
-    resident_bytes = {**parts, "rest": rest, "total": total, "peak": peak_memory_bytes(device)}
+    bytes_by_part = resident_bytes_by_part(trainer) if trainer is not None else {}
+    other_bytes = max(0, total - sum(bytes_by_part.values()))
+    resident_bytes = {**bytes_by_part, "rest": other_bytes, "total": total, "peak": peak_memory_bytes(device)}
     if device.type == "cuda":
         resident_bytes["reserved"] = torch.cuda.memory_reserved(device)
     wanted_bytes = requested_bytes(str(error))
@@ -44,14 +44,14 @@ def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
 
 def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of each part of the state on this rank's device; each storage counts once."""
-    seen: set[int] = set()
+    counted_storages: set[int] = set()
     sizes = {}
     for part, tensors in trainer.strategy.resident_tensors(trainer.optimizers).items():
         sizes[part] = 0
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
-            if storage.data_ptr() not in seen and storage.device.type == trainer.device.type:
-                seen.add(storage.data_ptr())
+            if storage.data_ptr() not in counted_storages and storage.device.type == trainer.device.type:
+                counted_storages.add(storage.data_ptr())
                 sizes[part] += storage.nbytes()
     return sizes
 

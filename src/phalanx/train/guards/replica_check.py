@@ -35,10 +35,10 @@ class ReplicaMismatch:
 
     key: int
     ranks: tuple[int, ...]
-    """Ranks that differ from the majority; all holders without a majority."""
+    """Ranks that differ from the majority, or all holders of the tensor if there is no majority."""
     holders: tuple[int, ...]
-    tensors: int
-    """Number of tensors that differ."""
+    num_tensors: int
+    """Number of tensors that differ, of which this is the first."""
 
 
 def check_replica_consistency(
@@ -61,9 +61,9 @@ def check_replica_consistency(
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
-    """Return the first tensor whose hashes differ, in the order of the first rank that has one.
+    """Return the first tensor whose hashes differ, in the order of the first rank that holds such a tensor.
 
-    `tables` has each rank's hashes by shard id."""
+    `tables` lists the hashes of each rank by shard id."""
     hashes_by_key: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, table in enumerate(tables):
         for key, value in table.items():
@@ -73,7 +73,10 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
         return None
     values = hashes_by_key[differing_keys[0]]
     return ReplicaMismatch(
-        key=differing_keys[0], ranks=tuple(minority_ranks(values)), holders=tuple(values), tensors=len(differing_keys)
+        key=differing_keys[0],
+        ranks=tuple(minority_ranks(values)),
+        holders=tuple(values),
+        num_tensors=len(differing_keys),
     )
 
 
@@ -84,7 +87,7 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
     is_tie = set(mismatch.ranks) == set(mismatch.holders)
     num_others = len(mismatch.holders) - len(mismatch.ranks)
     where = f"between {rank_names}" if is_tie else f"on {rank_names} from the {num_others} other ranks"
-    more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
+    more = f", and {mismatch.num_tensors - 1} more tensors" if mismatch.num_tensors > 1 else ""
     before = "it was not compared before"
     advice = "restart the run"
     if step > every:
@@ -114,7 +117,8 @@ def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
     tensors = checkpoint_tensors(strategy, optimizers)
     trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
     for name, parameter in named_parameters(strategy.module):
-        if id(parameter) not in trained:  # parameters that compute, where ranks train only rows of them
+        # Where ranks train only rows of the parameters, the parameters that compute are checked too.
+        if id(parameter) not in trained:
             tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.model_parallel.as_global_dtensor(name, parameter.detach())
     values = map(int, copy_to_host(*(tensor_hash(local_tensor(tensor)) for tensor in tensors.values())))
     for (name, tensor), value in zip(tensors.items(), values, strict=True):

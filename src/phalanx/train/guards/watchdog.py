@@ -33,7 +33,7 @@ STALL_FRACTION = 0.85
 """Share of the collective timeout without progress before a dump; the rest is for writing it."""
 MIN_POLLS = 40
 MAX_POLL_SECONDS = 0.25
-"""Minimum number of polls in that time, and maximum seconds between polls."""
+"""Minimum number of polls within this share of the timeout, and maximum seconds between polls."""
 JOIN_SECONDS = 5.0
 """Maximum wait for a dump in progress, before it is removed."""
 MAX_STACK_FRAMES = 40
@@ -64,7 +64,7 @@ class Watchdog:
         self._last_dump: HangDump | None = None
         self._stop_preceded_stall = False
         """True if the stop request came before the stall: the rank may be saving, for an unlimited time."""
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch_progress, name="watchdog", daemon=True)
         self._fault_log: IO[str] | None = None
 
     def __enter__(self) -> Self:
@@ -102,16 +102,17 @@ class Watchdog:
         with self._write_lock:
             stack = traceback.extract_tb(error.__traceback__)
             message = f"{type(error).__name__}: {error}"
-            if self._last_dump is not None:  # from before the collective failed, and so more precise
+            # An earlier dump is from before the collective failed, and so more precise.
+            if self._last_dump is not None:
                 self._last_dump["error"] = message
                 self._write_dump(self._last_dump)
             else:
-                self._dump(FAILED, stack, message)
+                self._dump_state(FAILED, stack, message)
             resume_stopped(sibling_process_states())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch_progress(self) -> None:
         while not self._finished.wait(self._poll_seconds):
             if self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0:
                 self._record_abort()
@@ -119,12 +120,13 @@ class Watchdog:
             now = time.monotonic()
             # Waits for another stage are in no recorder.
             waited_seconds = self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
-            seen = self.step, waited_seconds, recorder_fingerprint()
-            if seen != self._last_progress:
-                self._last_progress = seen
+            progress = self.step, waited_seconds, recorder_fingerprint()
+            if progress != self._last_progress:
+                self._last_progress = progress
                 self._stalled_since = now
                 with self._write_lock:
-                    if not self._finished.is_set():  # the dump of a failure is kept
+                    # The dump of a failure is kept.
+                    if not self._finished.is_set():
                         self._discard_dump()
             elif now - self._stalled_since > self.deadline_seconds:
                 stop_requested = self.trainer is not None and self.trainer.stop_requested
@@ -132,19 +134,20 @@ class Watchdog:
                     self._stop_preceded_stall = stop_requested
                     with self._write_lock:
                         if not self._finished.is_set():
-                            self._dump(STALLED, _thread_stack(self._main_thread_id))
+                            self._dump_state(STALLED, _read_thread_stack(self._main_thread_id))
                 elif stop_requested and not self._stop_preceded_stall:
-                    os._exit(1)  # it hung before the stop request, and would hang until it is killed
+                    # It hung before the stop request, and would hang until it is killed.
+                    os._exit(1)
 
     def _record_abort(self) -> None:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
         with self._write_lock:
             error = "aborted (SIGABRT) by a library: see its last output"
-            self._dump(ABORTED, _thread_stack(self._main_thread_id), error)
+            self._dump_state(ABORTED, _read_thread_stack(self._main_thread_id), error)
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def _dump(self, reason: str, stack: traceback.StackSummary, error: str | None = None) -> None:
+    def _dump_state(self, reason: str, stack: traceback.StackSummary, error: str | None = None) -> None:
         """Write a dump without collectives, then with them, then with their calling lines."""
         dump: HangDump = {
             "format": FORMAT,
@@ -166,7 +169,8 @@ class Watchdog:
         if error is not None:
             dump["error"] = error
         self._last_dump = dump
-        self._write_dump(dump)  # with a hung driver, reading the recorder may block
+        # Write now, because reading the recorder may block if the driver hangs.
+        self._write_dump(dump)
         for with_lines in (False, True):
             dump["calls"] = recent_collectives(with_lines)
             self._write_dump(dump)
@@ -182,12 +186,12 @@ class Watchdog:
             dump_file(self.directory, self.rank).unlink(missing_ok=True)
 
 
-def _thread_stack(thread: int) -> traceback.StackSummary:
+def _read_thread_stack(thread: int) -> traceback.StackSummary:
     """Return the stack of a thread, outermost frame first."""
     frames = sys._current_frames()
     stack = traceback.extract_stack(frames.get(thread))
     # On a GPU backward passes run in a thread of PyTorch, which has no name in Python.
-    unnamed = set(frames) - {known.ident for known in threading.enumerate()}
+    unnamed = set(frames) - {python_thread.ident for python_thread in threading.enumerate()}
     if unnamed and stack and AUTOGRAD_FILE in stack[-1].filename:
         stack += traceback.extract_stack(frames[min(unnamed)])
     return stack

@@ -49,7 +49,7 @@ def _newton_schulz(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """One sharding of matrices between ranks: by rows (-2) or columns (-1), of which there are `total`."""
+    """Sharding of matrices over ranks along rows (-2) or columns (-1), of which a full matrix has `total`."""
 
     axis: int
     group: dist.ProcessGroup
@@ -69,14 +69,14 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        parts: Sequence[Tensor] = (),
+        global_matrices: Sequence[Tensor] = (),
     ) -> None:
         """Create the optimizer.
 
-        `parts` are the parameters as parts of full matrices, for parameters that are not DTensors of them."""
+        `global_matrices` are the parameters as DTensors of full matrices, where they are not DTensors themselves."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        pairs = zip(parameters, parts or parameters, strict=True)
-        self.matrix_layouts = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}
+        pairs = zip(parameters, global_matrices or parameters, strict=True)
+        self.matrix_layouts = {parameter: (matrix.shape, matrix_shardings(matrix)) for parameter, matrix in pairs}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -89,14 +89,14 @@ class Muon(torch.optim.Optimizer):
             for (shape, shardings), parameters in groups.items():
                 scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 updates = orthogonal_parts(
-                    [local_tensor(self._momentum(p, group["momentum"])) for p in parameters], shardings
+                    [local_tensor(self._update_momentum(p, group["momentum"])) for p in parameters], shardings
                 )
                 for parameter, update in zip(parameters, updates, strict=True):
                     local = local_tensor(parameter)
                     local.mul_(1 - group["lr"] * group["weight_decay"])
                     local.sub_(scale * update.to(local.device, local.dtype))
 
-    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+    def _update_momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Return the Nesterov momentum of the gradient."""
         state = self.state[parameter]
         if "momentum" not in state:
@@ -106,38 +106,39 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(state["momentum"], momentum)
 
 
-def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
-    """Return the shardings of a part of a matrix, the last one first."""
-    if not isinstance(part, DTensor):
+def matrix_shardings(matrix: Tensor) -> tuple[MatrixSharding, ...]:
+    """Return the shardings of a matrix over ranks, the last one first."""
+    if not isinstance(matrix, DTensor):
         return ()
     shardings = []
-    shape = list(part.shape)
-    for axis, placement in enumerate(part.placements):
+    shape = list(matrix.shape)
+    for axis, placement in enumerate(matrix.placements):
         if isinstance(placement, Shard):
-            group = part.device_mesh.get_group(axis)
-            shardings.append(MatrixSharding(placement.dim - part.ndim, group, shape[placement.dim]))
+            group = matrix.device_mesh.get_group(axis)
+            shardings.append(MatrixSharding(placement.dim - matrix.ndim, group, shape[placement.dim]))
             shape[placement.dim] = rows_per_rank(shape[placement.dim], group.size())[group.rank()]
-    return tuple(sharding for sharding in reversed(shardings) if sharding.axis >= -2)  # the others are between matrices
+    # Other axes distribute whole matrices of a stack, which needs no communication.
+    return tuple(sharding for sharding in reversed(shardings) if sharding.axis >= -2)
 
 
 def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]) -> list[Tensor]:
     """Return this rank's parts of the orthogonalized matrices, which all have one shape."""
     dtype = exchange_dtype(matrices[0])
-    stacked = torch.stack([part.to(dtype) for part in matrices])
+    stacked = torch.stack([matrix.to(dtype) for matrix in matrices])
     for sharding in shardings:
         stacked = to_group_device(stacked, sharding.group)
     return list(_orthogonalize_sharded(stacked.flatten(0, -3), shardings).view(stacked.shape))
 
 
-def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
+def _orthogonalize_sharded(shards: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
     """Orthogonalize matrices [M, rows, columns]; the order of rows or columns is irrelevant."""
-    if not shardings or not len(parts):
-        return orthogonalize(parts)
+    if not shardings or not len(shards):
+        return orthogonalize(shards)
     (sharding, *remaining) = shardings
     columns = shardings[0].axis == -1
-    gathered = gather_assigned(parts.mT if columns else parts, sharding.total, sharding.group)
+    gathered = gather_assigned(shards.mT if columns else shards, sharding.total, sharding.group)
     result = _orthogonalize_sharded(gathered.mT if columns else gathered, remaining)
-    local = scatter_back(result.mT if columns else result, len(parts), sharding.group)
+    local = scatter_back(result.mT if columns else result, len(shards), sharding.group)
     return local.mT.contiguous() if columns else local
 
 
@@ -155,8 +156,8 @@ def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tenso
     received = sent.new_empty(sum(sizes))
     sent_sizes = [len(range(owner, len(rows), ranks)) * rows[0].numel() for owner in range(ranks)]
     dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
-    parts = zip(received.split(sizes), rows_per_rank(total, ranks), strict=True)
-    return torch.cat([part.view(num_assigned, count, columns) for part, count in parts], dim=1)
+    shards = zip(received.split(sizes), rows_per_rank(total, ranks), strict=True)
+    return torch.cat([shard.view(num_assigned, count, columns) for shard, count in shards], dim=1)
 
 
 def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
@@ -165,14 +166,14 @@ def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> T
     rank = group.rank()
     (total, columns) = assigned.shape[1:]
     counts = rows_per_rank(total, ranks)
-    sent = torch.cat([part.flatten() for part in assigned.split(counts, dim=1)])
+    sent = torch.cat([shard.flatten() for shard in assigned.split(counts, dim=1)])
     owner_counts = [len(range(owner, matrices, ranks)) for owner in range(ranks)]
     sizes = [count * counts[rank] * columns for count in owner_counts]
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(received, sent, sizes, [len(assigned) * count * columns for count in counts], group=group)
     rows = assigned.new_empty(matrices, counts[rank], columns)
-    for owner, part in enumerate(received.split(sizes)):
-        rows[owner::ranks] = part.view(owner_counts[owner], counts[rank], columns)
+    for owner, owned in enumerate(received.split(sizes)):
+        rows[owner::ranks] = owned.view(owner_counts[owner], counts[rank], columns)
     return rows
 
 

@@ -65,46 +65,50 @@ class LearningRateRescaling:
 
     def factor_at(self, step: int) -> float:
         """Return the factor of `step` (from 0)."""
-        done = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
-        return self.before + (self.after - self.before) * done
+        progress = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
+        return self.before + (self.after - self.before) * progress
 
 
 def build_optimizers(
     spec: OptimizerSpec,
     parameters: dict[str, nn.Parameter],
-    part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    as_global: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of the parameters; empty without parameters. Matrices have weight decay, vectors do not.
+    """Return the optimizers of the parameters. Matrices have weight decay, vectors do not.
 
-    `part` returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`)."""
+    `as_global` returns a parameter as part of the tensor of the full model (`ModelParallelism.as_global_dtensor`)."""
     if not parameters:
         return []
     if spec.implementation is not None:
-        groups = _groups(spec, parameters)
+        groups = _build_parameter_groups(spec, parameters)
         return [call_component("optimizer.implementation", spec.implementation, groups, lr=spec.learning_rate)]
     if spec.name == "muon":
         matrices = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
-        others = {name: p for name, p in parameters.items() if name not in matrices}
+        remaining = {name: p for name, p in parameters.items() if name not in matrices}
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            parts = [part(name, p.detach()) for name, p in matrices.items()]
+            global_matrices = [as_global(name, p.detach()) for name, p in matrices.items()]
             lr = spec.muon_learning_rate
-            optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, parts))
-        if others:
-            optimizers.append(_adamw(spec, others))
+            optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, global_matrices))
+        if remaining:
+            optimizers.append(_build_adamw(spec, remaining))
         return optimizers
     if spec.name == "adamw":
-        return [_adamw(spec, parameters)]
+        return [_build_adamw(spec, parameters)]
     # DTensor has no rule for fused SGD.
-    return [torch.optim.SGD(_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, foreach=True)]
+    return [
+        torch.optim.SGD(
+            _build_parameter_groups(spec, parameters), lr=spec.learning_rate, momentum=spec.momentum, foreach=True
+        )
+    ]
 
 
-def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    groups = _groups(spec, parameters)
+def _build_adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = _build_parameter_groups(spec, parameters)
     return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
 
 
-def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
+def _build_parameter_groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
     groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters.values():
         # One call cannot step both full and sharded parameters.

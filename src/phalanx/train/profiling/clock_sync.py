@@ -42,7 +42,7 @@ def clock_domain() -> str:
 
 
 def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion: str = "start") -> ClockOffset:
-    """Return this rank's clock offset (a collective, at most once per occasion, whose name is equal on all ranks)."""
+    """Return this rank's clock offset. This is a collective, called at most once per `occasion`, equal on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ClockOffset()
     first_rank_in_domain = _first_ranks_by_clock(device)

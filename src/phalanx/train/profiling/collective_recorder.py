@@ -149,7 +149,7 @@ class CollectiveRecorder(TorchDispatchMode):
         the call is queued, and then runs callbacks under a stream that waits for NCCL's. A blocking collective returns
         no work and runs on the current stream. A send or a receive without work belongs to a batch, which is queued
         later."""
-        works = _works(out)
+        works = _find_work_handles(out)
         if works:
             works[0].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.record()))
         elif namespace == "c10d" and span.call.executed_as not in POINT_TO_POINT:
@@ -199,7 +199,7 @@ def ranks_of_group(name: str) -> tuple[int, ...]:
 
 def _total_bytes(operation: str, args: Sequence[Any]) -> int:
     sizes = [sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)) for argument in args]
-    # Outputs precede inputs, where there are both; the larger has the full size.
+    # Where an operation has outputs and inputs, outputs come first. The larger of the two has the full size.
     return sizes[1] if operation == "all_to_all" else max(sizes)
 
 
@@ -207,12 +207,12 @@ def _record_end(call: CollectiveCall, out: Any) -> None:
     def on_done(_: Any) -> None:
         call.end = time.perf_counter()
 
-    for work in _works(out):
+    for work in _find_work_handles(out):
         with suppress(RuntimeError):  # gloo has no future for a send or a recv
             work.get_future().add_done_callback(on_done)
 
 
-def _works(out: Any) -> list[dist.Work]:
+def _find_work_handles(out: Any) -> list[dist.Work]:
     """Return the work handles of an operation; a blocking call of NCCL returns none."""
     works = [dist.Work.unbox(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.ScriptObject)]
     return [work for work in works if work is not None]

@@ -38,18 +38,18 @@ class GpuSensors:
         self._readers = readers
         self._unsupported = unsupported
         self._due_at = 0.0
-        self._first = self._read()
+        self._first = self._read_sensors()
 
     def sample_if_due(self) -> GpuSample | None:
         """Return a sample, or None if the last one is recent or the GPU has no sensors."""
         started_at = time.perf_counter()
         if started_at < self._due_at:
             return None
-        sample = convert_reading(self._read(), self._first)
+        sample = convert_reading(self._read_sensors(), self._first)
         self._due_at = started_at + seconds_to_next_sample(time.perf_counter() - started_at)
         return sample or None
 
-    def _read(self) -> dict[str, int]:
+    def _read_sensors(self) -> dict[str, int]:
         reading = {}
         for name, read in self._readers.items():
             with suppress(self._unsupported):
@@ -71,13 +71,13 @@ def open_gpu_sensors(device: torch.device) -> GpuSensors | None:
         raise UserError(NOT_RECORDED, None, f"{error}", "pip install --upgrade nvidia-ml-py") from None
     try:
         handle = torch.cuda._get_pynvml_handler(device)  # by CUDA_VISIBLE_DEVICES
-        return GpuSensors(_nvml_readers(handle), pynvml.NVMLError)
+        return GpuSensors(_build_nvml_readers(handle), pynvml.NVMLError)
     except (pynvml.NVMLError, RuntimeError, AttributeError, ImportError) as error:
         fix = "install NVIDIA's driver with libnvidia-ml.so.1, and pip install --upgrade nvidia-ml-py"
         raise UserError(NOT_RECORDED, None, f"NVML failed: {error}", fix) from None
 
 
-def _nvml_readers(handle: object) -> Readers:
+def _build_nvml_readers(handle: object) -> Readers:
     import pynvml as nvml
 
     def read_utilization() -> int:

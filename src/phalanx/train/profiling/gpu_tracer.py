@@ -25,7 +25,7 @@ def trace_gpu_step(
 ) -> tuple[StepResult, GpuProfile | None]:
     """Run a step under torch.profiler (a collective); return its result and the figures of its trace."""
     with profile(activities=ACTIVITIES) as profiler:
-        # Until all ranks have started their profilers, which would else count as communication.
+        # Wait until all ranks have started their profilers. Otherwise this wait would count as communication.
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
@@ -41,6 +41,7 @@ def read_step_profile(file: Path) -> GpuProfile | None:
     """Return the figures of a trace, or None if it has no events of the GPU or is not valid JSON."""
     try:
         trace = read_gpu_trace(file)
-    except ValueError:  # no reason to end a run
+    except ValueError:
+        # A trace that cannot be read is no reason to end a run.
         return None
     return profile_gpu_step(trace.events, trace.annotations[STEP_ANNOTATION])

@@ -24,25 +24,25 @@ COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 
 @dataclass(kw_only=True)
 class MemoryChange:
-    """How the bytes by part change while some code runs, relative to those before it."""
+    """Change of the bytes of each part while some code runs."""
 
     peaks: Counter[str] = field(default_factory=Counter)
-    """Maximum of each part."""
+    """Peak of each part, relative to its bytes at the start."""
     peak_working: int = 0
     peak_total: int = 0
     net: Counter[str] = field(default_factory=Counter)
     """Change of each part from start to end."""
     moves: list[tuple[int, Counter[str]]] = field(default_factory=list)
-    """The share of `net` that is from tensors which came to count for another part: their number
-    (`MemoryMeter.numbers`), and their bytes, negative for the part before."""
+    """The share of `net` that comes from tensors which moved to another part. Each entry has the number of the tensor's
+    storage (`MemoryMeter.numbers`), and the bytes by part, negative for the part that it left."""
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counter of the bytes of all tensors that are created inside or known before, until they are freed.
+    """Counts the bytes of all tensors that exist before it or are created inside it, until they are freed.
 
     Each storage counts once. The meter slows every operation, so it is for one or two steps. A tensor counts for the
-    part that `known` names, else as communication after a collective, else as activations. The latter thus include
-    temporary tensors of forward and backward passes."""
+    part that `known` names. Any other tensor counts as communication if a collective created it, and otherwise as
+    activations, which therefore include temporary tensors of the passes."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class MemoryMeter(TorchDispatchMode):
     ) -> None:
         """Create the meter of the tensors by part that `known` returns.
 
-        PyTorch operations do not show that `elastic` communication buffers are resized, such as FSDP2's gathered
-        parameters, those of a group one after the other. The bytes by part are appended to `history` after each change,
-        with the time by time.perf_counter(). Parts of `other_memory` are not in this device's memory.
+        `elastic` are groups of communication buffers, such as FSDP2's gathered parameters, which are resized one after
+        the other without an operation that the meter could see. The bytes by part are appended to `history` after each
+        change, with the time by time.perf_counter(). Parts of `other_memory` are not in this device's memory.
         `known_after_collectives` returns those of `known` that a collective may create; by default all."""
         super().__init__()
         self.history = history
@@ -64,7 +64,8 @@ class MemoryMeter(TorchDispatchMode):
         self.known = known
         self.known_after_collectives = known_after_collectives or known
         self._elastic = [[tensor.untyped_storage() for tensor in group] for group in elastic if group]
-        # FSDP2 computes between the first and the last, if it copies shards of another dimension than rows.
+        # FSDP2 computes between the first and the last buffer of a group, if it copies shards of another dimension than
+        # rows.
         self._elastic_ends = [storage for group in self._elastic for storage in (group[0], group[-1])]
         self._elastic_keys = {storage._cdata for group in self._elastic for storage in group}
         self.part_by_storage: dict[int, str] = {}
@@ -85,7 +86,7 @@ class MemoryMeter(TorchDispatchMode):
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
         self._elastic_end_bytes: list[int] | None = None
-        """Bytes of the first and last buffer of each group, when all were last counted."""
+        """Bytes of the first and the last buffer of each elastic group when all of them were last counted."""
         self._changes: list[MemoryChange] = []
         """Changes that are being recorded, one inside the other."""
         self.reclassify()
@@ -95,34 +96,34 @@ class MemoryMeter(TorchDispatchMode):
         communicates = func.namespace in COMMUNICATION
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                self._track(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
+                self._track_storage(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
         self.reclassify_after_collective() if communicates else self._update_peaks()
         return out
 
     def reclassify(self) -> None:
         """Update the part of each known tensor."""
         self._known.clear()  # a tensor's storage may have been replaced
-        self._classify(self.known())
+        self._classify_tensors(self.known())
 
     def reclassify_after_collective(self) -> None:
         """Update the part of each new tensor that a collective may create: its result may be a gradient."""
-        self._classify(self.known_after_collectives())
+        self._classify_tensors(self.known_after_collectives())
 
-    def _classify(self, tensors_by_part: Mapping[str, Iterable[Tensor]]) -> None:
+    def _classify_tensors(self, tensors_by_part: Mapping[str, Iterable[Tensor]]) -> None:
         for part, tensors in tensors_by_part.items():
-            known = self._known[part]
+            known_of_part = self._known[part]
             for tensor in tensors:
-                before = known.get(id(tensor))
+                before = known_of_part.get(id(tensor))
                 if before is None or before() is not tensor:
-                    known[id(tensor)] = weakref.ref(tensor)
-                    self._track(_local(tensor), part, moves=True)
+                    known_of_part[id(tensor)] = weakref.ref(tensor)
+                    self._track_storage(_local_shard(tensor), part, moves=True)
         self._update_peaks()
 
     def move(self, tensor: Tensor, part: str) -> None:
         """Count a tensor for a part from now on."""
-        self._track(tensor, part, moves=True)
+        self._track_storage(tensor, part, moves=True)
 
-    def _track(self, tensor: Tensor, part: str, moves: bool) -> None:
+    def _track_storage(self, tensor: Tensor, part: str, moves: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         previous_part = self.part_by_storage.get(key)
@@ -137,7 +138,9 @@ class MemoryMeter(TorchDispatchMode):
             self.numbers[key] = self.num_created
             self.num_created += 1
             # No reference to this meter, which would keep it alive as long as the storage.
-            weakref.finalize(storage, _release, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key)
+            weakref.finalize(
+                storage, _release_storage, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key
+            )
             weakref.finalize(storage, self.numbers.pop, key)
         elif moves and (previous_part == "activations" or part != "communication"):
             self.part_by_storage[key] = part
@@ -149,7 +152,8 @@ class MemoryMeter(TorchDispatchMode):
 
     def _update_peaks(self) -> None:
         end_bytes = [*map(torch.UntypedStorage.nbytes, self._elastic_ends)]
-        if end_bytes != self._elastic_end_bytes:  # after each operation, so only the ends of each group are read
+        # This runs after each operation, so only the ends of each group are read.
+        if end_bytes != self._elastic_end_bytes:
             self._elastic_end_bytes = end_bytes
             size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
             self.bytes_by_part["communication"] += size_bytes - self._elastic_bytes
@@ -185,18 +189,19 @@ class MemoryMeter(TorchDispatchMode):
         try:
             yield change
         finally:
-            del self._changes[num_outer:]  # with those inside that an error left
+            # Also remove inner changes that an error has left unfinished.
+            del self._changes[num_outer:]
             self._update_peaks()
-            change.peaks = _difference(self.peaks, start[0])
+            change.peaks = _subtract_counts(self.peaks, start[0])
             change.peak_working = self.peak_working - start[1]
             change.peak_total = self.peak_total - start[2]
-            change.net = _difference(self.bytes_by_part, start[0])
+            change.net = _subtract_counts(self.bytes_by_part, start[0])
             self.peaks |= before[0]
             self.peak_working = max(self.peak_working, before[1])
             self.peak_total = max(self.peak_total, before[2])
 
     def repeat_change(self, change: MemoryChange) -> None:
-        """Count a recorded change again, without its tensors."""
+        """Count a recorded change once more, as if its code had run again."""
         self._update_peaks()
         for part, added in change.peaks.items():
             self.peaks[part] = max(self.peaks[part], self.bytes_by_part[part] + added)
@@ -211,7 +216,7 @@ class MemoryMeter(TorchDispatchMode):
 
         def on_gradient(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._track(_local(parameter.grad), "gradients", moves=True)
+                self._track_storage(_local_shard(parameter.grad), "gradients", moves=True)
 
         trained = (parameter for parameter in parameters if parameter.requires_grad)
         hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in trained]
@@ -222,15 +227,17 @@ class MemoryMeter(TorchDispatchMode):
                 hook.remove()
 
 
-def _difference(after: Counter[str], before: Counter[str]) -> Counter[str]:
-    """Return the differences, of either sign (those of Counter's minus are positive)."""
+def _subtract_counts(after: Counter[str], before: Counter[str]) -> Counter[str]:
+    """Return the differences of either sign, whereas Counter's minus drops negative ones."""
     return Counter({part: after[part] - before[part] for part in after.keys() | before.keys()})
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_shard(tensor: Tensor) -> Tensor:
     # Not to_local(), which autograd records, at a hundred times the cost.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _release(part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int) -> None:
+def _release_storage(
+    part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int
+) -> None:
     bytes_by_part[part_by_key.pop(key)] -= bytes_by_key.pop(key)

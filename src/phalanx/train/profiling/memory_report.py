@@ -47,9 +47,9 @@ def format_rows(rows: list[Comparison]) -> str:
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
-        kind = "got" if row.quantity == "recv" else "sent"
+        verb = "got" if row.quantity == "recv" else "sent"
         if row.quantity in (*PARTS, *WORKING, TOTAL):
-            kind = "held"
-        label = f"{row.role:8} {kind:4} {row.quantity:14}"
+            verb = "held"
+        label = f"{row.role:8} {verb:4} {row.quantity:14}"
         lines.append(f"{label} {row.predicted:>14,} {row.measured:>14,}  {ratio}")
     return "\n".join([*lines, NOTE])

@@ -27,14 +27,14 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 102
 
     A slow device uses an n less than `size`."""
     side = min(FIRST_SIZE, size)
-    seconds = _best_seconds(device, dtype, side, rounds)
+    seconds = _measure_best_seconds(device, dtype, side, rounds)
     while seconds < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
-        seconds = _best_seconds(device, dtype, side, rounds=rounds)
+        seconds = _measure_best_seconds(device, dtype, side, rounds=rounds)
     return 2 * side**3 / seconds
 
 
-def _best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
+def _measure_best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(rounds):
@@ -81,12 +81,14 @@ def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
     on_cpu = device.type == "cpu"
     cluster = run.cluster
     if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
-        return cluster.peak_flops / cluster.ranks_per_core  # measured on this machine by `phalanx calibrate`
+        # `phalanx calibrate` has measured it on this machine.
+        return cluster.peak_flops / cluster.ranks_per_core
     if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):
         return cluster.peak_flops
     if on_cpu:
         return measure_peak_flops(device, TORCH_DTYPES[run.training.precision])
     name_parts = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
     presets = [name for name in preset_names("machines") if name.upper() in name_parts]
-    slower_variants = {"PCIE", "NVL"} & set(name_parts)  # the presets are the SXM cards
+    # The presets describe the SXM cards, and other variants are slower.
+    slower_variants = {"PCIE", "NVL"} & set(name_parts)
     return load_machine(presets[0]).peak_flops if presets and bf16 and not slower_variants else None

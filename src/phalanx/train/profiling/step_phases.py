@@ -23,7 +23,8 @@ class StepPhaseTimer:
         self.strategy = strategy
         self.clock = strategy.clock
         for timer in (strategy.comm_wait, *strategy.model_parallel.wait_timers.values()):
-            timer.pop_seconds()  # discards the waits of an evaluation
+            # Discard the waits of an evaluation.
+            timer.pop_seconds()
         if strategy.model_parallel.pop_expert_rows is not None:
             strategy.model_parallel.pop_expert_rows()
         self.phase_names: list[str] = []
@@ -41,7 +42,7 @@ class StepPhaseTimer:
         self.comm_wait_seconds[name] = self.strategy.comm_wait.pop_seconds()
 
     def finish(self) -> None:
-        """Keep what the next step replaces: the timeline of passes, and on a CPU the waiting times."""
+        """Keep the values that the next step replaces: the timeline of passes, and on a CPU the waiting times."""
         self.timeline = self.strategy.timeline
         if self.clock.device.type == "cpu":  # on a GPU the host does not wait
             timers = dict(self.strategy.model_parallel.wait_timers)
@@ -52,7 +53,7 @@ class StepPhaseTimer:
 
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
         """Return the record of the finished step; waits until a GPU has run it, and rarely for later steps."""
-        # In one call: each call waits for the GPU.
+        # All timestamps are resolved in one call, because each call waits for the GPU.
         all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(self.timeline)])
         times = all_times[: len(self.timestamps)]
         pass_times = all_times[len(self.timestamps) :]

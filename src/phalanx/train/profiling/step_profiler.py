@@ -42,7 +42,8 @@ def first_steady_step(run: RunSpec) -> int:
     """Return the first step after a start whose memory and traffic equal those of all later steps."""
     if run.layout.gradient_compression == "powersgd":
         return POWERSGD_FROM_STEP + 2
-    return MEASURED_STEP + run.layout.ddp_static_graph  # with a static graph DDP rebuilds its buckets a step later
+    # With a static graph, DDP rebuilds its buckets a step later.
+    return MEASURED_STEP + run.layout.ddp_static_graph
 
 
 class StepProfiler:
@@ -73,7 +74,8 @@ class StepProfiler:
         trainer.profiles_next_step = step_number + 1 in self.window
         if step_number not in self.window:
             return trainer.launch_step(batches)
-        if step_number == self.window[0]:  # clocks drift apart, so the offset of the run's start is outdated
+        # Clocks drift apart, so the offset measured at the start of the run is outdated.
+        if step_number == self.window[0]:
             timeout_seconds = trainer.run.training.collective_timeout_seconds
             self.clock_offset = measure_clock_offset(trainer.device, timeout_seconds, f"step {step_number}")
         tokens = trainer.experts.current.clone()
@@ -83,7 +85,7 @@ class StepProfiler:
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
         elif step_number == self.traced_step:
             file = gpu_trace_file(trainer.directory, trainer.mesh.rank, step_number)
-            with _recorded_waits(trainer.strategy) as waits:
+            with _record_waits(trainer.strategy) as waits:
                 record, gpu = trace_gpu_step(step, file, trainer.device)
             profile = StepProfile(waits=waits, gpu=gpu)
         else:
@@ -108,7 +110,7 @@ class StepProfile:
     resident_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes by part between the backward pass and the update."""
     peak: dict[str, int] = field(default_factory=dict)
-    """Peak bytes of each part, and of all together."""
+    """Peak bytes of each part, and of all parts together."""
     flops: int = 0
     """FLOPs of forward and backward passes."""
     memory_history: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
@@ -186,15 +188,16 @@ def profile_step(
         memory.reclassify()
         profile.resident_bytes.update(memory.bytes_by_part)
 
-    strategy.wait_for_weights()  # the gathers of one update belong to the step
+    # Finish the gathers of the previous update, so that the step contains those of one update.
+    strategy.wait_for_weights()
     learner.after_passes.append(record_flops)
     learner.after_reduction.append(record_resident_memory)
     try:
         gradients = memory.tracking_gradients(learner.module.parameters())
         with (
             gradients,
-            _recorded_waits(strategy) as profile.waits,
-            _without_compiled_code(learner),
+            _record_waits(strategy) as profile.waits,
+            _disable_compiled_code(learner),
             memory,
             recorders.collectives,
             recorders.flops,
@@ -211,11 +214,11 @@ def profile_step(
 
 
 @contextmanager
-def _without_compiled_code(learner: Learner) -> Iterator[None]:
+def _disable_compiled_code(learner: Learner) -> Iterator[None]:
     """Run compiled blocks eagerly.
 
-    A recorder of operations sees none of compiled code, and after a call of a block under a recorder, PyTorch would
-    never again use the block's compiled code."""
+    A recorder of operations sees nothing of compiled code. And once a block was called under a recorder, PyTorch would
+    never use the block's compiled code again."""
     if not learner.compiles:  # the import below takes seconds
         yield
         return
@@ -227,7 +230,7 @@ def time_step(learner: Learner, step: Callable[[], StepResult]) -> tuple[StepRes
     """Run a step without compiled code, and return its result and the times of its waits and collectives."""
     strategy = learner.strategy
     recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
-    with _recorded_waits(strategy) as waits, _without_compiled_code(learner), recorder:
+    with _record_waits(strategy) as waits, _disable_compiled_code(learner), recorder:
         result = step()
     recorder.resolve_device_times()
     return result, StepProfile(waits=waits, calls=recorder.calls)
@@ -255,7 +258,7 @@ def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> lis
 
 
 @contextmanager
-def _recorded_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
+def _record_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
     timers = {COMMUNICATION: strategy.comm_wait, **strategy.model_parallel.wait_timers}
     if strategy.pipeline_wait is not None:
         timers[PIPELINE] = strategy.pipeline_wait
