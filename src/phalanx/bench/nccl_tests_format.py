@@ -93,8 +93,8 @@ def _format_header(config: dict[str, Any]) -> list[str]:
 
 def _format_row(result: dict[str, Any]) -> str:
     size = f"{result['size']:12d}  {result['count']:12d}"
-    kind = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
-    return size + kind + "".join(_format_timing(result[mode]) for mode in BUFFER_MODES)
+    type_and_operation = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
+    return size + type_and_operation + "".join(_format_timing(result[mode]) for mode in BUFFER_MODES)
 
 
 def _format_timing(timing: dict[str, Any]) -> str:
@@ -180,15 +180,17 @@ def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
             "bus_bw": bus / GB,
             "nwrong": None if num_wrong is None else float(num_wrong),
         }
-        result[f"{mode}_per_iter"] = _statistics(np.array(case_result.seconds_per_iteration[mode]) * US_PER_SECOND)
+        result[f"{mode}_per_iter"] = _summarize_iterations(
+            np.array(case_result.seconds_per_iteration[mode]) * US_PER_SECOND
+        )
     return result | {"actual_iterations": iterations, "experiment_name": case.kind.name}
 
 
-def _statistics(us: Any) -> dict[str, Any]:
+def _summarize_iterations(us: Any) -> dict[str, Any]:
     """Return statistics of the iteration times in microseconds."""
     ordered = np.sort(us)
     count = len(us)
-    p95, p99 = (float(ordered[-(-count * part // 100) - 1]) for part in (95, 99))
+    p95, p99 = (float(ordered[-(-count * percent // 100) - 1]) for percent in (95, 99))
     return {
         "min_us": float(ordered[0]),
         "max_us": float(ordered[-1]),

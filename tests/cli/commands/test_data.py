@@ -100,7 +100,7 @@ def test_data_progress_prints_periodic_lines_without_terminal(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = []
-    print_counts = command._periodic_lines(shown.append)
+    print_counts = command._print_periodically(shown.append)
     for second, count in ((1, 5), (10, 1000), (11, 2000), (19, 3000), (20, 4000)):
         now[0] = second
         print_counts(TokenizationCounts(count, 10 * count, 0))

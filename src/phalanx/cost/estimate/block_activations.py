@@ -25,7 +25,7 @@ LEAN_WIDE_BYTES = 8.0
 LEAN_GATED_BYTES = 4.0
 """Bytes per element of a gated MLP's inner width in Phalanx, which saves the inputs of the activation: gate and up."""
 LEAN_PLAIN_BYTES = 2.0
-"""The same of an MLP without gate."""
+"""Bytes per element of the inner width of an MLP without gate in Phalanx."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _uses_pipeline_engine(jobs: JobTable) -> NDArray[np.bool_]:
 
 
 def _buffer_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
-    """Return the bytes of temporary tensors, libraries, and DeepSpeed's buckets."""
+    """Return the bytes of temporary tensors, of libraries, and of DeepSpeed's reduce and gather buckets."""
     working_bytes = 4 * jobs.compute_dtype_bytes * constants.working * jobs.tokens * jobs.width
     has_buckets = _uses_pipeline_engine(jobs) & (jobs.zero_stage > 0)
     bucket_bytes = np.where(has_buckets, 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET_ELEMENTS, 0.0)
@@ -140,11 +140,11 @@ def peak_in_flight_by_stage(jobs: JobTable) -> Column:
     p = jobs.pp
     m = jobs.micro_batches
     v = np.maximum(jobs.virtual_stages, 1)
-    one = np.ones_like(p)
+    ones = np.ones_like(p)
 
     def in_flight(interleaved: Column, one_f_one_b: Column) -> Column:
         by_schedule: dict[Choice, Column] = {
-            "none": one,
+            "none": ones,
             "interleaved": interleaved,
             "zb-h1": p,
             "zb-h2": 2 * p - 1,
@@ -157,7 +157,7 @@ def peak_in_flight_by_stage(jobs: JobTable) -> Column:
         [
             in_flight(p + (p - 1) / v, p),
             in_flight(p + (p - 3) / v, np.maximum(p - 1, 1)),
-            in_flight((p * (v - 1) + 1) / v, one),
+            in_flight((p * (v - 1) + 1) / v, ones),
         ]
     )
 
@@ -191,10 +191,10 @@ def _state_bytes(constants: MemoryConstants, jobs: JobTable, blocks: Column) -> 
 
 
 def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
-    """Return the bytes of the logits.
+    """Return the bytes of the logits and of the loss's copies of them.
 
-    Most of them are the loss's own, which is in fp32 if products are in 16 bits. Phalanx has the logits alone, or those
-    of a chunk and the gradient of the head's matrix.
+    The loss computes in fp32 if products are in 16 bits, so most bytes are its copies. Phalanx keeps only the logits
+    themselves, or those of one chunk and the gradient of the head's matrix.
     """
     is_fused = (jobs.hardware_generation > 0) & jobs.is_fused
     bytes_in_fp32 = np.where(is_fused, constants.logit_fused_bytes, constants.logit_bytes)

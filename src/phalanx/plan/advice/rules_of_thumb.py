@@ -118,7 +118,8 @@ class RuleOfThumb:
     def requirements_text(self) -> str:
         """Requirements of the rule as text."""
         texts = {
-            field: need if isinstance(need, str) else " or ".join(need) for field, need in self.requirements.items()
+            field: requirement if isinstance(requirement, str) else " or ".join(requirement)
+            for field, requirement in self.requirements.items()
         }
         return ", ".join(f"{field} {text}" for field, text in texts.items())
 

@@ -37,7 +37,7 @@ def passes(facts: Facts) -> Figure | None:
         layout["annotations"].append({"text": title, **position, "showarrow": False})
         domain = [max(0.0, top - len(rows[title]) / num_rows), top]
         layout[f"yaxis{axis}"] = make_axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
-        data += _pass_traces(spans, f"y{axis}")
+        data += _build_pass_traces(spans, f"y{axis}")
         top = domain[0]
     seconds = make_axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
     return make_figure(
@@ -52,7 +52,7 @@ def passes(facts: Facts) -> Figure | None:
     )
 
 
-def _pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
+def _build_pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
     """Yield a trace for each kind of pass."""
     first_stage: dict[int, int] = {}
     for rank, _, stage, *_ in spans:
