@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.api.training import _launcher_environment, _follow_output, train_run
+from phalanx.api.training import _follow_output, _launcher_environment, train_run
 from phalanx.spec.errors import UserError, UserErrorGroup, error_from_record
 from phalanx.spec.files.load import run_from_table
 

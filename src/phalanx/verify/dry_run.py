@@ -177,7 +177,7 @@ def run_step(
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
 
-    Without `recorders`, the step is not recorded. Without `repeated`, all blocks and micro-batches run, also equal ones.
+    Without `recorders`, the step is not recorded. Without `repeated`, equal blocks and micro-batches all run.
     """
     micros = list(islice(_make_micro_batches(learner), max_micro_batches)) if learner.strategy.runs_model else []
     if repeated is None:

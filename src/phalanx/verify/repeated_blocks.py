@@ -78,7 +78,7 @@ class _PassPart:
     released: Sequence[str] = ()
     """Names of the tensors outside the block that this part reads last."""
     moved_to: Mapping[str, str] = field(default_factory=dict)
-    """New part of the memory by name of a tensor outside the block, such as communication for a collective's operand."""
+    """New memory parts by name of tensors outside the block, such as communication for a collective's operand."""
     moves_others: bool = False
     """True if a collective in the block made gradients of parameters count as gradients."""
     buffers: Sequence[int] = ()
