@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.goodput import watching
+from benchmarks.goodput import record_steps
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
 from phalanx.runs.checkpoints import checkpoints, step_of
@@ -40,7 +40,7 @@ SEQUENCES = 16
 EVERY, TIMEOUT_SECONDS, LAST_CALL_SECONDS, BAD_STEPS = 20, 5, 3, 3
 
 
-def described(out: Path, cache: Path) -> RunSpec:
+def make_run(out: Path, cache: Path) -> RunSpec:
     """Return a run without an end."""
     return run_from_table(
         {
@@ -66,22 +66,22 @@ def described(out: Path, cache: Path) -> RunSpec:
 
 
 @dataclass
-class Broken:
+class FaultResult:
     """Fault and its consequences. Seconds count from the fault; None if ranks did not stop."""
 
     fault: str
     detect_seconds: float | None
     resume_seconds: float | None
     steps_lost: int
-    goes_on: str
-    differs: float = field(default=float("nan"))
+    continues_with: str
+    loss_difference: float = field(default=float("nan"))
     """Largest relative difference of a loss from that of one process that never fails."""
     same_bits: bool | None = None
     """True if all losses equal those of a run that never fails; None if the number of ranks changed."""
 
 
-class Running:
-    """Running run: its launchers and its observed progress."""
+class RunUnderTest:
+    """Run that a benchmark breaks: its launchers and its observed progress."""
 
     def __init__(self, file: Path, directory: Path) -> None:
         self.file, self.directory = file, directory
@@ -94,44 +94,52 @@ class Running:
         with (self.file.parent / f"{name}.log").open("a") as log:
             self.launchers[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
-    def began(self) -> list[Any]:
+    def starts(self) -> list[Any]:
         return [event for event in read_events(self.directory) if event["kind"] == "started"]
 
-    def trains(self, begun: int, ranks: int, steps: int = 1) -> float:
+    def wait_for_steps(self, num_starts: int, ranks: int, steps: int = 1) -> float:
         """Wait until a new start with `ranks` ranks has finished `steps` steps; return the time of its first step."""
-        wait_until(lambda: len(self.began()) > begun and self.began()[-1]["ranks"] == ranks, f"{ranks} ranks")
-        at, after = self.began()[-1]["time"], self.began()[-1]["step"]
-        wait_until(lambda: any(when > at and step >= after + steps for when, step in self.seen), "steps")
-        return next(when for when, step in self.seen if when > at and step > after)
+        wait_until(lambda: len(self.starts()) > num_starts and self.starts()[-1]["ranks"] == ranks, f"{ranks} ranks")
+        start, start_step = self.starts()[-1]["time"], self.starts()[-1]["step"]
+        wait_until(
+            lambda: any(observed_at > start and step >= start_step + steps for observed_at, step in self.seen), "steps"
+        )
+        return next(observed_at for observed_at, step in self.seen if observed_at > start and step > start_step)
 
-    def broken(
-        self, fault: str, strike: Callable[[], object], ranks: int = 2, again: Callable[[], object] | None = None
-    ) -> Broken:
+    def measure_fault(
+        self, fault: str, strike: Callable[[], object], ranks: int = 2, react: Callable[[], object] | None = None
+    ) -> FaultResult:
         """Strike after a checkpoint, and measure how the run continues with `ranks` ranks.
 
-        `again` is the reaction of a user or a scheduler.
+        `react` is the reaction of a user or a scheduler.
         """
-        self.between_saves()
-        begun, before = len(self.began()), set(rank_pids(self.directory).values())
-        at = time.time()
+        self.wait_between_saves()
+        num_starts, pids = len(self.starts()), set(rank_pids(self.directory).values())
+        fault_time = time.time()
         strike()
-        wait_until(lambda: not any(map(_lives, before)), f"{fault}: end of the ranks")
+        wait_until(lambda: not any(map(_is_alive, pids)), f"{fault}: end of the ranks")
         detected = time.time()
-        if again is not None:
-            again()
-        resumed = self.trains(begun, ranks)
-        event = self.began()[-1]
-        since, until_then = (float(self.began()[number]["time"]) for number in (begun - 1, begun))
-        done = max(step for when, step in self.seen if since < when < until_then)
-        return Broken(fault, detected - at, resumed - at, done - event["step"], f"{ranks} rank{'s' * (ranks > 1)}")
+        if react is not None:
+            react()
+        resumed = self.wait_for_steps(num_starts, ranks)
+        event = self.starts()[-1]
+        start, end = (float(self.starts()[number]["time"]) for number in (num_starts - 1, num_starts))
+        done = max(step for observed_at, step in self.seen if start < observed_at < end)
+        return FaultResult(
+            fault, detected - fault_time, resumed - fault_time, done - event["step"], f"{ranks} rank{'s' * (ranks > 1)}"
+        )
 
-    def between_saves(self) -> None:
+    def wait_between_saves(self) -> None:
         """Wait until this start has saved later steps than earlier starts, and is halfway to a checkpoint."""
-        begun, folder = self.began()[-1]["time"], self.directory / "checkpoints"
-        before = max((step for when, step in self.seen if when < begun), default=0)
-        wait_until(lambda: any(step_of(each) > before for each in checkpoints(folder)), "a checkpoint")
-        first, half = self.seen[-1][1], range(EVERY // 2 - 2, EVERY // 2 + 3)
-        wait_until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "halfway to the next")
+        start, folder = self.starts()[-1]["time"], self.directory / "checkpoints"
+        step_before_start = max((step for observed_at, step in self.seen if observed_at < start), default=0)
+        wait_until(
+            lambda: any(step_of(checkpoint) > step_before_start for checkpoint in checkpoints(folder)), "a checkpoint"
+        )
+        step_at_save, middle_steps = self.seen[-1][1], range(EVERY // 2 - 2, EVERY // 2 + 3)
+        wait_until(
+            lambda: self.seen[-1][1] > step_at_save and self.seen[-1][1] % EVERY in middle_steps, "halfway to the next"
+        )
 
     def end(self) -> None:
         """Stop the launchers."""
@@ -143,7 +151,7 @@ class Running:
         )
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Return whether a process runs; False for a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -151,57 +159,57 @@ def _lives(pid: int) -> bool:
 
 
 @contextmanager
-def running(folder: Path, out: Path | None = None, cache: Path | None = None) -> Iterator[Running]:
+def breakable_run(folder: Path, out: Path | None = None, cache: Path | None = None) -> Iterator[RunUnderTest]:
     """Yield a run to start and to break, whose directory is created in `out`; kill its processes at the end."""
     folder.mkdir()
     file = folder / "run.toml"
-    run = described(out or folder, cache or folder.parent / "cache")
+    run = make_run(out or folder, cache or folder.parent / "cache")
     file.write_text(to_toml(run))
     prepare(run.data)
-    found = Running(file, Path(run.output_dir) / run.name)
+    run_under_test = RunUnderTest(file, Path(run.output_dir) / run.name)
     try:
-        with watching(found.directory / METRICS_FILE, found.seen):
-            yield found
+        with record_steps(run_under_test.directory / METRICS_FILE, run_under_test.seen):
+            yield run_under_test
     except AssertionError:
         for log in folder.glob("*.log"):
             print(log.name, log.read_text(), sep="\n", file=sys.stderr)
         raise
     finally:
-        for launcher in found.launchers.values():
+        for launcher in run_under_test.launchers.values():
             launcher.kill()
             launcher.wait()
-        wait_until(lambda: not rank_pids(found.directory), "end of all ranks")
+        wait_until(lambda: not rank_pids(run_under_test.directory), "end of all ranks")
 
 
-def trained(run: Running) -> list[float]:
+def read_losses(run: RunUnderTest) -> list[float]:
     """Return the loss of each step."""
     return [record["loss"] for record in read_metrics(run.directory) if "loss" in record]
 
 
-def same_bits(run: Running, command: Callable[[Running], Sequence[str]]) -> bool:
+def has_same_bits(run: RunUnderTest, command: Callable[[RunUnderTest], Sequence[str]]) -> bool:
     """Return whether losses equal, bit by bit, those of a run that starts with `command` and never fails."""
-    learned = trained(run)
-    with running(run.file.parent / "unbroken", cache=run.file.parents[1] / "cache") as other:
-        other.start("unbroken", command(other))
-        wait_until(lambda: bool(other.seen) and other.seen[-1][1] >= len(learned), "the same number of steps")
-        other.end()
-        assert len(other.began()) == 1, "the reference run failed"
-        return trained(other)[: len(learned)] == learned
+    losses = read_losses(run)
+    with breakable_run(run.file.parent / "unbroken", cache=run.file.parents[1] / "cache") as reference:
+        reference.start("unbroken", command(reference))
+        wait_until(lambda: bool(reference.seen) and reference.seen[-1][1] >= len(losses), "the same number of steps")
+        reference.end()
+        assert len(reference.starts()) == 1, "the reference run failed"
+        return read_losses(reference)[: len(losses)] == losses
 
 
-def differs(run: Running) -> float:
+def max_loss_difference(run: RunUnderTest) -> float:
     """Return the largest relative difference of a loss from one process that never fails and skips the same text."""
-    learned = trained(run)
-    described = load_run(run.file)
-    one = Trainer(
-        described, open_training_data(described, prepare(described.data)), run.file.parent / "one", torch.device("cpu")
+    recorded = read_losses(run)
+    run_spec = load_run(run.file)
+    trainer = Trainer(
+        run_spec, open_training_data(run_spec, prepare(run_spec.data)), run.file.parent / "one", torch.device("cpu")
     )
-    back = {event["to"]: event["after"] for event in read_events(run.directory) if event["kind"] == ROLLED_BACK}
+    rollbacks = {event["to"]: event["after"] for event in read_events(run.directory) if event["kind"] == ROLLED_BACK}
     losses: list[float] = []
-    for end in (*back, len(learned)):
-        batches = prefetch(one.loader, one.step, end)
-        losses += [one.train_step(batches)["loss"] for _ in range(one.step, end)]
+    for end in (*rollbacks, len(recorded)):
+        batches = prefetch(trainer.loader, trainer.step, end)
+        losses += [trainer.train_step(batches)["loss"] for _ in range(trainer.step, end)]
         batches.close()
-        if end in back:
-            one.loader.skip_steps(back[end] - end)
-    return max(abs(a - b) / b for a, b in zip(learned, losses, strict=True))
+        if end in rollbacks:
+            trainer.loader.skip_steps(rollbacks[end] - end)
+    return max(abs(a - b) / b for a, b in zip(recorded, losses, strict=True))

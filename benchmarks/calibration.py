@@ -88,7 +88,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Short:
+class ShortRun:
     """Short run to train: model, number of processes, layout."""
 
     model: str
@@ -103,8 +103,8 @@ class Short:
         return f"{self.model}, {self.ranks} processes: {self.layout}"
 
 
-def _all(model: str, ranks: int, *layouts: str) -> list[Short]:
-    return [Short(model, ranks, layout) for layout in layouts]
+def _all(model: str, ranks: int, *layouts: str) -> list[ShortRun]:
+    return [ShortRun(model, ranks, layout) for layout in layouts]
 
 
 CALIBRATED = [
@@ -194,40 +194,40 @@ SWEPT = [
 """Layouts whose operations `phalanx bench` times."""
 
 
-def command_of(words: Sequence[str], short: Short, work: Path) -> None:
+def run_phalanx(arguments: Sequence[str], short: ShortRun, work: Path) -> None:
     """Run a `phalanx` command on the run file of a layout."""
     file = work / f"{short.name}.toml"
     file.write_text(RUN.format(model=MODELS[short.model], steps=STEPS))
-    chosen = [f"name={short.name}", f"output_dir={work}", *(f"layout.{choice}" for choice in short.layout.split(","))]
-    given = ["--nproc", str(short.ranks), *(f"--set={choice}" for choice in chosen)]
-    command = [sys.executable, "-m", "phalanx", words[0], str(file), *words[1:], *given]
+    settings = [f"name={short.name}", f"output_dir={work}", *(f"layout.{choice}" for choice in short.layout.split(","))]
+    options = ["--nproc", str(short.ranks), *(f"--set={choice}" for choice in settings)]
+    command = [sys.executable, "-m", "phalanx", arguments[0], str(file), *arguments[1:], *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{short}: {done.stderr[-2000:]}")
 
 
-def sweep(short: Short, work: Path) -> BenchmarkFile:
+def sweep(short: ShortRun, work: Path) -> BenchmarkFile:
     """Return the measurements of `phalanx bench` for a layout; measure them unless their file exists."""
     file = work / f"{short.name}.json"
     if not file.exists():
-        command_of(["bench", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
+        run_phalanx(["bench", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
     return read_benchmark_file(file)
 
 
-def train(short: Short, work: Path) -> MeasuredRun:
+def train(short: ShortRun, work: Path) -> MeasuredRun:
     """Train a run unless it is finished, and return its measurements."""
     directory = work / short.name
     if not (directory / "done").exists():
         shutil.rmtree(directory, ignore_errors=True)
-        command_of(["train", "--profile-memory", "--profile-steps", CLOSELY], short, work)
+        run_phalanx(["train", "--profile-memory", "--profile-steps", CLOSELY], short, work)
         shutil.rmtree(directory / "checkpoints")
         (directory / "done").touch()
     return with_measured_parts(replace(read_measured_run(directory), name=str(short)), directory)
 
 
 @dataclass(frozen=True)
-class Loop:
+class HeldOutErrors:
     """Errors of plans before and after `phalanx calibrate`: predicted / measured - 1, for bubbles the difference."""
 
     before: dict[str, list[float]]
@@ -237,21 +237,26 @@ class Loop:
 
     def __str__(self) -> str:
         lines = ["| | runs | median error before | after | with `phalanx bench` |", "|---|---:|---:|---:|---:|"]
-        for what, errors in self.before.items():
-            unit = " points" if what == BUBBLE else " %"
-            each = (statistics.median(map(abs, found[what])) for found in (self.before, self.after, self.measured))
-            cells = " | ".join(f"{100 * error:.1f}{unit}" for error in each)
-            lines.append(f"| {what} | {len(errors)} | {cells} |")
+        for quantity, errors in self.before.items():
+            unit = " points" if quantity == BUBBLE else " %"
+            medians = (
+                statistics.median(map(abs, errors_by_quantity[quantity]))
+                for errors_by_quantity in (self.before, self.after, self.measured)
+            )
+            cells = " | ".join(f"{100 * error:.1f}{unit}" for error in medians)
+            lines.append(f"| {quantity} | {len(errors)} | {cells} |")
         return "\n".join(lines)
 
 
-def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec) -> Loop:
+def held_out_errors(
+    runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec
+) -> HeldOutErrors:
     """Return the errors on held-out runs for machines with the peak only, calibrated, and calibrated with bench."""
-    return Loop(*(_errors(runs, machine) for machine in (before, after, measured)))
+    return HeldOutErrors(*(_errors(runs, machine) for machine in (before, after, measured)))
 
 
 def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {
+    errors: dict[str, list[float]] = {
         "step time": [],
         "computing time": [],
         "waiting for collectives": [],
@@ -262,33 +267,33 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
     }
     for directory, run in runs.items():
         cluster = machine.model_copy(update={"nodes": 1, "nproc_per_node": run.ranks})
-        own = run.run.model_copy(update={"cluster": cluster})
-        option = evaluate_layout(own, run.ranks, own.layout)
-        recorded = read_run(directory)
-        times = step_times(recorded)
-        rows = {row.quantity: row.measured for row in step_rows(recorded, times, None, None)} if times else {}
-        found["step time"].append(option.step_seconds / run.step_seconds - 1)
+        run_spec = run.run.model_copy(update={"cluster": cluster})
+        option = evaluate_layout(run_spec, run.ranks, run_spec.layout)
+        run_data = read_run(directory)
+        times = step_times(run_data)
+        rows = {row.quantity: row.measured for row in step_rows(run_data, times, None, None)} if times else {}
+        errors["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
-            found["computing time"].append(option.parts["compute"] / run.computing_seconds - 1)
+            errors["computing time"].append(option.parts["compute"] / run.computing_seconds - 1)
             if run.waiting_seconds > MIN_WAIT_FRACTION * run.step_seconds:
-                waiting = option.parts["exchange"] + option.parts["data_parallel"]
-                found["waiting for collectives"].append(waiting / run.waiting_seconds - 1)
-        found["process memory"].append(option.memory_bytes / run.memory_bytes - 1)
-        found["tensor memory"].append(run.counted_peak_bytes / (run.tensor_bytes or 1) - 1)
-        sent = [
+                waiting_seconds = option.parts["exchange"] + option.parts["data_parallel"]
+                errors["waiting for collectives"].append(waiting_seconds / run.waiting_seconds - 1)
+        errors["process memory"].append(option.memory_bytes / run.memory_bytes - 1)
+        errors["tensor memory"].append(run.counted_peak_bytes / (run.tensor_bytes or 1) - 1)
+        traffic = [
             row
-            for row in compare_with_prediction(own, run.ranks, recorded.measured)
+            for row in compare_with_prediction(run_spec, run.ranks, run_data.measured)
             if row.quantity in SENT and row.predicted
         ]
-        found["collective traffic"] += [row.predicted / row.measured - 1 for row in sent]
-        if own.layout.pp > 1:
-            planned = simulate_candidate(own, run.ranks, candidate_from_run(own, run.ranks))
-            found[BUBBLE].append(float(planned.bubble) - rows["bubble"])
-    return found
+        errors["collective traffic"] += [row.predicted / row.measured - 1 for row in traffic]
+        if run_spec.layout.pp > 1:
+            simulated = simulate_candidate(run_spec, run.ranks, candidate_from_run(run_spec, run.ranks))
+            errors[BUBBLE].append(float(simulated.bubble) - rows["bubble"])
+    return errors
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Table of runs, and the errors of predicted step time, tensor memory and process memory."""
 
     lines: str
@@ -300,7 +305,7 @@ class Compared:
     def both(self) -> str:
         """Number of layouts within the goals of step time and tensor memory, compared with the target."""
         pairs = zip(self.time, self.tensors, strict=True)
-        near = sum(abs(time) <= TIME_GOAL and abs(held) <= MEMORY_GOAL for time, held in pairs)
+        near = sum(abs(time) <= TIME_GOAL and abs(memory) <= MEMORY_GOAL for time, memory in pairs)
         goals = f"{TIME_GOAL:.0%} of the step time and {MEMORY_GOAL:.0%} of the tensor memory"
         verdict = f"(target: at least {LEAST_GOOD}): {'met' if near >= LEAST_GOOD else 'missed'}"
         return f"{near} of {len(self.time)} layouts are within {goals} {verdict}"
@@ -308,42 +313,42 @@ class Compared:
     def __str__(self) -> str:
         return f"""{self.lines}
 
-Step time: {within(self.time, TIME_GOAL)}.
-Tensors: {within(self.tensors, MEMORY_GOAL)}.
-Process: {within(self.process, MEMORY_GOAL)}."""
+Step time: {describe_errors(self.time, TIME_GOAL)}.
+Tensors: {describe_errors(self.tensors, MEMORY_GOAL)}.
+Process: {describe_errors(self.process, MEMORY_GOAL)}."""
 
 
-def compared(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequence[float]) -> Compared:
+def compare_runs(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequence[float]) -> Comparison:
     """Compare runs with predicted seconds and process bytes, and with the exact count of tensor bytes."""
-    found = Compared("", [], [], [])
+    comparison = Comparison("", [], [], [])
     lines = [
         "| run | "
-        + " | ".join(f"{what} | predicted | error %" for what in ("step time, s", "tensors, MiB", "process, MiB"))
+        + " | ".join(f"{column} | predicted | error %" for column in ("step time, s", "tensors, MiB", "process, MiB"))
         + " |",
         "|---" * 10 + "|",
     ]
     for run, time, process in zip(runs, seconds, memory, strict=True):
         assert run.tensor_bytes is not None
         cells = [run.name]
-        for errors, said, measured, form, unit in (
-            (found.time, time, run.step_seconds, ".3f", 1),
-            (found.tensors, run.counted_peak_bytes, run.tensor_bytes, ".0f", MIB),
-            (found.process, process, run.memory_bytes, ".0f", MIB),
+        for errors, predicted, measured, form, unit in (
+            (comparison.time, time, run.step_seconds, ".3f", 1),
+            (comparison.tensors, run.counted_peak_bytes, run.tensor_bytes, ".0f", MIB),
+            (comparison.process, process, run.memory_bytes, ".0f", MIB),
         ):
-            errors.append(said / measured - 1)
-            cells += [f"{measured / unit:{form}}", f"{said / unit:{form}}", f"{100 * errors[-1]:+.1f}"]
+            errors.append(predicted / measured - 1)
+            cells += [f"{measured / unit:{form}}", f"{predicted / unit:{form}}", f"{100 * errors[-1]:+.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return replace(found, lines="\n".join(lines))
+    return replace(comparison, lines="\n".join(lines))
 
 
-def within(errors: Sequence[float], goal: float) -> str:
+def describe_errors(errors: Sequence[float], goal: float) -> str:
     """Describe the number of errors within a goal, and the median and the worst error."""
     near = sum(abs(error) <= goal for error in errors)
     median = statistics.median(abs(error) for error in errors)
     return f"{near} of {len(errors)} within {goal:.0%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}"
 
 
-def not_calibrated(machine: ClusterSpec) -> ClusterSpec:
+def uncalibrated(machine: ClusterSpec) -> ClusterSpec:
     """Return a machine without calibration except its peak FLOP/s, which every run measures at its start."""
     assert machine.calibration is not None
     nothing = {
@@ -372,17 +377,17 @@ def constants_of(machine: ClusterSpec) -> str:
     return ", ".join(f"{name} {getattr(times, name):.3g}" for name in decided)
 
 
-def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun]) -> str:
+def page(fitted: list[MeasuredRun], calibration: Calibration, held_out_runs: list[MeasuredRun]) -> str:
     """Return the page with all measurements and predictions."""
-    seconds, widths, memory = zip(*(predict_run(found.machine, run) for run in others), strict=True)
-    held_out = compared(others, seconds, memory)
+    seconds, widths, memory = zip(*(predict_run(calibration.machine, run) for run in held_out_runs), strict=True)
+    held_out = compare_runs(held_out_runs, seconds, memory)
     inside = sum(
         low <= run.step_seconds <= high
-        for run, time, width in zip(others, seconds, widths, strict=True)
+        for run, time, width in zip(held_out_runs, seconds, widths, strict=True)
         for low, high in [(time / width, time * width)]
     )
-    before = statistics.median(abs(b / run.step_seconds - 1) for b, run in zip(found.before, fitted, strict=True))
-    measured = found.machine.calibration
+    before = statistics.median(abs(b / run.step_seconds - 1) for b, run in zip(calibration.before, fitted, strict=True))
+    measured = calibration.machine.calibration
     assert measured is not None
     process, share = measured.baseline_process_bytes / GIB, measured.bytes_per_counted_byte
     return f"""# Predicted and measured runs on one machine
@@ -397,16 +402,16 @@ tensors, the value of `torch.cuda.max_memory_allocated` on a GPU; its prediction
 {held_out}
 
 {held_out.both}.
-{inside} of {len(others)} step times are within their 80 % interval.
+{inside} of {len(held_out_runs)} step times are within their 80 % interval.
 
 ## Layouts used for calibration
 
-{compared(fitted, list(found.after), list(found.memory))}
+{compare_runs(fitted, list(calibration.after), list(calibration.memory))}
 
 Before calibration, the median error of these step times was {before:.0%}. That plan had the peak FLOP/s that these
 runs measured, default values for memory and links, and constants fitted to published runs on GPUs.
 
-Identified constants: {constants_of(found.machine)}. A process needs
+Identified constants: {constants_of(calibration.machine)}. A process needs
 {process:.2f} GiB in addition to its tensors, and {share:.2f} bytes per counted tensor byte.
 """
 
@@ -419,30 +424,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--few", action="store_true", help="train fewer runs, and write only the section of docs/results/accuracy.md"
     )
-    given = parser.parse_args(arguments)
-    given.work.mkdir(parents=True, exist_ok=True)
-    made: dict[Short, MeasuredRun] = {}
-    to_fit, to_predict = (CALIBRATED[::2], HELD_OUT[::3]) if given.few else (CALIBRATED, HELD_OUT)
-    every = [*to_fit, *to_predict]
+    args = parser.parse_args(arguments)
+    args.work.mkdir(parents=True, exist_ok=True)
+    measured_runs: dict[ShortRun, MeasuredRun] = {}
+    to_fit, to_predict = (CALIBRATED[::2], HELD_OUT[::3]) if args.few else (CALIBRATED, HELD_OUT)
+    all_runs = [*to_fit, *to_predict]
     # In random order, because the speed of a machine that other programs use changes over time.
-    for at, short in enumerate(random.Random(0).sample(every, len(every)), 1):
-        run = made[short] = train(short, given.work)
-        print(f"{at} of {len(every)}, {run.name}: {run.step_seconds:.3f} s", flush=True)
-    fitted, others = [made[short] for short in to_fit], [made[short] for short in to_predict]
-    known = load_machine(given.machine) if given.machine else detect_cpu()
-    sweeps = [sweep(short, given.work) for short in SWEPT]
-    found, with_sweeps = calibrate(fitted, known), calibrate(fitted, known, sweeps)
-    for each in with_sweeps.operations:
-        print(f"{each.kind} in {each.of}, {each.count}: off by {each.before:.0%}, now {each.after:.0%}")
-    write_machine(given.work / "machine.toml", found.machine, [run.name for run in fitted])
-    if not given.few:
-        text = page(fitted, found, others)
+    for number, short in enumerate(random.Random(0).sample(all_runs, len(all_runs)), 1):
+        run = measured_runs[short] = train(short, args.work)
+        print(f"{number} of {len(all_runs)}, {run.name}: {run.step_seconds:.3f} s", flush=True)
+    fitted, held_out_runs = [measured_runs[short] for short in to_fit], [measured_runs[short] for short in to_predict]
+    machine = load_machine(args.machine) if args.machine else detect_cpu()
+    sweeps = [sweep(short, args.work) for short in SWEPT]
+    calibration, with_sweeps = calibrate(fitted, machine), calibrate(fitted, machine, sweeps)
+    for operation in with_sweeps.operations:
+        print(
+            f"{operation.kind} in {operation.of}, {operation.count}: "
+            f"off by {operation.before:.0%}, now {operation.after:.0%}"
+        )
+    write_machine(args.work / "machine.toml", calibration.machine, [run.name for run in fitted])
+    if not args.few:
+        text = page(fitted, calibration, held_out_runs)
         print(text)
         PAGE.write_text(text)
-    directories = {given.work / short.name: made[short] for short in to_predict}
-    table = loop(directories, not_calibrated(found.machine), found.machine, with_sweeps.machine)
-    few = " --few" if given.few else ""
-    section = LOOP_TEXT.format(runs=len(others), fitted=len(fitted), sweeps=len(sweeps), table=table, few=few)
+    directories = {args.work / short.name: measured_runs[short] for short in to_predict}
+    table = held_out_errors(directories, uncalibrated(calibration.machine), calibration.machine, with_sweeps.machine)
+    few = " --few" if args.few else ""
+    section = LOOP_TEXT.format(runs=len(held_out_runs), fitted=len(fitted), sweeps=len(sweeps), table=table, few=few)
     print(section)
     LOOP.write_text(section)
     write_section(ACCURACY, LOOP_HEADING, section)

@@ -63,37 +63,41 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
     """Kill a rank `kills` times, and return the steps lost by each kill."""
     finished = []
     for number in range(kills):
-        wait_until(lambda number=number: happened(directory, STARTED) > number, "a start")
-        after = read_events(directory)[-1]["step"]
-        wait_until(lambda after=after: any(line["step"] > after for line in read_metrics(directory)), "a step")
+        wait_until(lambda number=number: count_events(directory, STARTED) > number, "a start")
+        start_step = read_events(directory)[-1]["step"]
+        wait_until(
+            lambda start_step=start_step: any(line["step"] > start_step for line in read_metrics(directory)), "a step"
+        )
         time.sleep(chance.uniform(0, LATEST_SECONDS))
         os.kill(rank_pids(directory)[chance.randrange(2)], signal.SIGKILL)
-        wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
+        wait_until(lambda number=number: count_events(directory, FAILED) > number, "a failure")
         # The remaining rank reports this step.
         failed_at = [event["step"] for event in read_events(directory) if event["kind"] == FAILED][-1]
         finished.append(max(failed_at, read_metrics(directory)[-1]["step"]))
-    wait_until(lambda: happened(directory, STARTED) > kills, "the last start")
-    again = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][1:]
+    wait_until(lambda: count_events(directory, STARTED) > kills, "the last start")
+    resumed_steps = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][1:]
     # A copy of a step is complete shortly before metrics.jsonl contains the step.
-    return [max(0, before - after) for before, after in zip(finished, again, strict=True)]
+    return [
+        max(0, finished_step - start_step) for finished_step, start_step in zip(finished, resumed_steps, strict=True)
+    ]
 
 
-def happened(directory: Path, what: str) -> int:
+def count_events(directory: Path, kind: str) -> int:
     """Return the number of events of this kind."""
-    return sum(event["kind"] == what for event in read_events(directory))
+    return sum(event["kind"] == kind for event in read_events(directory))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phalanx-copies-") as name:
         folder = Path(name)
         file, directory = run_file(folder), folder / "copies"
         command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
         with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as launcher:
             try:
-                lost = lost_steps(directory, asked.kills, random.Random(1))
+                losses = lost_steps(directory, args.kills, random.Random(1))
                 last = read_events(directory)[-1]["step"]
                 wait_until(lambda: any(line["step"] > last + 50 for line in read_metrics(directory)), "fifty steps")
             finally:
@@ -107,13 +111,13 @@ def main() -> None:
 
 | | |
 |---|---:|
-| ranks killed | {len(lost)} |
-| steps lost, maximum | {max(lost)} |
-| steps lost, mean | {mean(lost):.2f} |
+| ranks killed | {len(losses)} |
+| steps lost, maximum | {max(losses)} |
+| steps lost, mean | {mean(losses):.2f} |
 | time of a step, median | {1e3 * steps:.0f} ms |
 | time of a copy, median | {1e3 * copies:.1f} ms |
 
-Target: a rank that is killed at a random step costs at most one step: {"met" if max(lost) <= 1 else "missed"}.
+Target: a rank that is killed at a random step costs at most one step: {"met" if max(losses) <= 1 else "missed"}.
 
 - Two ranks under DDP train a model of 2.1 million parameters in fp32. Each rank copies {12 * 2.1:.0f} MB per step.
   No checkpoint was on disk.

@@ -45,15 +45,20 @@ class Measured:
 
 def measure(shape: str, layout: str, data: str, peers: Path, rounds: int, steps: int) -> Measured:
     """Time the trainers that have this layout."""
-    ours = Path(sys.executable)
+    python = Path(sys.executable)
     trainers = [OURS, PLAIN, DEEPSPEED] if layout in STAGES else [OURS]
     with ExitStack() as stack:
         ranks = {}
         for name in trainers:
-            ranks[name] = Ranks(peers if name == DEEPSPEED else ours, shape, layout, data, [name])
+            ranks[name] = Ranks(peers if name == DEEPSPEED else python, shape, layout, data, [name])
             stack.callback(ranks[name].close)
-        taken = in_turn(ranks, rounds, steps)
-        return Measured(shape, layout, taken, {name: held.sent_bytes(name) for name, held in ranks.items()})
+        rounds_by_trainer = in_turn(ranks, rounds, steps)
+        return Measured(
+            shape,
+            layout,
+            rounds_by_trainer,
+            {name: trainer_ranks.sent_bytes(name) for name, trainer_ranks in ranks.items()},
+        )
 
 
 def cpu_seconds(rounds: Sequence[Round]) -> float:
@@ -130,16 +135,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps per trainer and round")
     parser.add_argument("--page", type=Path, default=PAGE, help="file to write")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     peers = install()
     data = prepare(DataSpec(tokenizer="bytes")).train
     results = []
-    for shape in asked.shapes:
-        for layout in asked.layouts:
-            results.append(measure(shape, layout, data, peers, asked.rounds, asked.steps))
+    for shape in args.shapes:
+        for layout in args.layouts:
+            results.append(measure(shape, layout, data, peers, args.rounds, args.steps))
             print(table(results[-1:]), flush=True)
-    asked.page.parent.mkdir(parents=True, exist_ok=True)
-    asked.page.write_text(page(results, asked.rounds, asked.steps))
+    args.page.parent.mkdir(parents=True, exist_ok=True)
+    args.page.write_text(page(results, args.rounds, args.steps))
 
 
 if __name__ == "__main__":

@@ -58,8 +58,10 @@ class Row:
         calls_equal = all(line.traced_calls == line.planned_calls for line in collectives)
         bytes_equal = all(abs(line.traced - line.planned) <= 1e-9 * line.planned for line in collectives)
         state = all(line.agrees for line in self.lines if line.kind == "memory" and line.quantity != "total")
-        total, flops = (next(line for line in self.lines if line.quantity == what) for what in ("total", "step"))
-        words = [
+        total, flops = (
+            next(line for line in self.lines if line.quantity == quantity) for quantity in ("total", "step")
+        )
+        cells = [
             self.model,
             f"{self.world_size:,}",
             self.layout,
@@ -71,10 +73,10 @@ class Row:
             f"{self.seconds:.0f}",
             f"{self.process_bytes / 1e9:.2f} GB",
         ]
-        return f"| {' | '.join(words)} |"
+        return f"| {' | '.join(cells)} |"
 
 
-def planned(model: str, machine: str, nodes: int, tokens: int, choices: int) -> list[tuple[RunSpec, str]]:
+def plan_layouts(model: str, machine: str, nodes: int, tokens: int, choices: int) -> list[tuple[RunSpec, str]]:
     """Return the run with each of the planner's first choices of a layout, and descriptions of them."""
     run = run_from_table(
         {
@@ -90,47 +92,47 @@ def planned(model: str, machine: str, nodes: int, tokens: int, choices: int) -> 
     ]
 
 
-def traced(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[int]) -> list[Row]:
+def trace(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[int]) -> list[Row]:
     """Trace these ranks of a run."""
     rows = []
     for rank in trace_ranks(run, world_size, ranks, max_workers=1):
-        took = rank["tracing"]
+        tracing = rank["tracing"]
         lines = compare_with_plan(run, world_size, rank)
-        rows.append(Row(model, world_size, layout, rank["rank"], lines, took["seconds"], took["process_bytes"]))
+        rows.append(Row(model, world_size, layout, rank["rank"], lines, tracing["seconds"], tracing["process_bytes"]))
         print(rows[-1], flush=True)
     return rows
 
 
-def traced_large_run(model: str) -> list[Row]:
+def trace_large_run(model: str) -> list[Row]:
     """Trace the corner ranks of a large run with the planner's best layout."""
     world_size, tokens = RUNS[model]
-    ((run, layout),) = planned(model, "h100", world_size // NPROC, tokens, choices=1)
-    return traced(run, model, layout, world_size, corner_ranks(run, world_size))
+    ((run, layout),) = plan_layouts(model, "h100", world_size // NPROC, tokens, choices=1)
+    return trace(run, model, layout, world_size, corner_ranks(run, world_size))
 
 
-def traced_choices(model: str, machine: str) -> list[Row]:
+def trace_choices(model: str, machine: str) -> list[Row]:
     """Trace the first and the last rank of the planner's first choices; a model that does not fit has no rows."""
     world_size = NUM_NODES * NPROC
     try:
-        choices = planned(model, machine, NUM_NODES, tokens=SEQUENCE * world_size * 4, choices=NUM_CHOICES)
+        choices = plan_layouts(model, machine, NUM_NODES, tokens=SEQUENCE * world_size * 4, choices=NUM_CHOICES)
     except UserError as error:
         print(f"{model} on {machine}: {error.problem}", flush=True)
         return []
     return [
         row
         for run, layout in choices
-        for row in traced(run, model, layout, world_size, [0, world_size - 1] if run.layout.pp > 1 else [0])
+        for row in trace(run, model, layout, world_size, [0, world_size - 1] if run.layout.pp > 1 else [0])
     ]
 
 
 def main(models: list[str]) -> None:
     """Trace the runs and write the page."""
     print(HEADER)
-    begun = time.perf_counter()
-    large = [row for model in models or RUNS if model in RUNS for row in traced_large_run(model)]
+    start = time.perf_counter()
+    large = [row for model in models or RUNS if model in RUNS for row in trace_large_run(model)]
     print(HEADER)
-    choices = [row for model in models or PRESETS for machine in MACHINES for row in traced_choices(model, machine)]
-    took = time.perf_counter() - begun
+    choices = [row for model in models or PRESETS for machine in MACHINES for row in trace_choices(model, machine)]
+    seconds = time.perf_counter() - start
     if models:
         return
     agreeing = sum(all(line.agrees for line in row.lines) for row in choices)
@@ -140,7 +142,7 @@ def main(models: list[str]) -> None:
         f"- Sequences have {SEQUENCE:,} tokens, and nodes have 8 GPUs. Tokens per update of the first table: "
         f"{', '.join(f'{name} {tokens:,}' for name, (_, tokens) in RUNS.items())}.",
         "- Documents are masked, which is the default. Experts are balanced. Equal micro-batches ran once.",
-        f"- Ranks were traced one at a time, in {took / 60:.0f} minutes. Machine: {platform.machine()}, 2 cores, "
+        f"- Ranks were traced one at a time, in {seconds / 60:.0f} minutes. Machine: {platform.machine()}, 2 cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}.",
         "- Written by `python -m benchmarks.dryrun`.",
     ]

@@ -27,11 +27,11 @@ from benchmarks.breaking import (
     LAST_CALL_SECONDS,
     SEQUENCES,
     TIMEOUT_SECONDS,
-    Broken,
-    Running,
-    differs,
-    running,
-    same_bits,
+    FaultResult,
+    RunUnderTest,
+    breakable_run,
+    has_same_bits,
+    max_loss_difference,
 )
 from phalanx.launch.elastic_agent import run_until_done, stop_signals_as_exit
 from phalanx.launch.failure_policy import FailurePolicy
@@ -64,13 +64,13 @@ SOON = 5
 """Steps between an order and its execution, in which all ranks read the order."""
 
 
-def on_one_machine(folder: Path) -> Iterator[Broken]:
+def on_one_machine(folder: Path) -> Iterator[FaultResult]:
     """Break a run of two ranks by one fault after the other."""
-    with running(folder) as run, memory_limited(ROOM_BYTES) as join:
-        command = train(run, 2)
+    with breakable_run(folder) as run, memory_limited(ROOM_BYTES) as join:
+        command = train_command(run, 2)
 
-        def rank(sent: signal.Signals) -> Callable[[], None]:
-            return lambda: os.kill(rank_pids(run.directory)[1], sent)
+        def rank(number: signal.Signals) -> Callable[[], None]:
+            return lambda: os.kill(rank_pids(run.directory)[1], number)
 
         def ended() -> None:
             code = run.launchers["one"].wait(timeout=60)
@@ -78,58 +78,69 @@ def on_one_machine(folder: Path) -> Iterator[Broken]:
             run.start("one", command)
 
         run.start("one", command)
-        run.trains(0, 2, EVERY)
-        one, stands = run.launchers, f"a rank is stopped (SIGSTOP); the timeout of collectives is {TIMEOUT_SECONDS} s"
-        found = [
-            run.broken("a rank is killed (SIGKILL)", rank(signal.SIGKILL)),
-            run.broken(stands, rank(signal.SIGSTOP)),
-            slowed(run),
-            run.broken("a rank runs out of memory", lambda: join(rank_pids(run.directory)[1])),
-            run.broken(
-                "a rank is killed, and half of a file of the latest checkpoint is missing", damaged(run, truncate_file)
+        run.wait_for_steps(0, 2, EVERY)
+        launchers, stopped = (
+            run.launchers,
+            f"a rank is stopped (SIGSTOP); the timeout of collectives is {TIMEOUT_SECONDS} s",
+        )
+        results = [
+            run.measure_fault("a rank is killed (SIGKILL)", rank(signal.SIGKILL)),
+            run.measure_fault(stopped, rank(signal.SIGSTOP)),
+            measure_slow_rank(run),
+            run.measure_fault("a rank runs out of memory", lambda: join(rank_pids(run.directory)[1])),
+            run.measure_fault(
+                "a rank is killed, and half of a file of the latest checkpoint is missing",
+                damage_and_kill(run, truncate_file),
             ),
-            run.broken("a rank is killed, and a bit of that file is flipped", damaged(run, flip_bit)),
-            run.broken("a rank is killed, and that file is missing", damaged(run, Path.unlink)),
-            run.broken("the run is stopped (SIGTERM) and restarted", lambda: one["one"].terminate(), again=ended),
-            run.broken(
+            run.measure_fault("a rank is killed, and a bit of that file is flipped", damage_and_kill(run, flip_bit)),
+            run.measure_fault("a rank is killed, and that file is missing", damage_and_kill(run, Path.unlink)),
+            run.measure_fault(
+                "the run is stopped (SIGTERM) and restarted", lambda: launchers["one"].terminate(), react=ended
+            ),
+            run.measure_fault(
                 "the terminal is closed (SIGHUP), and the run is restarted",
-                lambda: one["one"].send_signal(signal.SIGHUP),
-                again=ended,
+                lambda: launchers["one"].send_signal(signal.SIGHUP),
+                react=ended,
             ),
-            run.broken("the launcher is killed and restarted", lambda: one["one"].kill(), again=ended),
+            run.measure_fault("the launcher is killed and restarted", lambda: launchers["one"].kill(), react=ended),
         ]
-        yield from compared(run, found, alike=2)
+        yield from compare_with_references(run, results, num_ranks=2)
 
 
-def train(run: Running, ranks: int) -> list[str]:
+def train_command(run: RunUnderTest, ranks: int) -> list[str]:
     """Return the command line of a user."""
     return [sys.executable, "-m", "phalanx", "train", str(run.file), "--nproc", str(ranks), "--resume"]
 
 
-def compared(run: Running, found: Sequence[Broken], alike: int | None = None) -> Iterator[Broken]:
-    """End a run; compare it with one process, and with `alike` ranks if its number of ranks was constant."""
+def compare_with_references(
+    run: RunUnderTest, results: Sequence[FaultResult], num_ranks: int | None = None
+) -> Iterator[FaultResult]:
+    """End a run; compare it with one process, and with `num_ranks` ranks if its number of ranks was constant."""
     run.end()
-    off, same = differs(run), same_bits(run, lambda other: train(other, alike)) if alike else None
-    for each in found:
-        each.differs, each.same_bits = off, same
-        yield each
+    difference, same = (
+        max_loss_difference(run),
+        has_same_bits(run, lambda reference: train_command(reference, num_ranks)) if num_ranks else None,
+    )
+    for result in results:
+        result.loss_difference, result.same_bits = difference, same
+        yield result
 
 
-def slowed(run: Running) -> Broken:
+def measure_slow_rank(run: RunUnderTest) -> FaultResult:
     """Stop a rank several times for less than the timeout of collectives, which is not a failure."""
-    run.between_saves()
-    ranks, begun = rank_pids(run.directory), len(run.began())
+    run.wait_between_saves()
+    ranks, num_starts = rank_pids(run.directory), len(run.starts())
     for _ in range(PAUSES):
         os.kill(ranks[1], signal.SIGSTOP)
         time.sleep(PAUSE_SECONDS)
         os.kill(ranks[1], signal.SIGCONT)
         step = run.seen[-1][1]
-        wait_until(lambda before=step: run.seen[-1][1] > before + 2, "more steps")  # type: ignore[misc]
-    assert (rank_pids(run.directory), len(run.began())) == (ranks, begun)
-    return Broken(f"a rank is slow: it is stopped for {PAUSE_SECONDS} s, {PAUSES} times", None, None, 0, "2 ranks")
+        wait_until(lambda last_step=step: run.seen[-1][1] > last_step + 2, "more steps")  # type: ignore[misc]
+    assert (rank_pids(run.directory), len(run.starts())) == (ranks, num_starts)
+    return FaultResult(f"a rank is slow: it is stopped for {PAUSE_SECONDS} s, {PAUSES} times", None, None, 0, "2 ranks")
 
 
-def damaged(run: Running, harm: Callable[[Path], None]) -> Callable[[], None]:
+def damage_and_kill(run: RunUnderTest, harm: Callable[[Path], None]) -> Callable[[], None]:
     """Return a strike that damages the latest checkpoint, and kills the ranks before they write another one."""
 
     def strike() -> None:
@@ -143,78 +154,80 @@ def damaged(run: Running, harm: Callable[[Path], None]) -> Callable[[], None]:
     return strike
 
 
-def on_one_rank(folder: Path) -> Iterator[Broken]:
+def on_one_rank(folder: Path) -> Iterator[FaultResult]:
     """Break a run of one rank."""
-    with running(folder) as run:
-        run.start("one", train(run, 1))
-        run.trains(0, 1, EVERY)
-        found = run.broken(
+    with breakable_run(folder) as run:
+        run.start("one", train_command(run, 1))
+        run.wait_for_steps(0, 1, EVERY)
+        result = run.measure_fault(
             "the only rank of a run is killed", lambda: os.kill(rank_pids(run.directory)[0], signal.SIGKILL), ranks=1
         )
-        yield from compared(run, [found], alike=1)
+        yield from compare_with_references(run, [result], num_ranks=1)
 
 
-def on_a_full_disk(folder: Path) -> Iterator[Broken]:
+def on_a_full_disk(folder: Path) -> Iterator[FaultResult]:
     """Break a run of two ranks whose run directory is on a small disk."""
     disk = folder.parent / "disk"
-    with small_disk(disk, DISK_BYTES), running(folder, disk) as run:
+    with small_disk(disk, DISK_BYTES), breakable_run(folder, disk) as run:
 
         def space() -> None:
             code = run.launchers["one"].wait(timeout=100)
             assert code in (1, 2), code
             (disk / "others").unlink()
-            run.start("one", train(run, 2))
+            run.start("one", train_command(run, 2))
 
-        run.start("one", train(run, 2))
-        run.trains(0, 2, EVERY)
+        run.start("one", train_command(run, 2))
+        run.wait_for_steps(0, 2, EVERY)
         full = "the disk is full; after the run has ended, space is freed and the run is restarted"
-        yield from compared(run, [run.broken(full, lambda: fill_disk(disk), again=space)], alike=2)
+        yield from compare_with_references(
+            run, [run.measure_fault(full, lambda: fill_disk(disk), react=space)], num_ranks=2
+        )
 
 
-def on_two_nodes(folder: Path) -> Iterator[Broken]:
+def on_two_nodes(folder: Path) -> Iterator[FaultResult]:
     """Break a run with one rank on each of two nodes."""
-    with star_network(NODES) as network, running(folder) as run:
-        command = [*train(run, 1), "--nodes", "1:2", "--rendezvous", f"{network.hosts['first'].address}:{PORT}"]
+    with star_network(NODES) as network, breakable_run(folder) as run:
+        command = [*train_command(run, 1), "--nodes", "1:2", "--rendezvous", f"{network.hosts['first'].address}:{PORT}"]
 
         def start(name: str) -> None:
             run.start(name, [*network.hosts[name].prefix, *command])
 
         start("first")
         start("second")
-        run.trains(0, 2, EVERY)
-        found = [
-            run.broken("a node is killed", lambda: run.launchers["second"].kill(), 1),
-            run.broken("the killed node rejoins", lambda: start("second"), 2),
-            run.broken("the link to a node is cut", lambda: network.disconnect("second"), 1),
-            run.broken("the link is restored", lambda: network.reconnect("second"), 2),
+        run.wait_for_steps(0, 2, EVERY)
+        results = [
+            run.measure_fault("a node is killed", lambda: run.launchers["second"].kill(), 1),
+            run.measure_fault("the killed node rejoins", lambda: start("second"), 2),
+            run.measure_fault("the link to a node is cut", lambda: network.disconnect("second"), 1),
+            run.measure_fault("the link is restored", lambda: network.reconnect("second"), 2),
         ]
-        yield from compared(run, found)
+        yield from compare_with_references(run, results)
 
 
 # -- faults of the program ---------------------------------------------------------------------------------------------
 
 
-def program(run: Running, fault: str) -> list[str]:
+def faulty_command(run: RunUnderTest, fault: str) -> list[str]:
     """Return the command line of a launcher whose ranks have this fault."""
     return [sys.executable, "-m", "benchmarks.faults", "--launch", fault, str(run.file)]
 
 
-def launch(fault: str, file: Path) -> int:
+def launch_faulty_ranks(fault: str, file: Path) -> int:
     """Launch ranks as `phalanx train` does, with another program for the ranks."""
     run = load_run(file)
     directory = create_run(run, 2, resume=False)
     set_worker_environment(2)
-    recovery, words = (
+    recovery, module_and_arguments = (
         FailurePolicy(directory, run.recovery, SINGLE_NODE),
         ("benchmarks.faults", "--rank", fault, str(directory)),
     )
     with stop_signals_as_exit():
-        return 0 if run_until_done(2, lambda _: words, recovery.decide, SINGLE_NODE) else recovery.code
+        return 0 if run_until_done(2, lambda _: module_and_arguments, recovery.decide, SINGLE_NODE) else recovery.code
 
 
-def with_wrong_calls(folder: Path) -> Iterator[Broken]:
+def with_wrong_calls(folder: Path) -> Iterator[FaultResult]:
     """Break a run of two ranks by a skipped or wrong collective of one rank."""
-    with running(folder) as run:
+    with breakable_run(folder) as run:
         order = run.file.with_name("order")
 
         def ordered(fault: str) -> Callable[[], None]:
@@ -224,28 +237,30 @@ def with_wrong_calls(folder: Path) -> Iterator[Broken]:
 
             return write
 
-        run.start("one", program(run, "wrong"))
-        run.trains(0, 2, EVERY)
+        run.start("one", faulty_command(run, "wrong"))
+        run.wait_for_steps(0, 2, EVERY)
         faults = {
             "skipped": f"a rank skips a collective; the timeout of collectives is {TIMEOUT_SECONDS} s",
             "shape": "a rank calls a collective with a wrong shape",
             "order": "a rank calls two collectives in the wrong order",
         }
-        found = [run.broken(name, ordered(fault), again=order.unlink) for fault, name in faults.items()]
-        yield from compared(run, found, alike=2)
+        results = [run.measure_fault(name, ordered(fault), react=order.unlink) for fault, name in faults.items()]
+        yield from compare_with_references(run, results, num_ranks=2)
 
 
-def with_nan(folder: Path) -> Iterator[Broken]:
+def with_nan(folder: Path) -> Iterator[FaultResult]:
     """Break a run of two ranks by non-finite gradients in some steps."""
-    with running(folder) as run:
-        run.start("one", program(run, "nan"))
+    with breakable_run(folder) as run:
+        run.start("one", faulty_command(run, "nan"))
         wait_until(lambda: any(event["kind"] == ROLLED_BACK for event in read_events(run.directory)), "a rollback")
         event = next(event for event in read_events(run.directory) if event["kind"] == ROLLED_BACK)
-        at = next(when for when, step in run.seen if step >= NAN_STEPS[0] - 1)
-        resumed = run.trains(1, 2, EVERY)
+        first_nan_time = next(observed_at for observed_at, step in run.seen if step >= NAN_STEPS[0] - 1)
+        resumed = run.wait_for_steps(1, 2, EVERY)
         name = f"gradients are NaN in {BAD_STEPS} successive steps (recovery.max_rollbacks = 1)"
-        lost = event["after"] - event["to"]
-        yield from compared(run, [Broken(name, event["time"] - at, resumed - at, lost, "2 ranks")])
+        steps_lost = event["after"] - event["to"]
+        yield from compare_with_references(
+            run, [FaultResult(name, event["time"] - first_nan_time, resumed - first_nan_time, steps_lost, "2 ranks")]
+        )
 
 
 def call_wrongly(directory: Path) -> None:
@@ -253,8 +268,8 @@ def call_wrongly(directory: Path) -> None:
     step, order = Trainer.launch_step, directory.parent / "order"
 
     def wrong(self: Trainer, batches: Any) -> Any:
-        at, fault = order.read_text().split() if order.exists() else ("-1", "")
-        if self.step == int(at):
+        ordered_step, fault = order.read_text().split() if order.exists() else ("-1", "")
+        if self.step == int(ordered_step):
             ALL_RANK_FAULTS[fault]()
         return step(self, batches)
 
@@ -286,13 +301,14 @@ def rank(fault: str, directory: Path) -> None:
     exit_rank(run_rank(directory, RankOptions(resume=True)))
 
 
-def page(found: Sequence[Broken]) -> str:
+def page(results: Sequence[FaultResult]) -> str:
     """Return the page of the benchmark."""
     lines = "\n".join(
-        f"| {each.fault} | {seconds(each.detect_seconds)} | {seconds(each.resume_seconds)} | {each.steps_lost} | "
-        f"{each.goes_on} | {'yes' if each.differs < SAME else 'no'} ({each.differs:.0e}) | "
-        f"{'-' if each.same_bits is None else 'yes' if each.same_bits else 'no'} |"
-        for each in found
+        f"| {result.fault} | {format_seconds(result.detect_seconds)} | {format_seconds(result.resume_seconds)} "
+        f"| {result.steps_lost} | {result.continues_with} "
+        f"| {'yes' if result.loss_difference < SAME else 'no'} ({result.loss_difference:.0e}) | "
+        f"{'-' if result.same_bits is None else 'yes' if result.same_bits else 'no'} |"
+        for result in results
     )
     return f"""# Failures of a run and their cost
 
@@ -323,7 +339,7 @@ def page(found: Sequence[Broken]) -> str:
 """
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Format seconds as a table cell."""
     return "-" if value is None else f"{value:.1f}"
 
@@ -336,19 +352,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launch", nargs=2, metavar=("FAULT", "FILE"), help="run as the launcher of faulty ranks")
     parser.add_argument("--rank", nargs=2, metavar=("FAULT", "DIRECTORY"), help="run as a faulty rank")
-    asked = parser.parse_args()
-    if asked.rank:
-        rank(asked.rank[0], Path(asked.rank[1]))
-    if asked.launch:
-        sys.exit(launch(asked.launch[0], Path(asked.launch[1])))
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.rank[0], Path(args.rank[1]))
+    if args.launch:
+        sys.exit(launch_faulty_ranks(args.launch[0], Path(args.launch[1])))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore the signal
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as scratch:
         for number, kind in enumerate(KINDS):
-            for each in kind(Path(scratch) / str(number)):
-                print(each, file=sys.stderr, flush=True)
-                found.append(each)
-    text = page(found)
+            for result in kind(Path(scratch) / str(number)):
+                print(result, file=sys.stderr, flush=True)
+                results.append(result)
+    text = page(results)
     print(text)
     PAGE.write_text(text)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.stats import norm
 
-from benchmarks.published import Known, known_rows, step_time_rows
+from benchmarks.published import PublishedRun, read_published_runs, step_time_rows
 from phalanx.cost.estimate import constants
 from phalanx.cost.estimate.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
 from phalanx.cost.estimate.job_table import JobTable, job_table
@@ -40,72 +40,72 @@ Array = NDArray[np.float64]
 Constants = TypeVar("Constants", TimeConstants, MemoryConstants)
 
 
-def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
+def fit_time(runs: list[PublishedRun], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
     """Fit the constants of step times to rows with a step time."""
     names, low, high = _bounded(TimeConstants)
     middle = (low + high) / 2
     for _ in range(2):
-        jobs = chosen_jobs(known, start, constants.memory_constants())
-        truth = np.array([row.step_seconds for row in known])
-        weights = _weights(known)
+        jobs = chosen_jobs(runs, start, constants.memory_constants())
+        truth = np.array([row.step_seconds for row in runs])
+        weights = _weights(runs)
 
         def residuals(x: Array, jobs: JobTable = jobs, truth: Array = truth, weights: Array = weights) -> Array:
             error = np.log(step_seconds(_constants(TimeConstants, x), jobs).total / truth) * weights
             return np.concatenate([error, 0.1 * (x - middle) / (high - low)])
 
         x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
-        found = least_squares(residuals, x, loss="soft_l1", f_scale=0.05, max_nfev=evaluations, bounds=(low, high))
-        start = _constants(TimeConstants, found.x)
+        solution = least_squares(residuals, x, loss="soft_l1", f_scale=0.05, max_nfev=evaluations, bounds=(low, high))
+        start = _constants(TimeConstants, solution.x)
     return start
 
 
-def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
+def fit_memory(runs: list[PublishedRun], start: MemoryConstants) -> MemoryConstants:
     """Fit the constants of memory to rows with published memory or an out-of-memory label."""
     names, low, high = _bounded(MemoryConstants)
-    jobs = job_table([row.job.choices[0] for row in known])
-    out = np.array([row.out_of_memory for row in known])
-    labeled = out | np.array([row.ran_beside_failures for row in known])
-    measured = np.array([row.memory_gib is not None for row in known])
-    truth = np.array([row.memory_gib or 1.0 for row in known]) * GIB
-    weights = _weights([row for row, has in zip(known, measured, strict=True) if has])
+    jobs = job_table([row.job.choices[0] for row in runs])
+    out_of_memory = np.array([row.out_of_memory for row in runs])
+    labeled = out_of_memory | np.array([row.ran_in_sweep_with_failures for row in runs])
+    measured = np.array([row.memory_gib is not None for row in runs])
+    truth = np.array([row.memory_gib or 1.0 for row in runs]) * GIB
+    weights = _weights([row for row, is_measured in zip(runs, measured, strict=True) if is_measured])
 
     def residuals(x: Array) -> Array:
         c = _constants(MemoryConstants, x)
-        held = estimate_memory(c, jobs)
-        error = np.log(held.allocated / truth)[measured] * weights
-        excess = np.log(reserved_bytes(c, held) / jobs.memory_bytes)[labeled] / c.spread
-        unlikely = -norm.logcdf(np.where(out[labeled], excess, -excess))
+        estimate = estimate_memory(c, jobs)
+        error = np.log(estimate.allocated / truth)[measured] * weights
+        excess = np.log(reserved_bytes(c, estimate) / jobs.memory_bytes)[labeled] / c.spread
+        unlikely = -norm.logcdf(np.where(out_of_memory[labeled], excess, -excess))
         return np.concatenate([2 * error, 0.25 * np.sqrt(np.minimum(unlikely, 8)), 0.1 * (x - middle) / (high - low)])
 
     middle = (low + high) / 2
     x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
-    found = least_squares(residuals, x, loss="soft_l1", f_scale=0.1, max_nfev=80, bounds=(low, high))
-    return _constants(MemoryConstants, found.x)
+    solution = least_squares(residuals, x, loss="soft_l1", f_scale=0.1, max_nfev=80, bounds=(low, high))
+    return _constants(MemoryConstants, solution.x)
 
 
-def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
+def fit_intervals(runs: list[PublishedRun], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
     """Fit the half-widths that contain 80 % of each kind of run."""
-    jobs = chosen_jobs(known, time, memory)
-    error = np.abs(np.log(step_seconds(time, jobs).total / np.array([row.step_seconds for row in known])))
-    error = error / np.array([row.job.width for row in known])
+    jobs = chosen_jobs(runs, time, memory)
+    error = np.abs(np.log(step_seconds(time, jobs).total / np.array([row.step_seconds for row in runs])))
+    error = error / np.array([row.job.width for row in runs])
     kinds = run_kind(jobs)
     return IntervalConstants(
         **{name: float(np.quantile(error[kinds == index], 0.8)) for index, name in enumerate(KINDS)}
     )
 
 
-def chosen_jobs(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> JobTable:
+def chosen_jobs(runs: list[PublishedRun], time: TimeConstants, memory: MemoryConstants) -> JobTable:
     """Return one job per row: of the possible layouts of an incomplete row, the one that a trainer would choose."""
-    jobs = [row.job for row in known]
+    jobs = [row.job for row in runs]
     table = job_table([choice for job in jobs for choice in job.choices])
     return table.select(np.array(best_choice_per_job(jobs, table, time, memory)))
 
 
-def _weights(known: list[Known]) -> Array:
-    count = Counter(row.group for row in known)
-    each = [min(count[row.group], A_SOURCE_COUNTS) / count[row.group] for row in known]
-    low = [LOW_PRECISION_COUNTS if row.low_precision else 1.0 for row in known]
-    return np.sqrt(np.array(each)) * np.array(low)
+def _weights(runs: list[PublishedRun]) -> Array:
+    count = Counter(row.group for row in runs)
+    source_weights = [min(count[row.group], A_SOURCE_COUNTS) / count[row.group] for row in runs]
+    precision_weights = [LOW_PRECISION_COUNTS if row.low_precision else 1.0 for row in runs]
+    return np.sqrt(np.array(source_weights)) * np.array(precision_weights)
 
 
 def _bounded(kind: type[TimeConstants] | type[MemoryConstants]) -> tuple[list[str], Array, Array]:
@@ -129,9 +129,9 @@ def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConsta
 
 def main(path: Path) -> None:
     """Fit and write all three tables."""
-    known = known_rows(path)
-    timed = [row for row in step_time_rows(known) if not row.four_bits]
-    memory = fit_memory([row for row in known if row.tells_memory], constants.memory_constants())
+    runs = read_published_runs(path)
+    timed = [row for row in step_time_rows(runs) if not row.four_bits]
+    memory = fit_memory([row for row in runs if row.has_rank_memory], constants.memory_constants())
     time = fit_time(timed, constants.time_constants())
     time = fit_time(timed, time)
     at_bounds = [f.name for f in fields(time) if min(abs(np.log(getattr(time, f.name) / np.array(bounds(f))))) < 0.01]

@@ -70,14 +70,14 @@ def train(precision: str, steps: int, tokens_per_step: int) -> Row:
                 "evaluation.tokens=65536",
             ],
         )
-        begun = time.perf_counter()
+        start = time.perf_counter()
         trainer = Trainer(run, open_training_data(run, prepare(run.data)), Path(out), torch.device("cpu"))
         batches = prefetch(trainer.loader, 0, steps)
         losses = []
         for step in range(steps):
             losses.append(trainer.train_step(batches)["loss"])
             if step % 10 == 9:
-                print(precision, step + 1, f"{losses[-1]:.4f}", f"{time.perf_counter() - begun:.0f} s", flush=True)
+                print(precision, step + 1, f"{losses[-1]:.4f}", f"{time.perf_counter() - start:.0f} s", flush=True)
         evaluation: dict[str, Any] = dict(trainer.evaluate())
     return Row(
         precision=precision,

@@ -55,7 +55,7 @@ MODEL = {
 }
 
 
-def described(out: Path, every_seconds: float | None) -> RunSpec:
+def make_run(out: Path, every_seconds: float | None) -> RunSpec:
     """Return a run that would last for days.
 
     `every_seconds` is its mean time between failures, or None for a run without failures and checkpoints.
@@ -82,7 +82,7 @@ def described(out: Path, every_seconds: float | None) -> RunSpec:
 
 
 @dataclass(frozen=True)
-class Watched:
+class Observations:
     """Observations of a run from outside. Times are those of time.time()."""
 
     killed: Sequence[float]
@@ -92,23 +92,23 @@ class Watched:
     """Time of the stop signal."""
 
 
-def watched(directory: Path, seconds: float, every_seconds: float | None, seed: int) -> Watched:
+def observe_and_kill(directory: Path, seconds: float, every_seconds: float | None, seed: int) -> Observations:
     """Watch a run for `seconds` after its first step, and kill ranks every `every_seconds` on average (None: never)."""
-    chance, seen, killed = random.Random(seed), [], []
+    chance, observed_steps, killed = random.Random(seed), [], []
 
     def next_one() -> float:
         return chance.expovariate(1 / every_seconds) if every_seconds else math.inf
 
-    with watching(directory / METRICS_FILE, seen):
-        wait_until(lambda: seen, "a first step")
+    with record_steps(directory / METRICS_FILE, observed_steps):
+        wait_until(lambda: observed_steps, "a first step")
         end = time.time() + seconds
-        at = time.time() + next_one()
-        while at < end:
-            time.sleep(max(0.0, at - time.time()))
+        next_kill = time.time() + next_one()
+        while next_kill < end:
+            time.sleep(max(0.0, next_kill - time.time()))
             killed.append(kill_one(directory, chance))
-            at += next_one()
+            next_kill += next_one()
         time.sleep(max(0.0, end - time.time()))
-        return Watched(killed, list(seen), time.time())
+        return Observations(killed, list(observed_steps), time.time())
 
 
 def kill_one(directory: Path, chance: random.Random) -> float:
@@ -123,31 +123,31 @@ def kill_one(directory: Path, chance: random.Random) -> float:
 
 
 @contextmanager
-def watching(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
-    """Append the time of each new step in `file` to `seen` while the context is open."""
-    over = threading.Event()
+def record_steps(file: Path, observed_steps: list[tuple[float, int]]) -> Iterator[None]:
+    """Append the time of each new step in `file` to `observed_steps` while the context is open."""
+    stopped = threading.Event()
 
     def look() -> None:
-        while not over.wait(LOOK_SECONDS):
-            step = last_written(file)
-            if step is not None and (not seen or seen[-1][1] != step):
-                seen.append((time.time(), step))
+        while not stopped.wait(LOOK_SECONDS):
+            step = last_recorded_step(file)
+            if step is not None and (not observed_steps or observed_steps[-1][1] != step):
+                observed_steps.append((time.time(), step))
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
-def last_written(file: Path) -> int | None:
+def last_recorded_step(file: Path) -> int | None:
     """Return the step of the last complete line."""
     try:
-        with file.open("rb") as opened:
-            opened.seek(max(0, opened.seek(0, os.SEEK_END) - LAST_BYTES))
-            lines = opened.read().split(b"\n")[:-1]
+        with file.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = stream.read().split(b"\n")[:-1]
     except OSError:
         return None
     return int(json.loads(lines[-1])["step"]) if lines else None
@@ -164,24 +164,30 @@ class Failure:
     steps_lost: int
 
 
-def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
+def read_failures(observations: Observations, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
     """Return the failures in the events of a run."""
-    failed = [event for event in events if event["kind"] == "failed"]
-    ends = [*(float(event["time"]) for event in failed[1:]), watched.ended]
-    found, since = [], 0.0
-    for event, end in zip(failed, ends, strict=True):
-        noted = float(event["time"])
-        kill = min(at for at in watched.killed if since < at <= noted)
-        since = noted
-        began = [e for e in events if e["kind"] == "started" and noted < e["time"] < end]
-        steps = [at for at, step in watched.seen if began and began[-1]["time"] < at < end and step > began[-1]["step"]]
-        again = next((e["step"] for e in events if e["kind"] == "started" and e["time"] > noted), event["step"])
-        found.append(Failure(noted - kill, steps[0] - kill if steps else None, event["step"] - again))
-    return found
+    failure_events = [event for event in events if event["kind"] == "failed"]
+    ends = [*(float(event["time"]) for event in failure_events[1:]), observations.ended]
+    failures, previous = [], 0.0
+    for event, end in zip(failure_events, ends, strict=True):
+        detected = float(event["time"])
+        kill = min(moment for moment in observations.killed if previous < moment <= detected)
+        previous = detected
+        began = [e for e in events if e["kind"] == "started" and detected < e["time"] < end]
+        steps = [
+            moment
+            for moment, step in observations.seen
+            if began and began[-1]["time"] < moment < end and step > began[-1]["step"]
+        ]
+        resumed_step = next(
+            (e["step"] for e in events if e["kind"] == "started" and e["time"] > detected), event["step"]
+        )
+        failures.append(Failure(detected - kill, steps[0] - kill if steps else None, event["step"] - resumed_step))
+    return failures
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of a run, named as the inputs of the planner's formula."""
 
     wall_seconds: float
@@ -209,7 +215,7 @@ class Measured:
     @property
     def restart_seconds(self) -> float:
         """Mean without restarts that another failure interrupted, which the planner's formula counts separately."""
-        return mean(each.resume_seconds for each in self.failures if each.resume_seconds is not None)
+        return mean(failure.resume_seconds for failure in self.failures if failure.resume_seconds is not None)
 
     @property
     def write_seconds(self) -> float:
@@ -225,7 +231,7 @@ class Measured:
         return goodput(self.interval_seconds, write_seconds, self.mtbf_seconds, self.restart_seconds)
 
 
-def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> Measured:
+def measure_run(directory: Path, observations: Observations, undisturbed_seconds: float) -> Measurements:
     """Compute the measurements of a run from its files."""
     events = read_events(directory)
     began = float(next(event["time"] for event in events if event["kind"] == "started"))
@@ -233,85 +239,85 @@ def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> M
     lines = [json.loads(line) for line in rank_record_file(directory, 0).read_text().splitlines()]
     saves = [line for line in lines if "pause" in line or "format" in line]
     between = [b["step"] - a["step"] for a, b in pairwise(saves) if "pause" in a and "pause" in b]
-    return Measured(
-        wall_seconds=watched.ended - began,
-        steps=watched.seen[-1][1],
+    return Measurements(
+        wall_seconds=observations.ended - began,
+        steps=observations.seen[-1][1],
         undisturbed_seconds=undisturbed_seconds,
         median_step_seconds=median(seconds),
         interval_seconds=median(between) * undisturbed_seconds,
         wait_seconds=mean(line["seconds"] for line in saves if "pause" in line),
         slowed_seconds=slowed_seconds(lines),
-        failures=failures_of(watched, events),
+        failures=read_failures(observations, events),
     )
 
 
 def slowed_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
     """Return the total slowdown of the first steps after a checkpoint, compared with the later steps, on average."""
-    after: list[list[float]] = []
+    steps_after_save: list[list[float]] = []
     for line in lines:
         if "pause" in line:
-            after.append([])
-        elif "seconds" in line and after:
-            after[-1].append(sum(line["seconds"].values()))
-    first = [steps[:BEHIND] for steps in after if len(steps) >= 2 * BEHIND]
-    usual = mean(second for steps in after if len(steps) >= 2 * BEHIND for second in steps[BEHIND:])
-    return max(0.0, mean(sum(steps) - BEHIND * usual for steps in first))
+            steps_after_save.append([])
+        elif "seconds" in line and steps_after_save:
+            steps_after_save[-1].append(sum(line["seconds"].values()))
+    steps_during_write = [steps[:BEHIND] for steps in steps_after_save if len(steps) >= 2 * BEHIND]
+    usual = mean(seconds for steps in steps_after_save if len(steps) >= 2 * BEHIND for seconds in steps[BEHIND:])
+    return max(0.0, mean(sum(steps) - BEHIND * usual for steps in steps_during_write))
 
 
 @contextmanager
-def run_through(seconds: float, every_seconds: float | None, seed: int) -> Iterator[tuple[Path, Watched]]:
+def run_with_kills(seconds: float, every_seconds: float | None, seed: int) -> Iterator[tuple[Path, Observations]]:
     """Train a run and kill ranks; yield the run directory and the observations."""
     with tempfile.TemporaryDirectory(prefix="phalanx-goodput-") as scratch:
         folder = Path(scratch)
-        run = described(folder, every_seconds)
+        run = make_run(folder, every_seconds)
         file, directory = folder / "run.toml", folder / run.name
         file.write_text(to_toml(run))
-        with (folder / "said").open("w+") as said:
-            train = subprocess.Popen([sys.executable, "-m", "phalanx", "train", str(file)], stdout=said, stderr=said)
+        with (folder / "log").open("w+") as log:
+            train = subprocess.Popen([sys.executable, "-m", "phalanx", "train", str(file)], stdout=log, stderr=log)
             try:
-                found = watched(directory, seconds, every_seconds, seed)
+                observations = observe_and_kill(directory, seconds, every_seconds, seed)
                 train.send_signal(signal.SIGTERM)
                 code = train.wait(timeout=END_SECONDS)
             finally:
                 train.kill()
                 wait_until(lambda: not rank_pids(directory), "end of all ranks")
-                print((folder / "said").read_text(), file=sys.stderr)
+                print((folder / "log").read_text(), file=sys.stderr)
         assert code == EXIT_STOPPED, code
-        yield directory, found
+        yield directory, observations
 
 
-def undisturbed(seconds: float) -> float:
+def undisturbed_step_seconds(seconds: float) -> float:
     """Return the step interval of a run without kills and checkpoints, measured for `seconds`."""
-    with run_through(seconds, None, 0) as (_, found):
-        (first, before), (last, after) = found.seen[0], found.seen[-1]
+    with run_with_kills(seconds, None, 0) as (_, observations):
+        (first, before), (last, after) = observations.seen[0], observations.seen[-1]
         return (last - first) / (after - before)
 
 
-def page(found: Measured, every_seconds: float) -> str:
+def page(measured: Measurements, every_seconds: float) -> str:
     """Return the page of the benchmark."""
-    failures, off = found.failures, found.goodput / found.predicted - 1
-    by_median = found.goodput * found.median_step_seconds / found.undisturbed_seconds
-    whole = [each for each in failures if each.resume_seconds is not None]
+    failures, off = measured.failures, measured.goodput / measured.predicted - 1
+    by_median = measured.goodput * measured.median_step_seconds / measured.undisturbed_seconds
+    resumed = [failure for failure in failures if failure.resume_seconds is not None]
     rows = {
-        "goodput, measured": f"{found.goodput:.1%}",
-        "goodput, predicted by the planner's formula": f"{found.predicted:.1%}",
+        "goodput, measured": f"{measured.goodput:.1%}",
+        "goodput, predicted by the planner's formula": f"{measured.predicted:.1%}",
         "measured / predicted": f"{1 + off:.3f}",
         "goodput, measured with the median step": f"{by_median:.1%}",
-        "wall-clock time": f"{found.wall_seconds / 60:.1f} min",
-        "steps in the final model": f"{found.steps:,}",
-        "step interval of the undisturbed run": f"{found.undisturbed_seconds * 1e3:.1f} ms",
-        "step time, median": f"{found.median_step_seconds * 1e3:.1f} ms",
-        "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after the "
+        "wall-clock time": f"{measured.wall_seconds / 60:.1f} min",
+        "steps in the final model": f"{measured.steps:,}",
+        "step interval of the undisturbed run": f"{measured.undisturbed_seconds * 1e3:.1f} ms",
+        "step time, median": f"{measured.median_step_seconds * 1e3:.1f} ms",
+        "failures": f"{len(failures)}, {len(failures) - len(resumed)} of them before the first step after the "
         "previous failure",
-        "mean time between failures": f"{found.mtbf_seconds:.0f} s",
-        "work between checkpoints, median": f"{found.interval_seconds:.1f} s",
-        "pause of training for a checkpoint, mean": f"{found.wait_seconds * 1e3:.0f} ms",
-        "slowdown of the steps during a checkpoint write, mean": f"{found.slowed_seconds * 1e3:.0f} ms",
-        "time from a kill to its event, median": f"{median(each.detect_seconds for each in failures):.1f} s",
-        "time from a kill to the next step, median": f"{median(e.resume_seconds or 0 for e in whole):.1f} s",
-        "time from a kill to the next step, mean; restart time of the formula": f"{found.restart_seconds:.1f} s",
-        "steps lost per failure, median (mean)": f"{median(each.steps_lost for each in failures):.0f} "
-        f"({mean(each.steps_lost for each in failures):.0f})",
+        "mean time between failures": f"{measured.mtbf_seconds:.0f} s",
+        "work between checkpoints, median": f"{measured.interval_seconds:.1f} s",
+        "pause of training for a checkpoint, mean": f"{measured.wait_seconds * 1e3:.0f} ms",
+        "slowdown of the steps during a checkpoint write, mean": f"{measured.slowed_seconds * 1e3:.0f} ms",
+        "time from a kill to its event, median": f"{median(failure.detect_seconds for failure in failures):.1f} s",
+        "time from a kill to the next step, median": f"{median(e.resume_seconds or 0 for e in resumed):.1f} s",
+        "time from a kill to the next step, mean; restart time of the formula": f"{measured.restart_seconds:.1f} s",
+        "steps lost per failure, median (mean)": f"{median(failure.steps_lost for failure in failures):.0f} "
+        f"({mean(failure.steps_lost for failure in failures):.0f})",
     }
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""# Goodput of a run whose ranks are killed
@@ -345,12 +351,12 @@ def main() -> None:
     parser.add_argument("--alone", type=float, default=5.0, help="minutes of the run without kills and checkpoints")
     parser.add_argument("--every", type=float, default=90.0, help="mean seconds between failures")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    step = undisturbed(60 * asked.alone)
-    with run_through(60 * asked.minutes, asked.every, asked.seed) as (directory, seen):
-        found = measured(directory, seen, step)
-    print(found, file=sys.stderr)
-    text = page(found, asked.every)
+    args = parser.parse_args()
+    step = undisturbed_step_seconds(60 * args.alone)
+    with run_with_kills(60 * args.minutes, args.every, args.seed) as (directory, observations):
+        measured = measure_run(directory, observations, step)
+    print(measured, file=sys.stderr)
+    text = page(measured, args.every)
     print(text)
     PAGE.write_text(text)
 

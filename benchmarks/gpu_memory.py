@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.calibration import ACCURACY, write_section
-from benchmarks.gpu_memory_runs import OTHER_RUNS, Row, all_rows, described_run
+from benchmarks.gpu_memory_runs import OTHER_RUNS, Row, all_rows, make_run
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.spec.parallel_dims import parallel_dims
 
@@ -62,9 +62,9 @@ KNOWN_LIMITS = {
 0.2 to 0.7 GB are not explained; a hundred experts in one unit; and pipelines without gathers."""
 
 
-def planned(row: Row) -> RankMemory:
+def planned_memory(row: Row) -> RankMemory:
     """Return the planned memory of the rank."""
-    run = described_run(row)
+    run = make_run(row)
     stage = parallel_dims(run.layout, row.world_size).coordinates(row.rank)["pp"]
     return list(rank_memory(run, row.world_size).values())[stage]
 
@@ -94,18 +94,18 @@ def recorded_rows() -> list[Row]:
 
 def table_line(row: Row) -> str:
     """Format a row of the table."""
-    memory, words = planned(row), [row.model, row.layout, str(row.world_size)]
+    memory, cells = planned_memory(row), [row.model, row.layout, str(row.world_size)]
     if row.problem:
-        return f"| {' | '.join(words)} | {memory.total / 1e9:.2f} | {row.problem} |"
+        return f"| {' | '.join(cells)} | {memory.total / 1e9:.2f} | {row.problem} |"
     pairs = (memory.total, row.allocated), (memory.reserved, row.reserved)
-    words += [f"{plan / 1e9:.2f} | {found / 1e9:.2f} | {plan / found - 1:+.1%}" for plan, found in pairs]
-    return f"| {' | '.join(words)} |"
+    cells += [f"{plan / 1e9:.2f} | {measured / 1e9:.2f} | {plan / measured - 1:+.1%}" for plan, measured in pairs]
+    return f"| {' | '.join(cells)} |"
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
     """Yield the errors of the plan, and the rows outside the limits."""
     for name, limit in LIMITS.items():
-        plans = [memory.total if name == "allocated" else memory.reserved for memory in map(planned, rows)]
+        plans = [memory.total if name == "allocated" else memory.reserved for memory in map(planned_memory, rows)]
         errors = [abs(plan / getattr(row, name) - 1) for plan, row in zip(plans, rows, strict=True)]
         missed = [f"{row.model} {row.layout}" for row, error in zip(rows, errors, strict=True) if error > limit]
         verdict = f"outside {limit:.0%}: {', '.join(missed) or 'none'}"

@@ -15,7 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_memory_runs import Row, described_run
+from benchmarks.gpu_memory_runs import Row, make_run
 from phalanx.parallel.mesh import build_mesh
 from phalanx.train.learner import Learner
 from phalanx.verify.dry_run import run_step
@@ -57,7 +57,7 @@ def run_steps(row: Row) -> dict[str, int]:
     store = LonelyStore()  # the Python object must outlive the process group
     if row.world_size > 1:
         dist.init_process_group("nccl", store=store, rank=row.rank, world_size=row.world_size)
-    run = described_run(row)
+    run = make_run(row)
     mesh = build_mesh(run.layout, row.world_size, "cuda")
     learner = Learner(run, mesh, torch.device("cuda", 0), lambda name, shape: torch.empty(shape))
     for _ in range(WARMUP_STEPS):

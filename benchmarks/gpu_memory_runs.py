@@ -83,7 +83,7 @@ class Row:
 
 def all_rows() -> Iterator[Row]:
     """Yield a row for each layout of each model; pipelines have a row for their first and their last rank."""
-    runs = [(model, layers, name, *run) for model, (layers, some) in MODELS.items() for name, run in some.items()]
+    runs = [(model, layers, name, *run) for model, (layers, layouts) in MODELS.items() for name, run in layouts.items()]
     for model, layers, name, world_size, words in (*runs, *OTHER_RUNS):
         tokens = int(name.partition(", T ")[2].replace(",", "") or (8192 if model.startswith("llama") else 4096))
         settings = [f"model.preset={model}", f"model.num_layers={layers}", f"training.seq_len={tokens}"]
@@ -91,13 +91,13 @@ def all_rows() -> Iterator[Row]:
             settings += [f"model.max_seq_len={tokens}", f"training.tokens_per_step={tokens}"]
         settings += ["training.compile=false", f"data.mask_documents={str(NONE not in words).lower()}"]
         row = Row(model, name, world_size, 0, settings + [f"layout.{word}" for word in words.split()])
-        stages = pipeline_stage_groups(parallel_dims(described_run(row).layout, world_size))
+        stages = pipeline_stage_groups(parallel_dims(make_run(row).layout, world_size))
         for stage in sorted({0, len(stages) - 1}):
-            place = f" pp{stage}" if len(stages) > 1 else ""
-            yield replace(row, rank=stages[stage][0], layout=name + place)
+            stage_name = f" pp{stage}" if len(stages) > 1 else ""
+            yield replace(row, rank=stages[stage][0], layout=name + stage_name)
 
 
-def described_run(row: Row) -> RunSpec:
+def make_run(row: Row) -> RunSpec:
     """Return the run of a row on H100s, with two micro-batches per rank, or four per stage in a pipeline."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "run.toml"

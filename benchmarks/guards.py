@@ -26,7 +26,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from benchmarks.recording import LARGER, SMALL, described
+from benchmarks.recording import LARGER, SMALL, make_run
 from phalanx.data.loader import prefetch
 from phalanx.launch.process import BUFFER_VARIABLE, MAX_RECORDED_COLLECTIVES, init_distributed
 from phalanx.runs.create import read_run_directory
@@ -57,45 +57,45 @@ def serve(directory: str) -> None:
     run, data = read_run_directory(Path(directory))
     torch.set_num_threads(1)
     init_distributed("cpu", 600)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    single_rank_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     guarded = os.environ[BUFFER_VARIABLE] != "0"
     trainer = Trainer(run, open_training_data(run, data, True), Path(directory), torch.device("cpu"), 1e11)
     if guarded:
         watchdog = Watchdog(Path(directory), run.training.collective_timeout_seconds)
         watchdog.trainer = trainer
         watchdog.__enter__()
-    batches, one = prefetch(trainer.loader, 0, run.training.steps), torch.ones(1)
-    asked: dict[str, Callable[[], Any]] = {
+    batches, tensor = prefetch(trainer.loader, 0, run.training.steps), torch.ones(1)
+    operations: dict[str, Callable[[], Any]] = {
         "step": lambda: trainer.train_step(batches),
-        "collectives": lambda: [dist.all_reduce(one, group=alone) for _ in range(CALLS)],
+        "collectives": lambda: [dist.all_reduce(tensor, group=single_rank_group) for _ in range(CALLS)],
         "looks": lambda: [(trainer.step, recorder_fingerprint()) for _ in range(CALLS)],
         "replicas": lambda: check_replica_consistency(trainer.strategy, trainer.optimizers, trainer.mesh.dims, 1, 1),
     }
     for line in sys.stdin:
-        before, clocks = recorded(), [clock() for clock in CLOCKS]
-        asked[line.strip()]()
-        took = [clock() - begun for clock, begun in zip(CLOCKS, clocks, strict=True)]
-        print(json.dumps([*took, recorded() - before]), flush=True)
+        num_before, clocks = num_recorded_collectives(), [clock() for clock in CLOCKS]
+        operations[line.strip()]()
+        seconds = [clock() - start for clock, start in zip(CLOCKS, clocks, strict=True)]
+        print(json.dumps([*seconds, num_recorded_collectives() - num_before]), flush=True)
     os._exit(0)
 
 
-def recorded() -> int:
+def num_recorded_collectives() -> int:
     """Return the number of collectives recorded so far."""
     entries = pickle.loads(c10d._dump_fr_trace(True, False, False))["entries"]  # type: ignore[attr-defined]
     return int(entries[-1]["record_id"]) if entries else 0
 
 
-def started(directory: Path, guarded: bool) -> Ranks:
+def start_pair(directory: Path, guarded: bool) -> Ranks:
     """Start a pair of ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    known |= {"LOCAL_WORLD_SIZE": "2", BUFFER_VARIABLE: str(MAX_RECORDED_COLLECTIVES if guarded else 0)}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    variables |= {"LOCAL_WORLD_SIZE": "2", BUFFER_VARIABLE: str(MAX_RECORDED_COLLECTIVES if guarded else 0)}
     command = [sys.executable, "-m", "benchmarks.guards", str(directory)]
     return [
         subprocess.Popen(
             command,
-            env={**os.environ, **known, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -104,8 +104,8 @@ def started(directory: Path, guarded: bool) -> Ranks:
     ]
 
 
-def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
-    """Let both ranks execute `what`, and measure it.
+def measure(pair: Ranks, operation: str) -> tuple[float, float, float, int]:
+    """Let both ranks execute `operation`, and measure it.
 
     Returns:
         The seconds of the slower rank, the CPU seconds of both processes, the CPU seconds of rank 0's thread, and the
@@ -113,41 +113,45 @@ def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
     """
     for rank in pair:
         assert rank.stdin is not None
-        rank.stdin.write(f"{what}\n")
+        rank.stdin.write(f"{operation}\n")
         rank.stdin.flush()
-    said = [json.loads(rank.stdout.readline()) for rank in pair if rank.stdout is not None]
-    return max(one[0] for one in said), sum(one[1] for one in said), said[0][2], said[0][3]
+    outputs = [json.loads(rank.stdout.readline()) for rank in pair if rank.stdout is not None]
+    return max(output[0] for output in outputs), sum(output[1] for output in outputs), outputs[0][2], outputs[0][3]
 
 
 def row(name: str, out: Path) -> tuple[str, float]:
     """Measure a run; return its row and its computed ratio."""
-    directory = create_run(described(out, *RUNS[name]), 2, resume=False)
+    directory = create_run(make_run(out, *RUNS[name]), 2, resume=False)
     walls, works, steps, recorder, looks, replicas, calls = [], [], [], [], [], [], 0
     for start in range(STARTS):
-        pairs = {guarded: started(directory, guarded) for guarded in ((True, False), (False, True))[start % 2]}
+        pairs = {guarded: start_pair(directory, guarded) for guarded in ((True, False), (False, True))[start % 2]}
         for pair in pairs.values():
             for _ in range(3):
-                ask(pair, "step")
-        for at in range(ROUNDS):
-            took = {guarded: ask(pairs[guarded], "step") for guarded in ((True, False), (False, True))[at % 2]}
-            walls.append(took[True][0] / took[False][0])
-            works.append(took[True][1] / took[False][1])
-            steps.append(took[False][0])
-            calls = took[True][3]
-        each = {guarded: min(ask(pair, "collectives")[2] for _ in range(5)) / CALLS for guarded, pair in pairs.items()}
-        recorder.append(each[True] - each[False])
-        looks.append(min(ask(pairs[True], "looks")[2] for _ in range(3)) / CALLS)
-        replicas.append(ask(pairs[True], "replicas")[0])
+                measure(pair, "step")
+        for number in range(ROUNDS):
+            measured = {
+                guarded: measure(pairs[guarded], "step") for guarded in ((True, False), (False, True))[number % 2]
+            }
+            walls.append(measured[True][0] / measured[False][0])
+            works.append(measured[True][1] / measured[False][1])
+            steps.append(measured[False][0])
+            calls = measured[True][3]
+        seconds_per_call = {
+            guarded: min(measure(pair, "collectives")[2] for _ in range(5)) / CALLS for guarded, pair in pairs.items()
+        }
+        recorder.append(seconds_per_call[True] - seconds_per_call[False])
+        looks.append(min(measure(pairs[True], "looks")[2] for _ in range(3)) / CALLS)
+        replicas.append(measure(pairs[True], "replicas")[0])
         for rank in (rank for pair in pairs.values() for rank in pair):
             rank.communicate()
     step, each_call, look = median(steps), median(recorder), median(looks)
     least = 1 + calls * each_call / step + look / MAX_POLL_SECONDS
-    cells = [f"{step * 1e3:.0f}", str(calls), about(walls), about(works), f"{each_call * 1e6:.1f}"]
+    cells = [f"{step * 1e3:.0f}", str(calls), format_median(walls), format_median(works), f"{each_call * 1e6:.1f}"]
     cells += [f"{look * 1e6:.0f}", f"{least:.4f}", f"{median(replicas) * 1e3:.0f}"]
     return f"| {' | '.join([name, *cells])} |", least
 
 
-def about(ratios: Sequence[float]) -> str:
+def format_median(ratios: Sequence[float]) -> str:
     """Format the median and its uncertainty: the notch of a box plot.
 
     McGill, Tukey and Larsen, The American Statistician 32, 1978, section 7.

@@ -55,15 +55,15 @@ def read_split(run: RunSpec) -> tuple[list[bytes], list[bytes]]:
 
 def count(train: list[bytes], held_out: list[bytes], context: int) -> Row:
     """Measure the n-gram model."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     bits = witten_bell(train, held_out, context)
-    return Row(f"Witten-Bell, {context} bytes of context", bits, time.perf_counter() - begun)
+    return Row(f"Witten-Bell, {context} bytes of context", bits, time.perf_counter() - start)
 
 
 def train(run: RunSpec, nproc: int) -> tuple[Row, RunSpec, list[MetricsRecord]]:
     """Train the demo; return its row, the run with its number of steps, and its metrics."""
     with tempfile.TemporaryDirectory(prefix="phalanx-learning-") as out:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         command = [
             sys.executable,
             "-m",
@@ -76,7 +76,7 @@ def train(run: RunSpec, nproc: int) -> tuple[Row, RunSpec, list[MetricsRecord]]:
             f"output_dir={out}",
         ]
         subprocess.run(command, check=True)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         run, metrics = read_run_directory(Path(out) / run.name)[0], read_metrics(Path(out) / run.name)
     bits = [record["held_out_bits_per_byte"] for record in metrics if "held_out_bits_per_byte" in record]
     row = Row(f"the demo, {count_parameters(run.model).total / 1e6:.1f} M parameters", bits[-1], seconds)

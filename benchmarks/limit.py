@@ -98,8 +98,8 @@ def base_bytes(kind: str) -> int:
 
     The page cache is not included, because the kernel can reclaim it.
     """
-    said = subprocess.run([sys.executable, "-c", BASE], capture_output=True, text=True, check=True).stdout
-    sizes = {line.split(":")[0]: line.split()[1] for line in said.splitlines() if line.endswith("kB")}
+    stdout = subprocess.run([sys.executable, "-c", BASE], capture_output=True, text=True, check=True).stdout
+    sizes = {line.split(":")[0]: line.split()[1] for line in stdout.splitlines() if line.endswith("kB")}
     if kind == "cgroup":
         return int(sizes["RssAnon"]) * 1024
     return int(sizes["VmData"]) * 1024 + RLIMIT_SLACK_BYTES

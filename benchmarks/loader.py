@@ -63,10 +63,10 @@ def measure(dataset: IndexedDataset, name: str, sequence: int, rows: int, tokens
 
 def _seconds(work: Callable[[int], object], steps: int) -> float:
     # CPU time, because other programs may use the machine, and the loader does not wait.
-    begun = time.process_time()
+    start = time.process_time()
     for step in range(steps):
         work(step)
-    return time.process_time() - begun
+    return time.process_time() - start
 
 
 def table(rows: list[Row]) -> str:

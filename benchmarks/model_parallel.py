@@ -55,9 +55,11 @@ def measure(shape: str, layout: str, data: str, peers: Path, rounds: int, steps:
             name, trainer = entry
             ranks[entry] = Ranks(peers if trainer == OLMO else Path(sys.executable), shape, name, data, [trainer])
             stack.callback(ranks[entry].close)
-        by_number = {str(number): Turn(held, entry[1]) for number, (entry, held) in enumerate(ranks.items())}
-        taken = in_turn(by_number, rounds, steps)
-        return Measured(shape, dict(zip(ranks, taken.values(), strict=True)))
+        by_number = {
+            str(number): Turn(entry_ranks, entry[1]) for number, (entry, entry_ranks) in enumerate(ranks.items())
+        }
+        rounds_by_number = in_turn(by_number, rounds, steps)
+        return Measured(shape, dict(zip(ranks, rounds_by_number.values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps per trainer and round")
     parser.add_argument("--page", type=Path, default=PAGE, help="file to write")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     peers, data, results = install(), prepare(DataSpec(tokenizer="bytes")).train, []
-    for shape in asked.shapes:
-        for layout in asked.layouts:
-            results.append(measure(shape, layout, data, peers, asked.rounds, asked.steps))
+    for shape in args.shapes:
+        for layout in args.layouts:
+            results.append(measure(shape, layout, data, peers, args.rounds, args.steps))
             print(table(results[-1:]), flush=True)
-    asked.page.parent.mkdir(parents=True, exist_ok=True)
-    asked.page.write_text(page(results, asked.rounds, asked.steps))
+    args.page.parent.mkdir(parents=True, exist_ok=True)
+    args.page.write_text(page(results, args.rounds, args.steps))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def grams(documents: list[bytes], order: int) -> np.ndarray:
     start = np.full(order, START, np.uint16)
     symbols = np.concatenate([part for text in documents for part in (start, np.frombuffer(text, np.uint8))])
     packed = np.zeros(len(symbols) - order, np.uint64)
-    for place in range(order + 1):
+    for shift in range(order + 1):
         packed <<= np.uint64(SYMBOL_BITS)
-        packed |= symbols[place : len(symbols) - order + place]
+        packed |= symbols[shift : len(symbols) - order + shift]
     return packed[symbols[order:] != START]
 
 
@@ -52,5 +52,5 @@ def interpolate(train: np.ndarray, held_out: np.ndarray, shorter: np.ndarray) ->
 
 def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the value of each wanted key, or 0 if the sorted `keys` do not contain the key."""
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[place] == wanted, values[place], 0)
+    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[index] == wanted, values[index], 0)

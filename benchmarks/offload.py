@@ -68,15 +68,15 @@ class Run:
 
     def step(self) -> None:
         """Continue the process for one step."""
-        before, begun = self._disk_bytes(), time.perf_counter()
+        disk_before, start = self._disk_bytes(), time.perf_counter()
         self.process.send_signal(signal.SIGCONT)
         while len(records := self._records()) <= len(self.steps):
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.name} ended with {self.process.returncode} after {len(self.steps)} steps")
             time.sleep(0.01)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self.process.send_signal(signal.SIGSTOP)
-        after, record = self._disk_bytes(), records[-1]
+        disk_after, record = self._disk_bytes(), records[-1]
         self.peak_rss_bytes = record["peak_memory_bytes"]
         self.steps.append(
             Step(
@@ -84,8 +84,8 @@ class Run:
                 record["loss"],
                 record["grad_norm"],
                 record["optimizer_seconds"],
-                after[0] - before[0],
-                after[1] - before[1],
+                disk_after[0] - disk_before[0],
+                disk_after[1] - disk_before[1],
             )
         )
 
@@ -104,7 +104,7 @@ class Run:
         return counts["read_bytes"], counts["write_bytes"]
 
 
-def described(out: Path, name: str, tokens: int, steps: int, offload: Path | None, layers: int) -> RunSpec:
+def make_run(out: Path, name: str, tokens: int, steps: int, offload: Path | None, layers: int) -> RunSpec:
     """Return the run with its state in memory or on disk."""
     model = {
         "vocab_size": 257,
@@ -115,7 +115,7 @@ def described(out: Path, name: str, tokens: int, steps: int, offload: Path | Non
         "ffn_hidden_size": FFN,
         "max_seq_len": SEQUENCE,
     }
-    rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
+    offload_fields = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
     return run_from_table(
         {
             "name": name,
@@ -123,7 +123,12 @@ def described(out: Path, name: str, tokens: int, steps: int, offload: Path | Non
             "model": model,
             "data": {"tokenizer": "bytes"},
             "training": {"steps": steps, "seq_len": SEQUENCE, "tokens_per_step": tokens, "precision": "bf16"},
-            "layout": {"data_parallel": "zero2", "micro_batch_size": 2, "activation_checkpointing": "full", **rests},
+            "layout": {
+                "data_parallel": "zero2",
+                "micro_batch_size": 2,
+                "activation_checkpointing": "full",
+                **offload_fields,
+            },
             "optimizer": {"warmup_steps": 1, "learning_rate": 3e-4},
             "evaluation": {"tokens": 1024},
             "checkpoint": {"every": 0},
@@ -153,21 +158,21 @@ def table(memory: Run, disk: Run, state_bytes: int, limit_bytes: int) -> str:
     for run in (memory, disk):
         limited = run is disk
         peak = run.limit.peak_bytes() or run.peak_rss_bytes
-        read, written = middle(run, "read_bytes"), middle(run, "written_bytes")
-        bandwidth = 2 * state_bytes / middle(run, "optimizer_seconds") / 1e9
+        read, written = median_of(run, "read_bytes"), median_of(run, "written_bytes")
+        bandwidth = 2 * state_bytes / median_of(run, "optimizer_seconds") / 1e9
         lines.append(
             f"| {'on disk' if limited else 'in memory'} | {limit_bytes / 1e9 if limited else 0:.2f} "
             f"| {state_bytes / 1e9:.2f} | {state_bytes / limit_bytes:.1f} | {peak / 1e9:.2f} "
-            f"| {middle(run, 'seconds'):.1f} | {read / 1e9:.1f} / {written / 1e9:.1f} | {bandwidth:.2f} "
+            f"| {median_of(run, 'seconds'):.1f} | {read / 1e9:.1f} / {written / 1e9:.1f} | {bandwidth:.2f} "
             f"| {ratio(memory, disk):.2f} |"
             if limited
-            else f"| in memory | none | {state_bytes / 1e9:.2f} | | {peak / 1e9:.2f} | {middle(run, 'seconds'):.1f} "
+            else f"| in memory | none | {state_bytes / 1e9:.2f} | | {peak / 1e9:.2f} | {median_of(run, 'seconds'):.1f} "
             f"| | | 1 |"
         )
     return "\n".join(lines)
 
 
-def middle(run: Run, name: str) -> float:
+def median_of(run: Run, name: str) -> float:
     """Return the median of a field over the steps."""
     return statistics.median(getattr(step, name) for step in run.steps[1:])
 
@@ -175,13 +180,13 @@ def middle(run: Run, name: str) -> float:
 def ratio(memory: Run, disk: Run) -> float:
     """Return the speed on disk relative to that in memory: the median over neighboring steps."""
     pairs = zip(memory.steps[1:], disk.steps[1:], strict=True)
-    return statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+    return statistics.median(memory_step.seconds / disk_step.seconds for memory_step, disk_step in pairs)
 
 
-def same(memory: Run, disk: Run) -> bool:
+def has_equal_losses(memory: Run, disk: Run) -> bool:
     """Return whether the losses and gradient norms of both runs are bitwise equal."""
-    learned = [[(step.loss, step.grad_norm) for step in run.steps] for run in (memory, disk)]
-    return learned[0] == learned[1]
+    results = [[(step.loss, step.grad_norm) for step in run.steps] for run in (memory, disk)]
+    return results[0] == results[1]
 
 
 def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> str:
@@ -194,7 +199,7 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 {table(memory, disk, state_bytes, limit_bytes)}
 
 The speed with the state on disk is {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of
-all {len(disk.steps)} steps are bitwise equal: {"yes" if same(memory, disk) else "no"}.
+all {len(disk.steps)} steps are bitwise equal: {"yes" if has_equal_losses(memory, disk) else "no"}.
 
 - The model has {total / 1e6:.0f} M parameters and width {WIDTH}. One rank with one thread trains it in bf16 with
   `layout.data_parallel = "zero2"` and recomputed blocks. An update has {tokens:,}
@@ -228,13 +233,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--directory", type=Path, help="folder of the files (default: a temporary directory)")
     parser.add_argument("--no-page", action="store_true", help="only print")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.directory) as place, ExitStack() as stack:
-        out = Path(place)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory, ExitStack() as stack:
+        out = Path(directory)
         # One more step than is measured, so that no run reaches its end, where it would evaluate and save.
-        cut = (asked.tokens, asked.steps + 1)
-        described_memory = described(out, "memory", *cut, None, asked.layers)
-        described_disk = described(out, "disk", *cut, out, asked.layers)
+        tokens_and_steps = (args.tokens, args.steps + 1)
+        described_memory = make_run(out, "memory", *tokens_and_steps, None, args.layers)
+        described_disk = make_run(out, "disk", *tokens_and_steps, out, args.layers)
         total = count_parameters(described_disk.model).total
         limit_bytes = STATE_BYTES_PER_PARAMETER * total // SHARE
         limits = [stack.enter_context(memory_limit(limit)) for limit in (None, limit_bytes)]
@@ -246,10 +251,10 @@ def main() -> None:
             stack.callback(runs[-1].end)
             runs[-1].step()
             print(f"{run.name}: started, one step done", flush=True)
-        measure(runs, asked.steps - 1)
-        text = page(runs[0], runs[1], total, limit_bytes, asked.tokens)
+        measure(runs, args.steps - 1)
+        text = page(runs[0], runs[1], total, limit_bytes, args.tokens)
     print(text)
-    if not asked.no_page:
+    if not args.no_page:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         PAGE.write_text(text)
 

@@ -76,11 +76,11 @@ def in_turn(trainers: dict[str, Ranks], rounds: int, steps: int) -> dict[str, li
     """Run `steps` steps of every trainer in each round, while the other trainers wait."""
     for name, ranks in trainers.items():
         ranks.run(name, WARM_UP)
-    taken: dict[str, list[Round]] = {name: [] for name in trainers}
+    rounds_by_trainer: dict[str, list[Round]] = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, ranks in trainers.items():
-            taken[name].append(ranks.run(name, steps))
-    return taken
+            rounds_by_trainer[name].append(ranks.run(name, steps))
+    return rounds_by_trainer
 
 
 def round_speed(blocks: Round, tokens: int) -> Speed:
@@ -139,9 +139,10 @@ def peers_table(results: Sequence[Comparison]) -> str:
     ]
     for result in results:
         for name, rounds in result.apart.items():
-            got = speed(rounds, SHAPES[result.shape].tokens)
+            result_speed = speed(rounds, SHAPES[result.shape].tokens)
             lines.append(
-                f"| {result.shape} | {result.layout} | {NAMES[name]} | {got.wall:,.0f} | {got.cpu_bound:,.0f} "
+                f"| {result.shape} | {result.layout} | {NAMES[name]} "
+                f"| {result_speed.wall:,.0f} | {result_speed.cpu_bound:,.0f} "
                 f"| {peak_bytes(rounds) / 1e6:,.0f} |"
             )
     return "\n".join(lines)
@@ -194,16 +195,16 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["ddp", "fsdp"])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="steps per trainer and round")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     peers = install()
     data = prepare(DataSpec(tokenizer="bytes")).train
     results = []
-    for shape in asked.shapes:
-        for layout in asked.layouts:
-            results.append(compare(shape, layout, data, peers, asked.rounds, asked.steps))
+    for shape in args.shapes:
+        for layout in args.layouts:
+            results.append(compare(shape, layout, data, peers, args.rounds, args.steps))
             print(f"\n{overhead_table(results[-1:])}\n\n{peers_table(results[-1:])}", flush=True)
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(results, asked.rounds, asked.steps))
+    PAGE.write_text(page(results, args.rounds, args.steps))
 
 
 if __name__ == "__main__":

@@ -32,14 +32,14 @@ UNIT_SECONDS = 0.03
 """Waiting time of a rank for the forward pass of a micro-batch, and for each half of its backward pass."""
 
 
-def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
+def mean_action_times(schedule: Schedule, step: Timeline) -> ActionTimes:
     """Return the mean times of each stage's actions in a step; a full backward pass counts as its input half."""
-    taken: dict[tuple[int, str], list[float]] = defaultdict(list)
+    seconds_by_action: dict[tuple[int, str], list[float]] = defaultdict(list)
     for spans in step.spans:
-        for action, begun, ended in spans:  # actions of overlapped pairs have the mean time of other such actions
+        for action, start, end in spans:  # actions of overlapped pairs have the mean time of other such actions
             if isinstance(action, Action):
-                taken[action.stage, action.kind].append(float(ended - begun))
-    mean = {key: statistics.mean(seconds) for key, seconds in taken.items()}
+                seconds_by_action[action.stage, action.kind].append(float(end - start))
+    mean = {key: statistics.mean(seconds) for key, seconds in seconds_by_action.items()}
 
     def of(kinds: str) -> list[float]:
         return [max((mean.get((stage, kind), 0.0) for kind in kinds), default=0.0) for stage in range(schedule.stages)]
@@ -53,8 +53,8 @@ def row(name: str, p: int, m: int, steps: list[Timeline], simulated: float) -> t
     """Return the row of a schedule, its measured bubble and its median step time."""
     measured = statistics.median(float(step.bubble) for step in steps)
     seconds = statistics.median(float(step.makespan) for step in steps)
-    apart = f"{100 * (measured - simulated):+.1f}"
-    line = f"| {name} | {p} | {m} | {simulated:.1%} | {measured:.1%} | {apart} | {seconds:.3f} |"
+    difference = f"{100 * (measured - simulated):+.1f}"
+    line = f"| {name} | {p} | {m} | {simulated:.1%} | {measured:.1%} | {difference} | {seconds:.3f} |"
     return line, measured, seconds
 
 
@@ -75,23 +75,23 @@ COLUMNS = (
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
-def waited(p: int, m: int, steps: int) -> str:
+def waiting_table(p: int, m: int, steps: int) -> str:
     """Return the table of ranks that wait instead of computing."""
     lines, seconds = [HEAD], {}
     for name in PUBLISHED:
         layout = layout_of(name, p)
         schedule = layout_schedule(layout, m)
         unit = UNIT_SECONDS / (schedule.stages // p)
-        ran = by_step(rank_pool(p).run(wait, layout, m, UNIT_SECONDS, steps, timeout=600))
+        timelines = by_step(rank_pool(p).run(wait, layout, m, UNIT_SECONDS, steps, timeout=600))
         expected = simulate(schedule, ActionTimes(forward=unit, input_grad=unit, weight_grad=unit))
-        line, _, seconds[name] = row(name, p, m, ran, float(expected.bubble))
+        line, _, seconds[name] = row(name, p, m, timelines, float(expected.bubble))
         lines.append(line)
         print(line, flush=True)
     faster = ", ".join(f"{name} {seconds['1f1b'] / seconds[name]:.2f}" for name in PUBLISHED if name.startswith("zb"))
     return "\n".join([*lines, "", f"Speed of a step relative to 1F1B: {faster}."])
 
 
-def trained(shape: str, steps: int) -> str:
+def training_table(shape: str, steps: int) -> str:
     """Return the table of two ranks that train."""
     data, lines = prepare(DataSpec(tokenizer="bytes")).train, [HEAD]
     for name in PUBLISHED:
@@ -99,10 +99,12 @@ def trained(shape: str, steps: int) -> str:
         run = SHAPES[shape].run("ddp")
         m = SHAPES[shape].sequences
         run = run.model_copy(update={"layout": layout.model_copy(update={"micro_batch_size": 1})})
-        ran = by_step(rank_pool(2).run(train, run, data, steps, timeout=600))
+        timelines = by_step(rank_pool(2).run(train, run, data, steps, timeout=600))
         schedule = layout_schedule(layout, m)
-        expected = statistics.median(float(simulate(schedule, times_of(schedule, step)).bubble) for step in ran)
-        line, *_ = row(name, 2, m, ran, expected)
+        expected = statistics.median(
+            float(simulate(schedule, mean_action_times(schedule, step)).bubble) for step in timelines
+        )
+        line, *_ = row(name, 2, m, timelines, expected)
         lines.append(line)
         print(line, flush=True)
     return "\n".join(lines)
@@ -111,8 +113,8 @@ def trained(shape: str, steps: int) -> str:
 def page(tables: list[tuple[str, str]], steps: int) -> str:
     """Return the page of the benchmark."""
     begin, end = __doc__.split("\n\n", 1)[0], __doc__.split("\n\n", 2)[2].strip()
-    where = f"torch {version('torch')}, {platform.machine()}, gloo; medians of {steps} steps."
-    parts = [f"# {begin.rstrip('.')}", "    python -m benchmarks.pipeline", end, where]
+    setup = f"torch {version('torch')}, {platform.machine()}, gloo; medians of {steps} steps."
+    parts = [f"# {begin.rstrip('.')}", "    python -m benchmarks.pipeline", end, setup]
     return "\n\n".join([*parts, *(f"## {title}\n\n{table}" for title, table in tables)]) + "\n"
 
 
@@ -121,18 +123,18 @@ def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.pipeline")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     tables = [
         (
-            f"Two ranks that train the {asked.shape} shape, simulated with the measured times of their actions",
-            trained(asked.shape, asked.steps),
+            f"Two ranks that train the {args.shape} shape, simulated with the measured times of their actions",
+            training_table(args.shape, args.steps),
         )
     ]
     for p in (4, 8):
         title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms per forward pass, input half and weight half"
-        tables.append((title, waited(p, 2 * p, asked.steps)))
+        tables.append((title, waiting_table(p, 2 * p, args.steps)))
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(tables, asked.steps))
+    PAGE.write_text(page(tables, args.steps))
 
 
 if __name__ == "__main__":

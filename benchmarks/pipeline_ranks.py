@@ -34,7 +34,7 @@ SMALL = ModelSpec(
 )
 
 
-class Waits(StageModule):
+class WaitingStages(StageModule):
     """Stages that wait instead of computing."""
 
     def __init__(self, layers: dict[int, range], stages: int, seconds: float) -> None:
@@ -48,7 +48,7 @@ class Waits(StageModule):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, part: Waits) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, part: WaitingStages) -> Tensor:
         ctx.part, ctx.weight = part, weight
         time.sleep(part.seconds)
         return x.clone()
@@ -74,35 +74,37 @@ def layout_of(schedule: str, p: int) -> Layout:
 
 def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]:
     """Wait through the steps of a pipeline; return the spans of this rank by step."""
-    mesh, some = build_mesh(layout, layout.pp, "cpu"), representative_schedule(layout)
-    mine = {stage: range(stage, stage + 1) for stage in some.stages_of(mesh.rank)}
-    part = Waits(mine, some.stages, seconds / len(mine))
-    everybody = mesh.pipeline_groups[0]
-    order, like = partial(layout_schedule, layout), torch.empty(0)
-    strategy = PipelineStrategy(Strategy(part), part, some, order, mesh.pipeline_groups, everybody, nullcontext, like)
+    mesh, schedule = build_mesh(layout, layout.pp, "cpu"), representative_schedule(layout)
+    stages = {stage: range(stage, stage + 1) for stage in schedule.stages_of(mesh.rank)}
+    part = WaitingStages(stages, schedule.stages, seconds / len(stages))
+    all_ranks = mesh.pipeline_groups[0]
+    order, example = partial(layout_schedule, layout), torch.empty(0)
+    strategy = PipelineStrategy(
+        Strategy(part), part, schedule, order, mesh.pipeline_groups, all_ranks, nullcontext, example
+    )
     micros = [InferenceMicroBatch(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
     def losses(model: Any, micro: InferenceMicroBatch) -> tuple[Tensor, Tensor]:
         return model(micro.tokens, micro.documents)[0].sum(), torch.zeros(())
 
-    ran = []
+    timelines = []
     for _ in range(steps + 1):
         dist.barrier()
         list(strategy.forward_backward(micros, losses))
-        ran.append(strategy.timeline)
-    return ran[1:]
+        timelines.append(strategy.timeline)
+    return timelines[1:]
 
 
 def train(run: RunSpec, data: str, steps: int) -> list[list[Span]]:
     """Train the steps of a run; return the spans of this rank by step."""
     dataset = IndexedDataset(data)
-    with tempfile.TemporaryDirectory() as kept:
-        under_way = Trainer(run, TrainingData(dataset, dataset, byte_tokenizer()), Path(kept), torch.device("cpu"))
-        batches, ran = prefetch(under_way.loader, 0, STEPS), []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(run, TrainingData(dataset, dataset, byte_tokenizer()), Path(folder), torch.device("cpu"))
+        batches, timelines = prefetch(trainer.loader, 0, STEPS), []
         for _ in range(steps + 2):
             dist.barrier()
-            under_way.train_step(batches)
-            assert isinstance(under_way.strategy, PipelineStrategy)
-            ran.append(under_way.strategy.timeline)
+            trainer.train_step(batches)
+            assert isinstance(trainer.strategy, PipelineStrategy)
+            timelines.append(trainer.strategy.timeline)
         batches.close()
-    return ran[2:]
+    return timelines[2:]

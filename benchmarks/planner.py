@@ -24,7 +24,7 @@ from benchmarks.fit_planner import fit_time
 from benchmarks.gpu_memory import HEADING as GPU_MEMORY_HEADING
 from benchmarks.gpu_memory import recorded_rows, section
 from benchmarks.planner_choice import best_of_sweeps, sweeps
-from benchmarks.published import Known, known_rows, met, step_time_rows
+from benchmarks.published import PublishedRun, format_verdict, read_published_runs, step_time_rows
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.tables.predict import Prediction, predict_jobs
@@ -66,10 +66,10 @@ LAYOUTS_A_SECOND, SEARCH_SECONDS, HELP_SECONDS = 20_000, 5.0, 0.3
 
 
 @dataclass(frozen=True)
-class Held:
+class PredictedRow:
     """Published row, its prediction, and the step time at a constant utilization."""
 
-    known: Known
+    known: PublishedRun
     predicted: Prediction
     naive: float
 
@@ -78,106 +78,116 @@ class Held:
         return self.known.step_seconds or np.nan
 
 
-def held_rows(known: list[Known]) -> list[Held]:
+def rows_with_baseline(runs: list[PublishedRun]) -> list[PredictedRow]:
     """Predict rows with a step time, and compute a naive baseline.
 
     The baseline is the hardware FLOPs at one utilization for each hardware generation. This utilization is chosen in
     hindsight: the median over the medians of these sources.
     """
-    predictions = list(predict_jobs([row.job for row in known]))
-    first = [row.job.choices[0] for row in known]
-    work = np.array([row.job.flops_per_step * (4 / 3 if row.row["recompute"] == "full" else 1) for row in known])
-    speed = np.array([row.job.peak_flops for row in known])
-    seconds = np.array([row.step_seconds for row in known])
-    eras, groups = np.array([choice["hardware_generation"] for choice in first]), np.array([row.group for row in known])
-    used = {era: _typical(work / speed / seconds, groups, eras == era) for era in set(eras)}
-    naive = work / speed / np.array([used[era] for era in eras])
-    return [Held(row, p, float(n)) for row, p, n in zip(known, predictions, naive, strict=True)]
+    predictions = list(predict_jobs([row.job for row in runs]))
+    choices = [row.job.choices[0] for row in runs]
+    work = np.array([row.job.flops_per_step * (4 / 3 if row.row["recompute"] == "full" else 1) for row in runs])
+    speed = np.array([row.job.peak_flops for row in runs])
+    seconds = np.array([row.step_seconds for row in runs])
+    eras, groups = (
+        np.array([choice["hardware_generation"] for choice in choices]),
+        np.array([row.group for row in runs]),
+    )
+    utilization_by_era = {era: _median_utilization(work / speed / seconds, groups, eras == era) for era in set(eras)}
+    naive = work / speed / np.array([utilization_by_era[era] for era in eras])
+    return [PredictedRow(row, p, float(n)) for row, p, n in zip(runs, predictions, naive, strict=True)]
 
 
-def _typical(utilization: NDArray[np.float64], groups: NDArray[np.str_], which: NDArray[np.bool_]) -> float:
-    return float(np.median([np.median(utilization[which & (groups == group)]) for group in set(groups[which])]))
+def _median_utilization(
+    utilization: NDArray[np.float64], groups: NDArray[np.str_], selected: NDArray[np.bool_]
+) -> float:
+    return float(np.median([np.median(utilization[selected & (groups == group)]) for group in set(groups[selected])]))
 
 
-def errors(held: list[Held], value: Callable[[Held], float]) -> NDArray[np.float64]:
-    return np.array([abs(value(row) / row.truth - 1) for row in held]) * 100
+def errors(rows: list[PredictedRow], value: Callable[[PredictedRow], float]) -> NDArray[np.float64]:
+    return np.array([abs(value(row) / row.truth - 1) for row in rows]) * 100
 
 
-def _own(row: Held) -> float:
+def _predicted_seconds(row: PredictedRow) -> float:
     return row.predicted.step_time_s
 
 
-def step_time_table(held: list[Held], left_out: dict[str, float]) -> Iterator[str]:
+def step_time_table(all_rows: list[PredictedRow], left_out: dict[str, float]) -> Iterator[str]:
     """Yield the table of errors and targets by source."""
     yield "| source | rows | error % | median | worst | left out | constant utilization | best peer | target | met |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    groups = sorted({row.known.group for row in held})
+    groups = sorted({row.known.group for row in all_rows})
     for group in groups:
-        rows = [row for row in held if row.known.group == group]
-        own, naive = errors(rows, _own), errors(rows, lambda r: r.naive)
+        rows = [row for row in all_rows if row.known.group == group]
+        plan_errors, naive_errors = errors(rows, _predicted_seconds), errors(rows, lambda r: r.naive)
         signed = np.median([r.predicted.step_time_s / r.truth - 1 for r in rows]) * 100
         peer, target = PEERS.get(group), min(PEERS.get(group, 99) / 2, LIMIT)
-        alone = f"{left_out[group]:.1f}" if group in left_out else "-"
+        left_out_cell = f"{left_out[group]:.1f}" if group in left_out else "-"
         yield (
-            f"| {group} | {len(rows)} | {own.mean():.1f} | {signed:+.1f} | {own.max():.0f} "
-            f"| {alone} | {naive.mean():.1f} | {peer or '-'} | {target:.1f} "
-            f"| {met(own.mean() <= target and own.mean() < naive.mean())} |"
+            f"| {group} | {len(rows)} | {plan_errors.mean():.1f} | {signed:+.1f} | {plan_errors.max():.0f} "
+            f"| {left_out_cell} | {naive_errors.mean():.1f} | {peer or '-'} | {target:.1f} "
+            f"| {format_verdict(plan_errors.mean() <= target and plan_errors.mean() < naive_errors.mean())} |"
         )
-    every = errors(held, _own)
-    by_source = np.mean([errors([r for r in held if r.known.group == group], _own).mean() for group in groups])
-    yield f"\nThe mean error over {len(held)} rows is {every.mean():.1f} % (target 8): {met(every.mean() <= 8)}."
+    all_errors = errors(all_rows, _predicted_seconds)
+    by_source = np.mean(
+        [errors([r for r in all_rows if r.known.group == group], _predicted_seconds).mean() for group in groups]
+    )
+    verdict = format_verdict(all_errors.mean() <= 8)
+    yield f"\nThe mean error over {len(all_rows)} rows is {all_errors.mean():.1f} % (target 8): {verdict}."
     yield f"The mean over sources is {by_source:.1f} %."
     if left_out:
         mean_left_out = np.mean(list(left_out.values()))
         yield f"With each source left out of the fit, the mean over sources is {mean_left_out:.1f} %."
 
 
-def leave_one_out(known: list[Known]) -> dict[str, float]:
+def leave_one_out(runs: list[PublishedRun]) -> dict[str, float]:
     """Return the error of each group, predicted with constants that were fitted without its source."""
-    found: dict[str, float] = {}
-    for source in sorted({row.source for row in known}):
-        without = fit_time([row for row in known if row.source != source], time_constants(), evaluations=25)
-        mine = [row for row in known if row.source == source]
-        predicted = np.array([p.step_time_s for p in predict_jobs([row.job for row in mine], without)])
-        error = np.abs(predicted / np.array([row.step_seconds for row in mine]) - 1) * 100
-        for group in {row.group for row in mine}:
-            found[group] = float(error[[row.group == group for row in mine]].mean())
+    errors_by_group: dict[str, float] = {}
+    for source in sorted({row.source for row in runs}):
+        constants = fit_time([row for row in runs if row.source != source], time_constants(), evaluations=25)
+        source_runs = [row for row in runs if row.source == source]
+        predicted = np.array([p.step_time_s for p in predict_jobs([row.job for row in source_runs], constants)])
+        error = np.abs(predicted / np.array([row.step_seconds for row in source_runs]) - 1) * 100
+        for group in {row.group for row in source_runs}:
+            errors_by_group[group] = float(error[[row.group == group for row in source_runs]].mean())
         print(f"left out {source}", file=sys.stderr)
-    return found
+    return errors_by_group
 
 
-def interval_lines(held: list[Held]) -> Iterator[str]:
+def interval_lines(rows: list[PredictedRow]) -> Iterator[str]:
     """Yield the share of rows within their 80 % interval."""
-    inside = [r.predicted.step_time_low_s <= r.truth <= r.predicted.step_time_high_s for r in held]
-    reached = met(0.75 <= np.mean(inside) <= 0.85)
-    yield f"{np.mean(inside):.1%} of {len(held)} rows are within their 80 % interval (target 75 to 85): {reached}."
+    within = [r.predicted.step_time_low_s <= r.truth <= r.predicted.step_time_high_s for r in rows]
+    verdict = format_verdict(0.75 <= np.mean(within) <= 0.85)
+    yield f"{np.mean(within):.1%} of {len(rows)} rows are within their 80 % interval (target 75 to 85): {verdict}."
     yield "The interval widths were fitted to these rows."
 
 
-def memory_lines(known: list[Known]) -> Iterator[str]:
+def memory_lines(runs: list[PublishedRun]) -> Iterator[str]:
     """Yield the errors of published memory, and the out-of-memory labels with their predicted probabilities."""
-    told = [row for row in known if row.tells_memory]
-    predicted = list(predict_jobs([row.job for row in told]))
+    comparable = [row for row in runs if row.has_rank_memory]
+    predicted = list(predict_jobs([row.job for row in comparable]))
     yield f"| source | rows | error % (target {MEMORY_LIMIT:.0f}) | median | met |"
     yield "|---|---|---|---|---|"
-    for group in sorted({row.group for row in told if row.memory_gib}):
-        pairs = [(p, r.memory_gib) for r, p in zip(told, predicted, strict=True) if r.group == group and r.memory_gib]
+    for group in sorted({row.group for row in comparable if row.memory_gib}):
+        pairs = [
+            (p, r.memory_gib) for r, p in zip(comparable, predicted, strict=True) if r.group == group and r.memory_gib
+        ]
         ratio = np.array([p.memory_gib / truth for p, truth in pairs])
         error, signed = 100 * np.abs(ratio - 1).mean(), 100 * np.median(ratio - 1)
-        yield f"| {group} | {len(ratio)} | {error:.1f} | {signed:+.1f} | {met(error <= MEMORY_LIMIT)} |"
-    labels = [(p.p_oom, r.out_of_memory) for r, p in zip(told, predicted, strict=True) if r.source == "hage"]
+        yield f"| {group} | {len(ratio)} | {error:.1f} | {signed:+.1f} | {format_verdict(error <= MEMORY_LIMIT)} |"
+    labels = [(p.p_oom, r.out_of_memory) for r, p in zip(comparable, predicted, strict=True) if r.source == "hage"]
     risk, failed = np.array([p for p, _ in labels]), np.array([out for _, out in labels])
     right = ((risk > 0.5) == failed).mean()
-    reached = met(right >= 0.97)
-    yield f"\nThe prediction of out of memory is right for {right:.1%} of {len(labels)} labels (target 97): {reached}."
-    missed, feared = (failed & (risk <= 0.5)).sum(), (~failed & (risk > 0.5)).sum()
-    yield f"{missed} runs that failed were predicted to fit, and {feared} runs that fitted were predicted to fail."
+    verdict = format_verdict(right >= 0.97)
+    yield f"\nThe prediction of out of memory is right for {right:.1%} of {len(labels)} labels (target 97): {verdict}."
+    missed, rejected = (failed & (risk <= 0.5)).sum(), (~failed & (risk > 0.5)).sum()
+    yield f"{missed} runs that failed were predicted to fit, and {rejected} runs that fitted were predicted to fail."
     yield "\n| predicted P(OOM) | rows | failed |\n|---|---|---|"
     edges = [0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1.0001]
     for low, high in pairwise(edges):
-        here = (risk >= low) & (risk < high)
-        if here.any():
-            yield f"| {low:.0%} to {min(high, 1):.0%} | {here.sum()} | {failed[here].mean():.0%} |"
+        in_bin = (risk >= low) & (risk < high)
+        if in_bin.any():
+            yield f"| {low:.0%} to {min(high, 1):.0%} | {in_bin.sum()} | {failed[in_bin].mean():.0%} |"
 
 
 def speed_lines() -> Iterator[str]:
@@ -193,37 +203,37 @@ def speed_lines() -> Iterator[str]:
                 "cluster": {"preset": "h100", "nodes": nodes, "nproc_per_node": 8},
             }
         )
-        took = []
+        durations = []
         for _ in range(3):
             start = time.perf_counter()
             plan = search_layouts(run, nodes * 8, keep=10)
-            took.append(time.perf_counter() - start)
-        yield f"{model} on {nodes * 8:,} H100: {search_speed(plan.searched, float(np.median(took)), limit)}."
-    took = []
+            durations.append(time.perf_counter() - start)
+        yield f"{model} on {nodes * 8:,} H100: {search_speed(plan.searched, float(np.median(durations)), limit)}."
+    durations = []
     for _ in range(5):
         start = time.perf_counter()
         subprocess.run([Path(sys.executable).with_name("phalanx"), "plan", "--help"], check=True, capture_output=True)
-        took.append(time.perf_counter() - start)
-    seconds = float(np.median(took))
-    yield f"`phalanx plan --help`: {seconds:.2f} s (target {HELP_SECONDS}): {met(seconds <= HELP_SECONDS)}."
+        durations.append(time.perf_counter() - start)
+    seconds = float(np.median(durations))
+    yield f"`phalanx plan --help`: {seconds:.2f} s (target {HELP_SECONDS}): {format_verdict(seconds <= HELP_SECONDS)}."
 
 
 def search_speed(layouts: int, seconds: float, limit: float | None) -> str:
     """Describe a search: its seconds, compared with the limit if there is one, and its layouts per second."""
-    took = f"{layouts:,} layouts in {seconds:.2f} s"
+    text = f"{layouts:,} layouts in {seconds:.2f} s"
     if limit:
-        took += f" (target {limit:.0f}): {met(seconds <= limit)}"
+        text += f" (target {limit:.0f}): {format_verdict(seconds <= limit)}"
     rate = layouts / seconds
-    return f"{took}, {rate:,.0f} per second (target {LAYOUTS_A_SECOND:,}): {met(rate >= LAYOUTS_A_SECOND)}"
+    return f"{text}, {rate:,.0f} per second (target {LAYOUTS_A_SECOND:,}): {format_verdict(rate >= LAYOUTS_A_SECOND)}"
 
 
 def head(path: Path, leave_out: bool) -> list[str]:
     """Return the title of the report and the command that wrote it."""
-    given = f"{path} --left-out" if leave_out else str(path)
+    arguments = f"{path} --left-out" if leave_out else str(path)
     return [
         "# Accuracy of the planner",
         "",
-        f"Written by `python -m benchmarks.planner {given}`. Rows are published runs in 16-bit",
+        f"Written by `python -m benchmarks.planner {arguments}`. Rows are published runs in 16-bit",
         "precision. Errors are absolute percentages of the published step time. The target is half of the best peer's",
         f"error, and at most {LIMIT:g} %.",
         "",
@@ -236,15 +246,15 @@ def head(path: Path, leave_out: bool) -> list[str]:
 
 def main(path: Path, leave_out: bool) -> None:
     """Print the report and write it."""
-    known = known_rows(path)
-    timed = [row for row in step_time_rows(known) if not row.low_precision]
-    held = held_rows(timed)
+    runs = read_published_runs(path)
+    timed = [row for row in step_time_rows(runs) if not row.low_precision]
+    rows = rows_with_baseline(timed)
     sections = {
-        "Step time": step_time_table(held, leave_one_out(timed) if leave_out else {}),
-        "Intervals": interval_lines(held),
-        "Choice of layout": sweeps(known),
+        "Step time": step_time_table(rows, leave_one_out(timed) if leave_out else {}),
+        "Intervals": interval_lines(rows),
+        "Choice of layout": sweeps(runs),
         "Best of a sweep": best_of_sweeps(path),
-        "Memory": memory_lines(known),
+        "Memory": memory_lines(runs),
         "Speed": speed_lines(),
     }
     lines = head(path, leave_out)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from benchmarks.published import Known, met
+from benchmarks.published import PublishedRun, format_verdict
 from phalanx.cost.estimate.constants import memory_constants, time_constants
 from phalanx.cost.estimate.job_table import job_table
 from phalanx.cost.estimate.memory import estimate_memory, oom_probability
@@ -36,42 +36,44 @@ PLACED = (20, 26)
 """Target: number of best published layouts among the first three predicted, and number of sweeps."""
 
 
-def sweeps(known: list[Known]) -> Iterator[str]:
+def sweeps(runs: list[PublishedRun]) -> Iterator[str]:
     """Yield a row per source: failures and slowdown of the first choice, and the rank correlation."""
-    found: dict[tuple[str, ...], list[Known]] = defaultdict(list)
-    for row in known:
+    rows_by_sweep: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
+    for row in runs:
         if row.source in SWEPT:
-            found[row.source, *(row.row[column] for column in SAME)].append(row)
+            rows_by_sweep[row.source, *(row.row[column] for column in SAME)].append(row)
     yield (
         f"| source | sweeps | first choice failed | slowdown of the first choice, mean (target {MEAN_BEHIND:.0%}) "
         f"| worst (target {MOST_BEHIND:.0%}) | rank correlation (target {ALIKE}) |"
     )
     yield "|---|---|---|---|---|---|"
     for source in SWEPT:
-        results = [_sweep(rows) for key, rows in found.items() if key[0] == source]
-        kept = [result for result in results if result is not None]
-        if kept:
-            failed, behind, alike = (np.array(part, dtype=float) for part in zip(*kept, strict=True))
-            yield f"| {source} | {len(kept)} | {_judged(failed, behind[failed == 0], alike)} |"
+        results = [_evaluate_sweep(rows) for key, rows in rows_by_sweep.items() if key[0] == source]
+        evaluated = [result for result in results if result is not None]
+        if evaluated:
+            failed, slowdown, correlation = (np.array(part, dtype=float) for part in zip(*evaluated, strict=True))
+            yield f"| {source} | {len(evaluated)} | {_format_cells(failed, slowdown[failed == 0], correlation)} |"
 
 
-def _judged(failed: Sweeps, behind: Sweeps, alike: Sweeps) -> str:
+def _format_cells(failed: Sweeps, slowdown: Sweeps, correlation: Sweeps) -> str:
     """Format the cells of a source: failures and slowdown of the first choice, and the rank correlation.
 
     A failed choice misses the target of the maximum slowdown.
     """
-    mean, worst = (behind.mean(), behind.max()) if len(behind) else (np.nan, np.nan)
+    mean, worst = (slowdown.mean(), slowdown.max()) if len(slowdown) else (np.nan, np.nan)
     return " | ".join(
         [
             f"{int(failed.sum())}",
-            f"{100 * mean:.1f} %, {met(mean <= MEAN_BEHIND)}" if len(behind) else "-, no",
-            f"{100 * worst:.1f} %, {met(worst <= MOST_BEHIND and not failed.any())}" if len(behind) else "-, no",
-            f"{alike.mean():.2f}, {met(alike.mean() >= ALIKE)}",
+            f"{100 * mean:.1f} %, {format_verdict(mean <= MEAN_BEHIND)}" if len(slowdown) else "-, no",
+            f"{100 * worst:.1f} %, {format_verdict(worst <= MOST_BEHIND and not failed.any())}"
+            if len(slowdown)
+            else "-, no",
+            f"{correlation.mean():.2f}, {format_verdict(correlation.mean() >= ALIKE)}",
         ]
     )
 
 
-def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:
+def _evaluate_sweep(rows: list[PublishedRun]) -> tuple[bool, float, float] | None:
     ran = [row for row in rows if row.step_seconds]
     if len({_layout(row) for row in ran}) < LEAST:
         return None
@@ -80,18 +82,18 @@ def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:
     times = [p.step_time_s if fit else np.inf for p, fit in zip(predicted, fits, strict=True)]
     pick = rows[int(np.argmin(times))]
     best = min(row.step_seconds for row in ran if row.step_seconds)
-    both = [(p.step_time_s, row.step_seconds) for p, row in zip(predicted, rows, strict=True) if row.step_seconds]
-    behind = pick.step_seconds / best - 1 if pick.step_seconds else np.nan
-    return pick.step_seconds is None, behind, float(spearmanr(*zip(*both, strict=True)).statistic)
+    pairs = [(p.step_time_s, row.step_seconds) for p, row in zip(predicted, rows, strict=True) if row.step_seconds]
+    slowdown = pick.step_seconds / best - 1 if pick.step_seconds else np.nan
+    return pick.step_seconds is None, slowdown, float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
-def _layout(row: Known) -> tuple[str, ...]:
+def _layout(row: PublishedRun) -> tuple[str, ...]:
     return tuple(row.row[column] for column in VARIED)
 
 
 def best_of_sweeps(path: Path) -> Iterator[str]:
     """Yield the predicted rank of nanotron's best layout for each model and number of GPUs."""
-    places = []
+    ranks = []
     rows = [row for row in read_rows(path) if row["id"].startswith("hfup")]
     for row in rows:
         job = job_from_row(row)
@@ -100,31 +102,31 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
         seconds = step_seconds(time_constants(), table).total
         risk = oom_probability(memory_constants(), table, estimate_memory(memory_constants(), table))
         seconds = np.where(risk < MAX_OOM_PROBABILITY, seconds, np.inf)
-        order = [_key(grid[at]) for at in np.argsort(seconds)]
-        mine = _key(job.choices[0])
-        places.append(order.index(mine) + 1 if mine in order else len(order))
-    first_three = sum(place <= 3 for place in places)
+        order = [_key(grid[index]) for index in np.argsort(seconds)]
+        best = _key(job.choices[0])
+        ranks.append(order.index(best) + 1 if best in order else len(order))
+    first_three = sum(rank <= 3 for rank in ranks)
     placed, published = PLACED
-    reached = met(first_three * published >= placed * len(rows))
+    verdict = format_verdict(first_three * published >= placed * len(rows))
     yield (
         f"The best published layout is among the first three predicted layouts for {first_three} of {len(rows)} sweeps "
-        f"(target {placed} of {published}): {reached}."
+        f"(target {placed} of {published}): {verdict}."
     )
-    yield f"Its predicted ranks: {', '.join(map(str, sorted(places)))}."
+    yield f"Its predicted ranks: {', '.join(map(str, sorted(ranks)))}."
 
 
 def _key(choice: JobRow) -> tuple[float, ...]:
     return tuple(choice[column] for column in ("tp", "pp", "micro_batch", "zero_stage"))
 
 
-def _grid(own: JobRow, ranks: float, batch: float) -> Iterator[JobRow]:
+def _grid(best: JobRow, ranks: float, batch: float) -> Iterator[JobRow]:
     """Yield the layouts that nanotron's sweep tried: tp, pp, micro-batch size, ZeRO-0 or ZeRO-1."""
     for tp, pp, micro_batch, zero in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64), (0, 1)):
         dp = ranks / tp / pp
-        if dp < 1 or batch % (dp * micro_batch) or batch < dp * micro_batch or own["layers"] < pp:
+        if dp < 1 or batch % (dp * micro_batch) or batch < dp * micro_batch or best["layers"] < pp:
             continue
         choice = {
-            **own,
+            **best,
             "tp": tp,
             "pp": pp,
             "dp": dp,

@@ -14,7 +14,7 @@ from phalanx.spec.errors import UserError
 
 
 @dataclass(frozen=True)
-class Known:
+class PublishedRun:
     """Row that can be predicted, and its published results."""
 
     row: Row
@@ -51,45 +51,45 @@ class Known:
         return "fp4" in self.row["precision"]
 
     @property
-    def ran_beside_failures(self) -> bool:
+    def ran_in_sweep_with_failures(self) -> bool:
         """True for a row that ran in a sweep whose failures were also published."""
         return self.source == "hage" and not self.out_of_memory
 
     @property
-    def tells_memory(self) -> bool:
+    def has_rank_memory(self) -> bool:
         """True if the memory of the row is that of the fullest rank of a stated layout."""
-        stated = bool(self.row["micro_batch"] and self.row["recompute"]) and not self.low_precision
-        stated = stated and "seq len not stated" not in self.row["facts"]
-        return stated and (self.memory_gib is not None or self.out_of_memory or self.ran_beside_failures)
+        is_stated = bool(self.row["micro_batch"] and self.row["recompute"]) and not self.low_precision
+        is_stated = is_stated and "seq len not stated" not in self.row["facts"]
+        return is_stated and (self.memory_gib is not None or self.out_of_memory or self.ran_in_sweep_with_failures)
 
 
-def known_rows(path: Path) -> list[Known]:
+def read_published_runs(path: Path) -> list[PublishedRun]:
     """Return all rows that can be predicted."""
-    found = []
+    runs = []
     for row in read_rows(path):
         try:
             job = job_from_row(row)
         except UserError:
             continue
-        said = row["memory_gib"]
-        failed = said.startswith(">")
-        found.append(
-            Known(
+        memory_text = row["memory_gib"]
+        failed = memory_text.startswith(">")
+        runs.append(
+            PublishedRun(
                 row,
                 job,
                 step_seconds=float(row["step_time_s"]) if row["step_time_s"] else None,
-                memory_gib=float(said) if said and not failed else None,
+                memory_gib=float(memory_text) if memory_text and not failed else None,
                 out_of_memory=failed and not row["step_time_s"],
             )
         )
-    return found
+    return runs
 
 
-def met(reached: bool | np.bool) -> str:
+def format_verdict(reached: bool | np.bool) -> str:
     """Return the verdict that follows a figure and its target."""
     return "met" if reached else "no"
 
 
-def step_time_rows(known: list[Known]) -> list[Known]:
+def step_time_rows(runs: list[PublishedRun]) -> list[PublishedRun]:
     """Return the rows whose step time was published."""
-    return [row for row in known if row.step_seconds]
+    return [row for row in runs if row.step_seconds]

@@ -12,15 +12,17 @@ import argparse
 import random
 from pathlib import Path
 
-from benchmarks.calibration import STEPS, Short, train
+from benchmarks.calibration import STEPS, ShortRun, train
 from phalanx.plan.calibrate.calibrate import calibrate, detect_cpu, predict_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "recomputation.md"
 MODELS = ("dense", "experts")
 FULL = "micro_batch_size=4,activation_checkpointing=full"
-FITTED = [Short(model, 2, layout) for model in MODELS for layout in ("micro_batch_size=4", "micro_batch_size=2", FULL)]
+FITTED = [
+    ShortRun(model, 2, layout) for model in MODELS for layout in ("micro_batch_size=4", "micro_batch_size=2", FULL)
+]
 PREDICTED = [
-    Short(model, 2, layout)
+    ShortRun(model, 2, layout)
     for model in MODELS
     for layout in (
         *(f"{FULL},recomputed_blocks={blocks}" for blocks in (2, 4)),

@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSpec:
+def make_run(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSpec:
     """Return a run of one of RUNS."""
     steps = 3 * ROUNDS + 3
     return run_from_table(
@@ -67,7 +67,7 @@ def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSp
     )
 
 
-def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
+def time_steps(directory: Path) -> tuple[dict[str, list[float]], float]:
     """Measure on a rank the seconds of each kind of step in every round, and of the recording calls of a step."""
     run, data = read_run_directory(directory)
     trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
@@ -83,24 +83,24 @@ def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
         notes.write(dict(trainer.step_record or {}))
 
     kinds: dict[str, Callable[[], Any]] = {"off": lambda: trainer.train_step(batches), "light": noted, "full": closely}
-    for do in kinds.values():
-        do()
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for run_step in kinds.values():
+        run_step()
+    seconds_by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(ROUNDS):
-        for kind, do in kinds.items():
-            found[kind].append(seconds_of(do))
+        for kind, run_step in kinds.items():
+            seconds_by_kind[kind].append(seconds_of(run_step))
     batches.close()
-    return found, notes_alone(trainer, notes)
+    return seconds_by_kind, recording_seconds(trainer, notes)
 
 
-def seconds_of(do: Callable[[], Any]) -> float:
+def seconds_of(call: Callable[[], Any]) -> float:
     """Return the seconds of a call."""
-    begun = time.perf_counter()
-    do()
-    return time.perf_counter() - begun
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
-def notes_alone(trainer: Trainer, notes: Any) -> float:
+def recording_seconds(trainer: Trainer, notes: Any) -> float:
     """Return the seconds of the recording calls of a step: its timestamps, its record and the write of the record."""
     marks, timeline = 3 * len(trainer.strategy.timeline), trainer.strategy.timeline
 
@@ -120,12 +120,16 @@ def notes_alone(trainer: Trainer, notes: Any) -> float:
 
 def row(name: str, out: Path) -> tuple[str, float]:
     """Measure a run; return its row and its computed ratio."""
-    directory = create_run(described(out, *RUNS[name]), 2, resume=False)
-    found, alone = rank_pool(2).run(timed, directory, timeout=1200)[0]
-    off = median(found["off"])
-    light, full = (median(b / a for a, b in zip(found["off"], found[kind], strict=True)) for kind in ("light", "full"))
-    said = f"| {name} | {off * 1e3:.0f} | {light:.3f} | {full:.2f} | {alone * 1e6:.0f} | {1 + alone / off:.4f} |"
-    return said, 1 + alone / off
+    directory = create_run(make_run(out, *RUNS[name]), 2, resume=False)
+    seconds, recording = rank_pool(2).run(time_steps, directory, timeout=1200)[0]
+    off = median(seconds["off"])
+    light, full = (
+        median(b / a for a, b in zip(seconds["off"], seconds[kind], strict=True)) for kind in ("light", "full")
+    )
+    line = (
+        f"| {name} | {off * 1e3:.0f} | {light:.3f} | {full:.2f} | {recording * 1e6:.0f} | {1 + recording / off:.4f} |"
+    )
+    return line, 1 + recording / off
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.copies import happened
+from benchmarks.copies import count_events
 from phalanx.runs.events import STARTED, read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.load import run_from_table
@@ -52,7 +52,7 @@ def run_file(folder: Path) -> Path:
 
 def has_stepped(directory: Path, starts: int) -> bool:
     """Return whether a step is finished since start number `starts`."""
-    if happened(directory, STARTED) < starts:
+    if count_events(directory, STARTED) < starts:
         return False
     start = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][-1]
     records = read_metrics(directory)
@@ -64,18 +64,18 @@ def restart_seconds(file: Path, kills: int, is_warm: bool) -> list[float]:
     """Kill a rank `kills` times; return the seconds from each kill to the next step."""
     directory, seconds = file.parent / "restart", []
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", "--resume"]
-    before = happened(directory, STARTED) if directory.exists() else 0
+    num_starts = count_events(directory, STARTED) if directory.exists() else 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         try:
-            wait_until(lambda: has_stepped(directory, before + 1), "a first step")
+            wait_until(lambda: has_stepped(directory, num_starts + 1), "a first step")
             for number in range(kills):
                 time.sleep(SETTLE_SECONDS)
                 if not is_warm and number == 0:
                     os.kill(warm_process_pid(launcher.pid), signal.SIGKILL)
                 os.kill(rank_pids(directory)[1], signal.SIGKILL)
-                begun = time.monotonic()
-                wait_until(lambda starts=before + number + 2: has_stepped(directory, starts), "a step")
-                seconds.append(time.monotonic() - begun)
+                start = time.monotonic()
+                wait_until(lambda starts=num_starts + number + 2: has_stepped(directory, starts), "a step")
+                seconds.append(time.monotonic() - start)
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait(timeout=100)
@@ -85,43 +85,45 @@ def restart_seconds(file: Path, kills: int, is_warm: bool) -> list[float]:
 def first_step_seconds(file: Path, command: Sequence[str]) -> float:
     """Start a run; return the seconds from the command to its first step."""
     directory = file.parent / "restart"
-    begun = time.monotonic()
+    start = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             wait_until(lambda: directory.exists() and has_stepped(directory, 1), "a first step")
-            return time.monotonic() - begun
+            return time.monotonic() - start
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=100)
 
 
-def row(what: str, seconds: Sequence[float], reference: Sequence[float]) -> str:
+def row(interval: str, seconds: Sequence[float], reference: Sequence[float]) -> str:
     """Format a row of the table."""
     ratio = median(seconds) / median(reference)
-    return f"| {what} | {median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | {ratio:.2f} |"
+    return f"| {interval} | {median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | {ratio:.2f} |"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="phalanx-restart-") as name:
         file = run_file(Path(name))
-        warm, anew = (restart_seconds(file, KILLS, is_warm) for is_warm in (True, False))
+        warm, cold = (restart_seconds(file, KILLS, is_warm) for is_warm in (True, False))
     phalanx = [sys.executable, "-m", "phalanx", "train", "{file}", "--nproc", "2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["-m", "phalanx.train", "{file}"]
-    first: dict[str, list[float]] = {"phalanx train": [], "torchrun": []}
+    seconds_by_command: dict[str, list[float]] = {"phalanx train": [], "torchrun": []}
     for _ in range(STARTS):
-        for who, command in (("phalanx train", phalanx), ("torchrun", torchrun)):
+        for launcher, command in (("phalanx train", phalanx), ("torchrun", torchrun)):
             with tempfile.TemporaryDirectory(prefix="phalanx-restart-") as name:
                 file = run_file(Path(name))
-                first[who].append(first_step_seconds(file, [word.format(file=file) for word in command]))
+                seconds_by_command[launcher].append(
+                    first_step_seconds(file, [word.format(file=file) for word in command])
+                )
     text = f"""# Time until ranks train
 
 | interval | seconds, median | range | ratio |
 |---|---:|---:|---:|
-{row("kill of a rank (SIGKILL) to the next step, ranks forked from the warm process", warm, anew)}
-{row("kill of a rank (SIGKILL) to the next step, ranks started as new processes", anew, anew)}
-{row("`phalanx train` to the first step", first["phalanx train"], first["torchrun"])}
-{row("`torchrun -m phalanx.train` to the first step", first["torchrun"], first["torchrun"])}
+{row("kill of a rank (SIGKILL) to the next step, ranks forked from the warm process", warm, cold)}
+{row("kill of a rank (SIGKILL) to the next step, ranks started as new processes", cold, cold)}
+{row("`phalanx train` to the first step", seconds_by_command["phalanx train"], seconds_by_command["torchrun"])}
+{row("`torchrun -m phalanx.train` to the first step", seconds_by_command["torchrun"], seconds_by_command["torchrun"])}
 
 Target: a restart within 1.0 s: {"met" if median(warm) <= 1 else "missed"}.
 

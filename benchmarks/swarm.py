@@ -112,7 +112,7 @@ NOTES = (
 )
 
 
-def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
+def write_run_file(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
     """Write a run file with these lines of [swarm], or for central training without lines; return its path."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = [str(library / name) for name in ("asyncio", "email", "http", "json", "unittest", "xml", "multiprocessing")]
@@ -125,17 +125,17 @@ def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
         seed=seed,
         steps=steps,
     )
-    every = 1 if swarm == DDP else EVERY
-    file.write_text(table + SWARM.format(every=every) + swarm if swarm else table)
+    steps_per_round = 1 if swarm == DDP else EVERY
+    file.write_text(table + SWARM.format(every=steps_per_round) + swarm if swarm else table)
     return file
 
 
-def central(folder: Path, seed: int) -> Row:
+def train_centrally(folder: Path, seed: int) -> Row:
     """Train one process with the batches of all nodes."""
-    begun = time.perf_counter()
-    command = [sys.executable, "-m", "phalanx", "train", str(described(folder, "", seed)), "--nproc", "1"]
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "phalanx", "train", str(write_run_file(folder, "", seed)), "--nproc", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return {"loss": held_out_loss(folder / "runs" / "swarm"), "seconds": seconds}
 
 
@@ -144,24 +144,25 @@ def held_out_loss(directory: Path) -> float:
     return float([record["held_out_loss"] for record in read_metrics(directory) if "held_out_loss" in record][-1])
 
 
-def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
+def train_swarm(folder: Path, method: str, seed: int, mbit: float) -> Row:
     """Train four nodes with a coordinator on links of `mbit` Mbit/s."""
-    file, lead = described(folder, WAYS[way], seed), folder / "runs" / "swarm"
+    file, lead = write_run_file(folder, WAYS[method], seed), folder / "runs" / "swarm"
     prepare(load_run(file).data)
-    with star_network(NODES, mbit) as made, swarm_processes(made, folder, file, lead) as under_way:
-        under_way.start_all()
-        under_way.wait_all(SECONDS)
-        wire = {name: _carried(made, name) for name in NODES}
-        at = [event["at"] for event in under_way.events("opened", "committed")]
-    rounds = {name: _lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
+    with star_network(NODES, mbit) as network, swarm_processes(network, folder, file, lead) as swarm:
+        swarm.start_all()
+        swarm.wait_all(SECONDS)
+        wire = {name: _link_bytes(network, name) for name in NODES}
+        times = [event["at"] for event in swarm.events("opened", "committed")]
+    rounds = {name: _read_json_lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
     later = [line for lines in rounds.values() for line in lines[1:]]  # nodes may join during the first round
-    whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # initial weights
+    initial_bytes = WEIGHT_BYTES * count_parameters(load_run(file).model).total
     return {
         "loss": held_out_loss(folder / "nodes" / NODES[0]),
-        "seconds": at[-1] - at[2],
-        "rounds": len(at) // 2,
+        "seconds": times[-1] - times[2],
+        "rounds": len(times) // 2,
         "up": statistics.median(sum(line["sent_bytes"] for line in lines) for lines in rounds.values()),
-        "down": statistics.median(sum(line["received_bytes"] for line in lines) for lines in rounds.values()) - whole,
+        "down": statistics.median(sum(line["received_bytes"] for line in lines) for lines in rounds.values())
+        - initial_bytes,
         "carried": statistics.median(wire.values()),
         "utilization": sum(line["train_seconds"] for line in later) / sum(line["seconds"] for line in later),
         "held": max(line["held_bytes"] for lines in rounds.values() for line in lines),
@@ -169,56 +170,56 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
     }
 
 
-def _carried(made: StarNetwork, name: str) -> int:
+def _link_bytes(network: StarNetwork, name: str) -> int:
     """Return all bytes on a host's link, in both directions."""
-    host = made.hosts[name]
-    counters = [f"/sys/class/net/{host.interface}/statistics/{way}_bytes" for way in ("rx", "tx")]
-    inside = [*host.prefix, "cat", *counters]
-    return sum(map(int, subprocess.run(inside, check=True, capture_output=True, text=True).stdout.split()))
+    host = network.hosts[name]
+    counters = [f"/sys/class/net/{host.interface}/statistics/{direction}_bytes" for direction in ("rx", "tx")]
+    command = [*host.prefix, "cat", *counters]
+    return sum(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def owned(run: RunSpec) -> int:
+def num_owned_experts(run: RunSpec) -> int:
     """Return the number of experts per layer that a node trains."""
     assert run.model.moe is not None
     return run.model.moe.num_experts * (run.swarm.replication if run.swarm else len(NODES)) // len(NODES)
 
 
-def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
+def predict_row(run: RunSpec, mbit: float, row: Row) -> Row:
     """Predict the row with cost/exact/swarm.py."""
     swarm = run.swarm
     assert swarm is not None
-    node = node_share(run.model, swarm.method, owned(run))
-    each = round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication)
+    node = node_share(run.model, swarm.method, num_owned_experts(run))
+    traffic = round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication)
     rounds = run.training.steps // swarm.steps_per_round
     speed = mbit * 1e6 / 8
-    time_of = round_time(each, speed, speed, swarm.steps_per_round, row["step_seconds"], swarm.delay)
+    times = round_time(traffic, speed, speed, swarm.steps_per_round, row["step_seconds"], swarm.delay)
     return {
-        "up": each.up * rounds,
-        "down": each.down * rounds,
-        "utilization": time_of.utilization,
+        "up": traffic.up * rounds,
+        "down": traffic.down * rounds,
+        "utilization": times.utilization,
         "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in EXPERT_SPLIT_METHODS else "fp32"),
     }
 
 
-def measure(way: str, seed: int, mbit: float) -> Row:
+def measure(method: str, seed: int, mbit: float) -> Row:
     """Measure a run; return its row."""
     with tempfile.TemporaryDirectory(prefix="phalanx-swarm-") as folder:
-        place = Path(folder) / "one"
-        place.mkdir()
-        row = central(place, seed) if way == "central" else together(place, way, seed, mbit)
-        run = load_run(place / "swarm.toml")
-        row["predicted"] = predicted(run, mbit, row) if run.swarm else {}
-    return {"way": way, "seed": seed, "mbit": 0 if way == "central" else mbit, **row}
+        run_folder = Path(folder) / "one"
+        run_folder.mkdir()
+        row = train_centrally(run_folder, seed) if method == "central" else train_swarm(run_folder, method, seed, mbit)
+        run = load_run(run_folder / "swarm.toml")
+        row["predicted"] = predict_row(run, mbit, row) if run.swarm else {}
+    return {"way": method, "seed": seed, "mbit": 0 if method == "central" else mbit, **row}
 
 
-def rows_of(way: str) -> list[Row]:
+def rows_of(method: str) -> list[Row]:
     """Return the recorded rows of a method, the last one for each seed and speed."""
-    lines = _lines(ROWS) if ROWS.exists() else []
-    return list({(row["seed"], row["mbit"]): row for row in lines if row["way"] == way}.values())
+    lines = _read_json_lines(ROWS) if ROWS.exists() else []
+    return list({(row["seed"], row["mbit"]): row for row in lines if row["way"] == method}.values())
 
 
 def losses(rows: Sequence[Row]) -> dict[int, float]:
@@ -227,11 +228,11 @@ def losses(rows: Sequence[Row]) -> dict[int, float]:
     return {seed: best[seed] for seed in sorted(best)}
 
 
-def beyond(rows: Sequence[Row], others: Sequence[Row]) -> float:
+def loss_difference(rows: Sequence[Row], others: Sequence[Row]) -> float:
     """Return the relative difference of losses over the seeds of both."""
-    found, compared = losses(rows), losses(others)
-    seeds = found.keys() & compared.keys()
-    return sum(found[seed] for seed in seeds) / sum(compared[seed] for seed in seeds) - 1
+    losses_of_rows, losses_of_others = losses(rows), losses(others)
+    seeds = losses_of_rows.keys() & losses_of_others.keys()
+    return sum(losses_of_rows[seed] for seed in seeds) / sum(losses_of_others[seed] for seed in seeds) - 1
 
 
 def table() -> Iterator[str]:
@@ -241,32 +242,32 @@ def table() -> Iterator[str]:
         "| state, MB | formula | s at 20 Mbit/s | training | formula | s at 100 Mbit/s | training | formula |"
     )
     yield "|---|" + "---:|" * 14
-    spes, diloco = (rows_of(way) for way in ("spes", "diloco"))
-    for way in WAYS:
-        rows = rows_of(way)
+    spes, diloco = (rows_of(method) for method in ("spes", "diloco"))
+    for method in WAYS:
+        rows = rows_of(method)
         if not rows:
             continue
-        found = [*losses(rows).values()]
-        cells = [f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})"]
-        cells.append(f"{beyond(rows, spes):+.2%}" if spes else "")
+        method_losses = [*losses(rows).values()]
+        cells = [f"{statistics.mean(method_losses):.3f} ({min(method_losses):.3f} to {max(method_losses):.3f})"]
+        cells.append(f"{loss_difference(rows, spes):+.2%}" if spes else "")
         cells += _bytes(rows[0], diloco[0] if diloco else None)
         for mbit in SPEEDS:
             cells += _times([row for row in rows if row["mbit"] == mbit])
-        yield f"| {way} | " + " | ".join(cells) + " |"
+        yield f"| {method} | " + " | ".join(cells) + " |"
 
 
 def _bytes(row: Row, diloco: Row | None) -> list[str]:
-    held = f"{row['held'] / 1e6:.2f}" if "held" in row else ""
+    state_mb = f"{row['held'] / 1e6:.2f}" if "held" in row else ""
     if not row["predicted"]:
-        return ["", "", "", "", held, ""]
-    total, said = row["up"] + row["down"], row["predicted"]["up"] + row["predicted"]["down"]
+        return ["", "", "", "", state_mb, ""]
+    total, predicted_bytes = row["up"] + row["down"], row["predicted"]["up"] + row["predicted"]["down"]
     ratio = f"{total / (diloco['up'] + diloco['down']):.3f}" if diloco else ""
     return [
         f"{total / 1e6:.2f}",
         ratio,
-        f"{said / 1e6:.2f}",
+        f"{predicted_bytes / 1e6:.2f}",
         f"{row['carried'] / 1e6:.1f}",
-        held,
+        state_mb,
         f"{row['predicted']['state'] / 1e6:.2f}",
     ]
 
@@ -287,12 +288,12 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--page", action="store_true", help="write the page without measuring")
-    asked = parser.parse_args()
-    for seed in () if asked.page else asked.seeds:
-        for way in asked.ways:
-            speeds = SPEEDS[1:] if seed or way in ("central", "ddp") else SPEEDS
+    args = parser.parse_args()
+    for seed in () if args.page else args.seeds:
+        for method in args.ways:
+            speeds = SPEEDS[1:] if seed or method in ("central", "ddp") else SPEEDS
             for mbit in speeds:
-                row = measure(way, seed, mbit)
+                row = measure(method, seed, mbit)
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 with ROWS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -303,20 +304,23 @@ def main() -> None:
 
 def page() -> str:
     """Return the page with the table and the targets."""
-    spes, int8, overlap, alone = (rows_of(way) for way in ("spes", "spes+ int8", "spes+ int8, overlap", "central"))
+    spes, int8, overlap, central = (
+        rows_of(method) for method in ("spes", "spes+ int8", "spes+ int8, overlap", "central")
+    )
     diloco = rows_of("diloco")
     lines = ["# Comparison of swarm methods", "", *table(), ""]
-    if spes and int8 and diloco and alone and overlap:
-        sent = {name: rows[0]["up"] + rows[0]["down"] for name, rows in (("spes", spes), ("int8", int8))}
-        whole = diloco[0]["up"] + diloco[0]["down"]
-        loss = beyond(int8, spes)
+    if spes and int8 and diloco and central and overlap:
+        sent_bytes = {name: rows[0]["up"] + rows[0]["down"] for name, rows in (("spes", spes), ("int8", int8))}
+        diloco_bytes = diloco[0]["up"] + diloco[0]["down"]
+        loss = loss_difference(int8, spes)
         slow = [row["utilization"] for row in overlap if row["mbit"] == SPEEDS[0]]
-        gap = beyond(spes, alone)
+        gap = loss_difference(spes, central)
         lines += [
-            f"- spes sends {1 - sent['spes'] / whole:.1%} less than diloco (target 33 %; formula for this model "
-            f"{1 - _said(spes[0]) / _said(diloco[0]):.1%}).",
-            f"- spes+ in int8 sends {sent['int8'] / whole:.3f} of diloco's bytes (target 0.17). Its loss differs by "
-            f"{loss:+.2%} from that of spes in fp32 (target 0.5 %).",
+            f"- spes sends {1 - sent_bytes['spes'] / diloco_bytes:.1%} less than diloco (target 33 %; "
+            "formula for this model "
+            f"{1 - _predicted_bytes(spes[0]) / _predicted_bytes(diloco[0]):.1%}).",
+            f"- spes+ in int8 sends {sent_bytes['int8'] / diloco_bytes:.3f} of diloco's bytes (target 0.17). "
+            f"Its loss differs by {loss:+.2%} from that of spes in fp32 (target 0.5 %).",
             f"- At {SPEEDS[0]} Mbit/s with overlap, nodes train {statistics.median(slow):.1%} of the time "
             "(target 90 %).",
             f"- The loss of spes is {gap:.1%} above that of central training. Each of its experts sees a quarter of",
@@ -326,7 +330,7 @@ def page() -> str:
     return "\n".join([*lines, *NOTES, ""])
 
 
-def _said(row: Row) -> float:
+def _predicted_bytes(row: Row) -> float:
     return float(row["predicted"]["up"] + row["predicted"]["down"])
 
 

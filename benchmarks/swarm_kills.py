@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.swarm import PAGE, described
+from benchmarks.swarm import PAGE, write_run_file
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
 from phalanx.runs.jsonl import read_jsonl
@@ -152,16 +152,16 @@ class Findings:
 def check_journal(swarm: KilledSwarm, findings: Findings) -> None:
     """Check the rounds of the journal against the kills."""
     state = SwarmState(swarm.run)
-    gone: set[str] = set()
+    absent: set[str] = set()
     for event in swarm.events():
         open_round = state.round
         if event["kind"] == "opened":
-            gone.clear()
+            absent.clear()
         elif event["kind"] == "left":
-            gone.add(event["node"])
+            absent.add(event["node"])
         elif event["kind"] == "accepted":
             findings.accepted += 1
-            if event["steps"] != state.assigned_steps(event["node"]) and event["node"] not in gone:
+            if event["steps"] != state.assigned_steps(event["node"]) and event["node"] not in absent:
                 findings.violations += _short_update(swarm, state, event, findings)
         elif event["kind"] == "refused":
             findings.refused[event["reason"]] += 1
@@ -170,10 +170,10 @@ def check_journal(swarm: KilledSwarm, findings: Findings) -> None:
             findings.incomplete_rounds += open_round.updates.keys() != open_round.data_assignments.keys()
             if set(event["nodes"]) != open_round.updates.keys():
                 findings.violations.append(f"accepted of {sorted(open_round.updates)}: {event}")
-            missing = open_round.data_assignments.keys() - gone - set(event["nodes"])
-            known = [*open_round.arrival_offsets, *(offset for offsets in state.arrivals for offset in offsets)]
+            missing = open_round.data_assignments.keys() - absent - set(event["nodes"])
+            arrivals = [*open_round.arrival_offsets, *(offset for offsets in state.arrivals for offset in offsets)]
             up_seconds = up_time(open_round.opened_at, event["at"], swarm.downtimes)
-            if missing and up_seconds < deadline_offset(known or [0.0], state.swarm.round):
+            if missing and up_seconds < deadline_offset(arrivals or [0.0], state.swarm.round):
                 findings.violations.append(f"open for {up_seconds:.2f} s without {missing}: {event}")
         state.record(event)
 
@@ -181,8 +181,8 @@ def check_journal(swarm: KilledSwarm, findings: Findings) -> None:
 def _short_update(swarm: KilledSwarm, state: SwarmState, event: dict[str, Any], findings: Findings) -> list[str]:
     """Return the violation by an update with too few steps; none if the steps were too slow for the deadline."""
     assigned = state.assigned_steps(event["node"])
-    known = [offset for offsets in state.arrivals for offset in offsets]
-    available_seconds = deadline_offset(known or [0.0], state.swarm.round) - DEADLINE_MARGIN_SECONDS
+    arrivals = [offset for offsets in state.arrivals for offset in offsets]
+    available_seconds = deadline_offset(arrivals or [0.0], state.swarm.round) - DEADLINE_MARGIN_SECONDS
     for record in read_jsonl(swarm.folder / "nodes" / event["node"] / ROUNDS_FILE):
         if record["round"] == event["round"] and record["steps"] == event["steps"]:
             break
@@ -220,7 +220,7 @@ def check_nodes(swarm: KilledSwarm, findings: Findings) -> None:
 def started_swarm(folder: Path) -> Iterator[KilledSwarm]:
     """Start a coordinator and nodes, and end them on exit."""
     folder.mkdir()
-    file = described(folder, "", seed=0, steps=1000 * EVERY)
+    file = write_run_file(folder, "", seed=0, steps=1000 * EVERY)
     small = {"tokens_per_step = 4096": "tokens_per_step = 512", "tokens = 131072": "tokens = 2048"}
     text = file.read_text()
     for old, new in small.items():
@@ -301,11 +301,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", action="store_true", help=f"write {KILLS_PAGE.name}")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phalanx-kills-") as folder:
-        figures = soak(Path(folder) / "one", asked.seconds, asked.seed)
+        figures = soak(Path(folder) / "one", args.seconds, args.seed)
     print(json.dumps(figures, indent=1))
-    if asked.page:
+    if args.page:
         KILLS_PAGE.write_text(page(figures))
     raise SystemExit(bool(figures["violations"]))
 

@@ -73,25 +73,25 @@ outlier = 0.0
 """
 
 
-def node(name: str, address: str, folder: str, results: Any) -> None:
+def run_node(name: str, address: str, folder: str, results: Any) -> None:
     """Run a node without training, which sends slightly changed weights and writes the received weights."""
-    place = Path(folder)
-    link = SwarmClient(address, place / "certs" / name)
+    directory = Path(folder)
+    link = SwarmClient(address, directory / "certs" / name)
     run = run_from_table(tomllib.loads(link.join(capacity=2, text="none")["run"]))
-    found = []
+    round_seconds = []
     feedback: Feedback = {}
-    base_path, update, down = (place / f"{name}.{kind}" for kind in ("base", "update", "down"))
+    base_path, update, down = (directory / f"{name}.{kind}" for kind in ("base", "update", "down"))
     for number in range(ROUNDS):
         task = link.wait(round=number)
         if not number:
             from phalanx.cost.exact.parameter_shapes import parameter_shapes
 
             link.download_round(base_path, None, (), parameter_shapes(run.model).__getitem__)
-        begun, took = time.perf_counter(), {}
-        found.append(_round(run, name, task.owned, number, link, (base_path, update, down), feedback, took))
-        found[-1]["seconds"] = time.perf_counter() - begun
+        start, seconds = time.perf_counter(), {}
+        round_seconds.append(_round(run, name, task.owned, number, link, (base_path, update, down), feedback, seconds))
+        round_seconds[-1]["seconds"] = time.perf_counter() - start
     link.leave()
-    results.put(found)
+    results.put(round_seconds)
 
 
 def _round(
@@ -102,58 +102,58 @@ def _round(
     link: SwarmClient,
     paths: tuple[Path, Path, Path],
     feedback: Feedback,
-    took: dict[str, float],
+    seconds: dict[str, float],
 ) -> dict[str, float]:
     swarm, (base_path, update, down) = run.swarm, paths
     assert swarm is not None
     assert run.model.moe is not None
     split = swarm.method in EXPERT_SPLIT_METHODS
     owners = tuple((name,) if expert in owned else () for expert in range(run.model.moe.num_experts)) if split else None
-    whole = fragment_pieces(run.model, 0, 1)
-    mine = pieces_sent_by(whole, owners, name)
+    pieces = fragment_pieces(run.model, 0, 1)
+    sent_pieces = pieces_sent_by(pieces, owners, name)
     marks = [time.perf_counter()]
     with TensorFile(base_path) as base:
         write_update(
-            update, mine, swarm.effective_codec, lambda item: base.read(item) + 1e-3, base.read, feedback
+            update, sent_pieces, swarm.effective_codec, lambda item: base.read(item) + 1e-3, base.read, feedback
         ).close()
     marks.append(time.perf_counter())
     link.upload_update(update, number, 64, 1)
     marks.append(time.perf_counter())
     link.wait(committed=number + 1)
     marks.append(time.perf_counter())
-    own = [item.key for item in mine if item.expert is not None] if swarm.method == "spes+" else []
-    sizes = {item.key: (encoded_bytes(item.num_elements, swarm.effective_codec),) for item in whole}
-    link.download_round(down, number, own, sizes.__getitem__)
+    own_keys = [item.key for item in sent_pieces if item.expert is not None] if swarm.method == "spes+" else []
+    sizes = {item.key: (encoded_bytes(item.num_elements, swarm.effective_codec),) for item in pieces}
+    link.download_round(down, number, own_keys, sizes.__getitem__)
     marks.append(time.perf_counter())
-    with TensorFile(base_path, writable=True) as base, TensorFile(down) as came, TensorFile(update) as sent:
-        for item in whole:
-            source = sent if item.key in own else came
+    with TensorFile(base_path, writable=True) as base, TensorFile(down) as received, TensorFile(update) as sent:
+        for item in pieces:
+            source = sent if item.key in own_keys else received
             base.write(item, decode_piece(item, source.raw(item.key), swarm.effective_codec, base.read))
     marks.append(time.perf_counter())
     names = ("encode", "send", "wait", "receive", "decode")
-    took |= {what: after - before for what, before, after in zip(names, marks, marks[1:], strict=False)}
-    return dict(took)
+    seconds |= {part: after - before for part, before, after in zip(names, marks, marks[1:], strict=False)}
+    return dict(seconds)
 
 
-def lead(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
+def start_coordinator(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
     """Start a coordinator; return its process and its address."""
     file = folder / "swarm.toml"
     file.write_text(run)
-    words = ["serve", str(file), "--certs", str(folder / "certs" / "lead"), "--listen", "127.0.0.1:0"]
-    command = [sys.executable, "-m", "phalanx", "swarm", *words, "--set", f"output_dir={folder / 'runs'}"]
+    arguments = ["serve", str(file), "--certs", str(folder / "certs" / "lead"), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "phalanx", "swarm", *arguments, "--set", f"output_dir={folder / 'runs'}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    said = re.search(r"join (127\.0\.0\.1:\d+)", process.stdout.readline())
-    assert said is not None
-    return process, said[1]
+    match = re.search(r"join (127\.0\.0\.1:\d+)", process.stdout.readline())
+    assert match is not None
+    return process, match[1]
 
 
 def peak_memory(process: subprocess.Popen[str]) -> int:
     """Return the peak memory of a process so far."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def measure(method: str, codec: str) -> dict[str, Any]:
@@ -164,14 +164,14 @@ def measure(method: str, codec: str) -> dict[str, Any]:
         issue_certificate(folder / "certs", "lead", ["127.0.0.1"])
         for name in NODES:
             issue_certificate(folder / "certs", name, [])
-        process, address = lead(folder, RUN.format(rounds=ROUNDS, method=method, codec=codec))
+        process, address = start_coordinator(folder, RUN.format(rounds=ROUNDS, method=method, codec=codec))
         idle, context = peak_memory(process), multiprocessing.get_context("spawn")
         results = context.Queue()
-        members = [context.Process(target=node, args=(name, address, str(folder), results)) for name in NODES]
+        members = [context.Process(target=run_node, args=(name, address, str(folder), results)) for name in NODES]
         for member in members:
             member.start()
-        each = [results.get(timeout=600) for _ in members]
-        most = peak_memory(process)
+        node_results = [results.get(timeout=600) for _ in members]
+        peak = peak_memory(process)
         for member in members:
             member.join(60)
         process.wait(60)
@@ -179,20 +179,23 @@ def measure(method: str, codec: str) -> dict[str, Any]:
         sizes = {kind: (folder / f"ann.{kind}").stat().st_size for kind in ("update", "down")}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    rounds = [max(found[number]["seconds"] for found in each) for number in range(1, ROUNDS)]
-    parts = {what: statistics.median(found[n][what] for found in each for n in range(1, ROUNDS)) for what in each[0][0]}
+    rounds = [max(node_result[number]["seconds"] for node_result in node_results) for number in range(1, ROUNDS)]
+    parts = {
+        part: statistics.median(node_result[n][part] for node_result in node_results for n in range(1, ROUNDS))
+        for part in node_results[0][0]
+    }
     return {
         "way": f"{method}, {codec}",
         "model": model,
         "seconds": statistics.median(rounds),
         "idle": idle,
-        "most": most,
+        "most": peak,
         "parts": parts,
         "sizes": sizes,
     }
 
 
-def stream() -> tuple[float, float]:
+def measure_model_transfer() -> tuple[float, float]:
     """Return the median bytes per second of the upload and the download of a model by a single node."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
@@ -200,10 +203,10 @@ def stream() -> tuple[float, float]:
         issue_certificate(folder / "certs", "lead", ["127.0.0.1"])
         issue_certificate(folder / "certs", "ann", [])
         text = RUN.format(rounds=ROUNDS, method="fedavg", codec="fp32").replace("nodes = 4", "nodes = 1")
-        process, address = lead(folder, text)
+        process, address = start_coordinator(folder, text)
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
-        member = context.Process(target=node, args=("ann", address, str(folder), results))
+        member = context.Process(target=run_node, args=("ann", address, str(folder), results))
         member.start()
         rounds = results.get(timeout=600)
         member.join(60)
@@ -211,10 +214,12 @@ def stream() -> tuple[float, float]:
         model = count_parameters(load_run(folder / "swarm.toml").model).total * 4
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return tuple(model / statistics.median(found[what] for found in rounds[1:]) for what in ("send", "receive"))  # type: ignore[return-value]
+    return tuple(
+        model / statistics.median(round_seconds[part] for round_seconds in rounds[1:]) for part in ("send", "receive")
+    )  # type: ignore[return-value]
 
 
-def wire() -> tuple[float, float]:
+def measure_wire() -> tuple[float, float]:
     """Return the median bytes per second of the wire, the limit: chunks over mutual TLS without checks."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
@@ -231,20 +236,20 @@ def wire() -> tuple[float, float]:
         with grpc.secure_channel(f"127.0.0.1:{ports.get(timeout=60)}", credentials, OPTIONS) as channel:
             send, receive = channel.stream_unary("/wire/put"), channel.unary_stream("/wire/get")
             times = [
-                (_took(lambda: send(iter([chunk] * CHUNKS))), _took(lambda: list(map(len, receive(b"")))))
+                (_seconds(lambda: send(iter([chunk] * CHUNKS))), _seconds(lambda: list(map(len, receive(b"")))))
                 for _ in range(ROUNDS)
             ]
         server.kill()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    up, down = (CHUNK_BYTES * CHUNKS / statistics.median(each) for each in zip(*times, strict=True))
+    up, down = (CHUNK_BYTES * CHUNKS / statistics.median(seconds) for seconds in zip(*times, strict=True))
     return up, down
 
 
-def _took(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _credentials(folder: Path, name: str) -> tuple[bytes, bytes, bytes]:
@@ -266,21 +271,23 @@ def _serve_chunks(folder: str, ports: Any) -> None:
     server.wait_for_termination()
 
 
-def page(ways: list[dict[str, Any]], wire_alone: tuple[float, float], up: float, down: float) -> str:
+def page(results: list[dict[str, Any]], wire_alone: tuple[float, float], up: float, down: float) -> str:
     """Return the page with the table and the targets."""
     lines = [
         "| method, codec | round, s | encode, s | send, s | wait, s | receive, s | decode, s | up, MB | down, MB "
         "| coordinator, MB | share of its limit |",
         "|---|" + "---:|" * 10,
     ]
-    for way in ways:
-        limit = 1.5 * way["model"] + 256 * MIB
-        parts = " | ".join(f"{way['parts'][what]:.2f}" for what in ("encode", "send", "wait", "receive", "decode"))
-        sizes = " | ".join(f"{way['sizes'][kind] / 1e6:.0f}" for kind in ("update", "down"))
-        memory = f"{way['most'] / 1e6:.0f} ({way['idle'] / 1e6:.0f} idle) | {way['most'] / limit:.2f}"
-        lines.append(f"| {way['way']} | {way['seconds']:.2f} | {parts} | {sizes} | {memory} |")
-    model = ways[0]["model"]
-    met = ", ".join(f"{way['way']}: {'met' if way['seconds'] <= GOAL_SECONDS else 'missed'}" for way in ways)
+    for result in results:
+        limit = 1.5 * result["model"] + 256 * MIB
+        parts = " | ".join(f"{result['parts'][part]:.2f}" for part in ("encode", "send", "wait", "receive", "decode"))
+        sizes = " | ".join(f"{result['sizes'][kind] / 1e6:.0f}" for kind in ("update", "down"))
+        memory = f"{result['most'] / 1e6:.0f} ({result['idle'] / 1e6:.0f} idle) | {result['most'] / limit:.2f}"
+        lines.append(f"| {result['way']} | {result['seconds']:.2f} | {parts} | {sizes} | {memory} |")
+    model = results[0]["model"]
+    met = ", ".join(
+        f"{result['way']}: {'met' if result['seconds'] <= GOAL_SECONDS else 'missed'}" for result in results
+    )
     return f"""# A round of a swarm on one machine
 
 Written by `python -m benchmarks.swarm_round`. Four nodes that do not train and a coordinator share {os.cpu_count()}
@@ -310,10 +317,10 @@ def main() -> None:
     """Measure, print the table and write the page."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as for nodes that share cores
-    ways = [measure(method, codec) for method, codec in (("spes", "fp32"), ("spes+", "int8"), ("diloco", "fp32"))]
-    text = page(ways, wire(), *stream())
+    results = [measure(method, codec) for method, codec in (("spes", "fp32"), ("spes+", "int8"), ("diloco", "fp32"))]
+    text = page(results, measure_wire(), *measure_model_transfer())
     print(text)
-    print(json.dumps([way["parts"] for way in ways]), file=sys.stderr)
+    print(json.dumps([result["parts"] for result in results]), file=sys.stderr)
     PAGE.write_text(text)
 
 

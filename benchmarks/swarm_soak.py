@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.swarm import EVERY, NODES, PAGE, described, held_out_loss
+from benchmarks.swarm import EVERY, NODES, PAGE, held_out_loss, write_run_file
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.load import load_run
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
@@ -46,39 +46,39 @@ round = {{ grace_seconds = 4.0, lease_seconds = 12.0 }}
 """
 
 
-def node_killed(under_way: SwarmProcesses, name: str) -> None:
+def node_killed(swarm: SwarmProcesses, name: str) -> None:
     """Kill the processes of a node, and restart it at once."""
-    under_way.kill(name)
-    under_way.start(name)
+    swarm.kill(name)
+    swarm.start(name)
 
 
-def coordinator_killed(under_way: SwarmProcesses, name: str) -> None:
+def coordinator_killed(swarm: SwarmProcesses, name: str) -> None:
     """Kill the coordinator, and restart it at once."""
-    node_killed(under_way, COORDINATOR)
+    node_killed(swarm, COORDINATOR)
 
 
-def node_stopped(under_way: SwarmProcesses, name: str) -> None:
+def node_stopped(swarm: SwarmProcesses, name: str) -> None:
     """Stop a node and continue it."""
-    under_way.signal(name, signal.SIGSTOP)
+    swarm.signal(name, signal.SIGSTOP)
     time.sleep(STOPPED_SECONDS)
-    under_way.signal(name, signal.SIGCONT)
+    swarm.signal(name, signal.SIGCONT)
 
 
-def link_cut(under_way: SwarmProcesses, name: str) -> None:
+def link_cut(swarm: SwarmProcesses, name: str) -> None:
     """Disconnect the link of a node for some seconds."""
-    under_way.network.disconnect(name)
+    swarm.network.disconnect(name)
     time.sleep(CUT_SECONDS)
-    under_way.network.reconnect(name)
+    swarm.network.reconnect(name)
 
 
-def invalid_update_of_member(under_way: SwarmProcesses, name: str) -> None:
+def invalid_update_of_member(swarm: SwarmProcesses, name: str) -> None:
     """Send an invalid update with the certificate of a member."""
-    _lied(under_way, name, name)
+    _send_from_host(swarm, name, name)
 
 
-def update_of_stranger(under_way: SwarmProcesses, name: str) -> None:
+def update_of_stranger(swarm: SwarmProcesses, name: str) -> None:
     """Send an invalid update with a certificate of the authority, from a node that has not joined."""
-    _lied(under_way, STRANGER, name)
+    _send_from_host(swarm, STRANGER, name)
 
 
 FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
@@ -91,65 +91,65 @@ FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
 )
 
 
-def _lied(under_way: SwarmProcesses, who: str, where: str) -> None:
+def _send_from_host(swarm: SwarmProcesses, sender: str, host_name: str) -> None:
     """Send an invalid update from the network namespace of a host."""
-    host = under_way.network.hosts[where]
-    arguments = under_way.address(host), str(under_way.folder), who, where
-    code = f"from benchmarks.swarm_soak import lie; lie(*{arguments!r})"
+    host = swarm.network.hosts[host_name]
+    arguments = swarm.address(host), str(swarm.folder), sender, host_name
+    code = f"from benchmarks.swarm_soak import send_invalid_update; send_invalid_update(*{arguments!r})"
     subprocess.run([*host.prefix, sys.executable, "-c", code], check=True, timeout=120)
 
 
-def lie(address: str, folder: str, who: str, where: str) -> None:
+def send_invalid_update(address: str, folder: str, sender: str, host_name: str) -> None:
     """Send the last update of a node to the open round, with all bits of its values set, which makes scales NaN."""
-    told, path = Path(folder) / "nodes" / where / "update", Path(folder) / "lie"
-    if not told.exists():
+    last_update, path = Path(folder) / "nodes" / host_name / "update", Path(folder) / "lie"
+    if not last_update.exists():
         return
-    path.write_bytes(told.read_bytes())
+    path.write_bytes(last_update.read_bytes())
     with TensorFile(path, writable=True) as file:
         for key, shape in file.shapes.items():
             file.write_raw(key, b"\xff" * shape[0])
-    link = SwarmClient(address, Path(folder) / "certs" / who)
+    link = SwarmClient(address, Path(folder) / "certs" / sender)
     with suppress(UpdateRejected):
         link.upload_update(path, link.heartbeat().round, 1024, 1)
 
 
-def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
+def run_rounds(seed: int, replication: int, faults: bool) -> dict[str, Any]:
     """Run all rounds, and return the measurements."""
     with tempfile.TemporaryDirectory(prefix="phalanx-soak-") as scratch:
         folder = Path(scratch) / "one"
         folder.mkdir()
-        file = described(folder, SOAK.format(replication=replication), seed, steps=EVERY * ROUNDS)
+        file = write_run_file(folder, SOAK.format(replication=replication), seed, steps=EVERY * ROUNDS)
         prepare(load_run(file).data)
         done: Counter[str] = Counter()
         with (
             star_network(NODES, MBIT) as network,
-            swarm_processes(network, folder, file, folder / "runs" / "swarm") as under_way,
+            swarm_processes(network, folder, file, folder / "runs" / "swarm") as swarm,
         ):
             issue_certificate(folder / "certs", STRANGER, [])
-            under_way.start_all()
+            swarm.start_all()
             if faults:
-                _break_things(under_way, random.Random(seed), done)
-            under_way.wait_all(SECONDS)
-            events = under_way.events()
+                _inject_faults(swarm, random.Random(seed), done)
+            swarm.wait_all(SECONDS)
+            events = swarm.events()
         refused = Counter(event["reason"] for event in events if event["kind"] == "refused")
         updates = [len(event["nodes"]) for event in events if event["kind"] == "committed"]
-        opened = [event["at"] for event in events if event["kind"] in ("opened", "committed")]
+        times = [event["at"] for event in events if event["kind"] in ("opened", "committed")]
         return {
             "loss": held_out_loss(folder / "nodes" / NODES[0]),
             "rounds": len(updates),
             "updates": statistics.mean(updates),
-            "seconds": opened[-1] - opened[0],
+            "seconds": times[-1] - times[0],
             "faults": done,
             "refused": refused,
         }
 
 
-def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
+def _inject_faults(swarm: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
     """Cause a fault every FAULT_EVERY rounds, except in the last rounds."""
     for number in range(FAULT_EVERY, ROUNDS - FAULT_EVERY, FAULT_EVERY):
-        under_way.wait_until(lambda at=number: under_way.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
+        swarm.wait_until(lambda at=number: swarm.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
         fault = chance.choice(FAULTS)
-        fault(under_way, chance.choice(NODES))
+        fault(swarm, chance.choice(NODES))
         done[fault.__name__.replace("_", " ")] += 1
 
 
@@ -161,14 +161,14 @@ def page(pairs: list[tuple[int, int, dict[str, Any], dict[str, Any]]]) -> str:
         "|---|" + "---:|" * 7 + "---|---|",
     ]
     for replication, seed, calm, rough in pairs:
-        what = (
+        counts = (
             ", ".join(f"{count} {name}" for name, count in sorted(rough[kind].items()))
             for kind in ("faults", "refused")
         )
         lines.append(
             f"| {replication} | {seed} | {calm['loss']:.4f} | {rough['loss']:.4f} | "
             f"{rough['loss'] / calm['loss'] - 1:+.2%} | {rough['updates']:.2f} | {calm['seconds']:.0f} | "
-            f"{rough['seconds']:.0f} | " + " | ".join(what) + " |"
+            f"{rough['seconds']:.0f} | " + " | ".join(counts) + " |"
         )
     worst = max(rough["loss"] / calm["loss"] - 1 for _, _, calm, rough in pairs)
     return f"""# Two hundred rounds with faults
@@ -188,11 +188,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--replication", nargs="*", type=int, default=[1, 2], help="nodes that train each expert")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     pairs = []
-    for seed in asked.seeds:
-        for replication in asked.replication:
-            calm, rough = (soaked(seed, replication, faults) for faults in (False, True))
+    for seed in args.seeds:
+        for replication in args.replication:
+            calm, rough = (run_rounds(seed, replication, faults) for faults in (False, True))
             print(json.dumps([calm, rough]), file=sys.stderr, flush=True)
             assert calm["rounds"] == rough["rounds"] == ROUNDS
             pairs.append((replication, seed, calm, rough))

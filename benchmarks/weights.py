@@ -30,7 +30,7 @@ from phalanx.train.training_data import await_checkpoint
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "weights.md"
 
 
-def whole_seconds(spec: ModelSpec) -> float:
+def all_weights_seconds(spec: ModelSpec) -> float:
     """Return the seconds for all weights of a model, extrapolated from one block, the embedding and the head."""
     weights = DrawnWeights(spec, 0)
     with torch.device("meta"):
@@ -59,19 +59,19 @@ def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.weights")
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument("--ranks", type=int, default=64)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    spec, layout = load_model_spec(asked.model), Layout(data_parallel="zero3")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=asked.ranks)
-    mesh = build_mesh(layout, asked.ranks, "cpu")
+    spec, layout = load_model_spec(args.model), Layout(data_parallel="zero3")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
+    mesh = build_mesh(layout, args.ranks, "cpu")
     strategy = apply_layout(spec, layout, mesh, torch.device("cpu"), lambda name, shape: torch.zeros(()).expand(shape))
     awaited = init_seconds(strategy, await_checkpoint)
     own = init_seconds(strategy, DrawnWeights(spec, 0))
     page = f"""# Time in which a rank draws its initial weights
 
-| {asked.model}, zero3 on {asked.ranks} ranks | seconds per rank |
+| {args.model}, zero3 on {args.ranks} ranks | seconds per rank |
 |---|---:|
-| all weights of the model, the previous method | {whole_seconds(spec):.1f} |
+| all weights of the model, the previous method | {all_weights_seconds(spec):.1f} |
 | only the rows of the rank | {own:.1f} |
 | no weights, before a checkpoint is loaded | {awaited:.1f} |
 

@@ -1,5 +1,7 @@
-"""Tests share two cores with the pool's ranks: this process computes with one thread, and no example has a deadline.
-Fixtures import what takes long (numpy, torch) when a test asks for them."""
+"""Fixtures of all tests.
+
+Tests share two cores with the ranks of the pool: this process computes with one thread, and examples have no
+deadline. Fixtures import slow packages (numpy, torch) when a test asks for them."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for `make test-all`."""
+    """Leave out the tests that only `make test-all` runs."""
     if not config.getoption("all"):
         from tests.helpers.tiers import thorough_items
 
@@ -44,13 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def text() -> Path:
-    """A directory of Python files: that of the standard library's json."""
+    """Return a directory of Python files: the standard library's json."""
     return Path(json.__file__).parent
 
 
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of the same text in parts, so that documents end inside sequences."""
+    """Return a directory with the same text in parts, so that documents end inside sequences."""
     from tests.helpers.small_runs import write_documents
 
     folder = tmp_path_factory.mktemp("documents")
@@ -60,7 +62,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_tokens(tmp_path: Path) -> Callable[[Sequence[Sequence[int]]], IndexedDataset]:
-    """Documents of ids as a dataset."""
+    """Write documents of token ids as a dataset."""
     import numpy as np
 
     from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
@@ -76,7 +78,7 @@ def write_tokens(tmp_path: Path) -> Callable[[Sequence[Sequence[int]]], IndexedD
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A directory of forty Python-like files, in two folders, and things that are not text."""
+    """Return a directory of forty Python-like files in two folders, and of files that are not text."""
     root = tmp_path / "corpus"
     for number in range(40):
         file = root / f"part{number % 2}" / f"file{number:02}.py"
@@ -89,7 +91,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def build_model() -> ModelBuilder:
-    """A small model with random parameters, from its spec or from what differs from random_models.SMALL_MODEL."""
+    """Return a small model with random parameters, from its spec or from changes of random_models.SMALL_MODEL."""
     from tests.helpers import random_models
 
     return random_models.build_model
@@ -97,7 +99,7 @@ def build_model() -> ModelBuilder:
 
 @pytest.fixture
 def tokens() -> Tensor:
-    """[2, 24] ids below the vocabulary of random_models.SMALL_MODEL."""
+    """Return [2, 24] ids below the vocabulary of random_models.SMALL_MODEL."""
     import torch
 
     from tests.helpers.random_models import SMALL_MODEL
@@ -107,7 +109,7 @@ def tokens() -> Tensor:
 
 @pytest.fixture
 def h100(tmp_path: Path) -> Path:
-    """The root of a snapshot of a healthy node of eight H100."""
+    """Return the root of a snapshot of a healthy node of eight H100."""
     from tests.helpers.h100_snapshot import write_h100_snapshot
 
     write_h100_snapshot(tmp_path / "h100")
@@ -116,7 +118,7 @@ def h100(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def hybrid_facts() -> dict[str, Any]:
-    """What `phalanx report` finds in trained_runs.hybrid_run."""
+    """Return the facts that `phalanx report` computes from trained_runs.hybrid_run."""
     from phalanx.report.facts import report_facts
     from phalanx.report.run_data import read_run
     from tests.helpers.trained_runs import hybrid_run

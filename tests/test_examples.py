@@ -1,4 +1,4 @@
-"""The examples run, and the notebook shows what it computed."""
+"""The examples run, and the notebook contains its computed outputs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_LINES = 40
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Examples write where they run."""
+    """Change to an empty directory, because examples write into the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run_example(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what an example prints, run in this process without arguments."""
+    """Run an example in this process without arguments, and return its output."""
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
@@ -42,18 +42,18 @@ def test_example_is_short(name: str):
 def test_plan_a_cluster_prints_layouts_memory_and_traffic(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    printed = run_example("plan_a_cluster", capsys, monkeypatch)
-    assert printed.count("P(OOM)") == 5
-    assert "GiB optimizer state" in printed
-    assert "reduce_scatter" in printed or "all_reduce" in printed
+    stdout = run_example("plan_a_cluster", capsys, monkeypatch)
+    assert stdout.count("P(OOM)") == 5
+    assert "GiB optimizer state" in stdout
+    assert "reduce_scatter" in stdout or "all_reduce" in stdout
 
 
 def test_train_tiny_trains_reports_and_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    printed = run_example("train_tiny", capsys, monkeypatch)
-    assert "finished after step 40" in printed
-    assert "held total" in printed
-    assert "\ndef " in printed
+    stdout = run_example("train_tiny", capsys, monkeypatch)
+    assert "finished after step 40" in stdout
+    assert "held total" in stdout
+    assert "\ndef " in stdout
 
 
 def test_stop_early_does_not_compare_losses_on_other_text():
@@ -76,8 +76,8 @@ def test_stop_early_does_not_compare_losses_on_other_text():
 
 
 def test_custom_module_reduces_loss(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    printed = run_example("custom_module", capsys, monkeypatch)
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed.splitlines()]
+    stdout = run_example("custom_module", capsys, monkeypatch)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in stdout.splitlines()]
     assert len(losses) == 5
     assert losses[-1] < 0.1 * losses[0]
 
@@ -85,8 +85,8 @@ def test_custom_module_reduces_loss(capsys: pytest.CaptureFixture[str], monkeypa
 def test_custom_schedule_beats_1f1b(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_folder: Path
 ):
-    printed = run_example("custom_schedule", capsys, monkeypatch)
-    published, eager = (float(line.split(": ")[1].split(" s")[0]) for line in printed.splitlines())
+    stdout = run_example("custom_schedule", capsys, monkeypatch)
+    published, eager = (float(line.split(": ")[1].split(" s")[0]) for line in stdout.splitlines())
     assert eager < published
     assert (empty_folder / "eager.csv").read_text().startswith("0F0,0F1")
 

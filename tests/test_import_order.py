@@ -1,4 +1,4 @@
-"""Packages import what the table of docs/design/architecture.md allows, and only packages above them in it."""
+"""Packages import only packages above them in the table of docs/design/architecture.md, as the table allows."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ PACKAGES = [package for package, _ in ROWS]
 
 
 def allowed_imports(package: str, rule: str) -> set[str]:
-    """Return the packages that the rule of a package names."""
+    """Return the packages that a package may import."""
     above = set(PACKAGES[: PACKAGES.index(package)])
     names = rule.partition(";")[0]
     if names in ("all above", "everything"):
@@ -23,7 +23,7 @@ def allowed_imports(package: str, rule: str) -> set[str]:
 
 
 def imported_modules(file: Path) -> set[str]:
-    """Return the modules that a file imports, inside functions too."""
+    """Return the modules that a file imports, including imports inside functions."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return modules | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}

@@ -1,4 +1,5 @@
-"""The names of `import phalanx`: lazy, documented, with examples that run. All examples share one trained run."""
+"""The names of `import phalanx` are lazy, documented, and have examples
+that run. All examples share one trained run."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ WITHOUT_ERRORS = {"generate", "init_distributed"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with run.toml and the trained run runs/first, as the examples of docstrings expect."""
+    """Return a directory with run.toml and the trained run runs/first, which the examples of docstrings use."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "run.toml").write_text(RUN_FILE)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_program(program: str) -> str:
-    """Return what a program prints, in a process of its own."""
+    """Run a program in its own process, and return its output."""
     done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True)
     return done.stdout.strip()
 

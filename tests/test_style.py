@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = {"Of", "What", "Who", "Whether", "Those", "As", "Around", "It", "They", "Whom", "Whose"}
-"""Words that do not begin a docstring under src/: it says what a function does, or names a thing."""
+"""Words that no docstring under src/ starts with: a docstring says what a function does, or names a thing."""
 DIALECT = re.compile(
     r"\b(told|anew|mend(ed|s)?|whom|beside|leaves? word|stood still|stands still|so many|as many as there are|"
     r"held against|gone on from|goes on|passed over|set aside|begun|over against|(?<!there )is no)\b"
@@ -27,7 +27,7 @@ BRITISH = re.compile(
     re.IGNORECASE,
 )
 Finding = tuple[str, int, str]
-"""A rule, the line, and the text that breaks it."""
+"""Rule, line, and the text that breaks the rule."""
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -49,11 +49,11 @@ def is_unrelated_assignment(node: ast.AST) -> bool:
         return False
     assigned = {ast.unparse(name) for name in target.elts}
     used = {ast.unparse(name) for name in ast.walk(value) if isinstance(name, ast.Name | ast.Attribute)}
-    return not assigned & used  # exchanged or advanced together: related
+    return not assigned & used  # related, because they are exchanged or advanced together
 
 
 def findings(path: Path, is_source: bool = True) -> Iterator[Finding]:
-    """Yield what breaks a rule in a file; the first words of docstrings and assignments count in src/ only."""
+    """Yield the violations of a file. Rules of first words and assignments apply to src/ only."""
     tree = ast.parse(path.read_text())
     prose = list(docstrings(tree))
     for node in prose:
@@ -61,27 +61,27 @@ def findings(path: Path, is_source: bool = True) -> Iterator[Finding]:
             yield "first word of a docstring", node.lineno, node.value[:40]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if (node in prose or " " in node.value) and (found := DIALECT.search(node.value)):
-                yield "dialect", node.lineno, found[0]
-            if found := BRITISH.search(node.value):
-                yield "British spelling", node.lineno, found[0]
+            if (node in prose or " " in node.value) and (match := DIALECT.search(node.value)):
+                yield "dialect", node.lineno, match[0]
+            if match := BRITISH.search(node.value):
+                yield "British spelling", node.lineno, match[0]
         elif is_source and is_unrelated_assignment(node):
             yield "unrelated assignments in one line", node.lineno, ast.unparse(node)[:40]
         elif isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef | ast.Attribute):
             name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", None) or node.name
-            if found := BRITISH.search(name.replace("_", " ")):
+            if match := BRITISH.search(name.replace("_", " ")):
                 yield "British spelling", node.lineno, name
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks"])
 def test_folder_has_no_findings(folder: str) -> None:
     files = [path for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)]
-    found = [
+    messages = [
         f"{path.relative_to(ROOT)}:{line}: {rule}: {text}"
         for path in files
         for rule, line, text in findings(path, is_source=folder == "src")
     ]
-    assert found == []
+    assert messages == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_folder_has_no_findings(folder: str) -> None:
 def test_findings_name_broken_rule(source: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(source)
-    assert [found for found, _, _ in findings(path)] == [rule]
+    assert [found_rule for found_rule, _, _ in findings(path)] == [rule]
 
 
 @pytest.mark.parametrize("source", ["a, b = b, a", "a, b = f()", 'print("next to")', "parallelism = 2"])

@@ -1,4 +1,4 @@
-"""What `make test` leaves out has something that stands for it."""
+"""Every test that `make test` leaves out has a test that stands for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TESTS = Path(__file__).parent
 RULES = read_rules()
 
 
-def defined_tests(place: str) -> list[str]:
-    """The tests of a file, or those whose names begin as the id says."""
-    file, _, name = place.partition("::")
+def defined_tests(test_id: str) -> list[str]:
+    """Return the tests of a file, or those whose names start as in the id."""
+    file, _, name = test_id.partition("::")
     lines = (TESTS / file).read_text().splitlines()
     return [line for line in lines if line.startswith(f"def {name.partition('[')[0] or 'test_'}")]
 
@@ -30,17 +30,17 @@ def test_rule_names_tests_and_what_stands_for_them(rule: Rule) -> None:
 
 
 def test_what_stands_for_left_out_tests_is_collected(request: pytest.FixtureRequest) -> None:
-    """In a session of all tests."""
+    """The collection includes all tests."""
     if request.config.args not in (["tests"], [str(TESTS)]):
         pytest.skip("only a session of all tests collects them all")
     collected = [item_id(item) for item in request.session.items]
     if not request.config.getoption("all"):
         assert not [item_id(item) for item in request.session.items if item.get_closest_marker("alone")]
     for rule in RULES:
-        for kept in rule.kept:
-            assert any(each.startswith(f"{rule.tests}[{kept}") for each in collected), f"{rule.tests}[{kept}"
+        for start in rule.kept:
+            assert any(test_id.startswith(f"{rule.tests}[{start}") for test_id in collected), f"{rule.tests}[{start}"
         if not rule.keeps_some:
-            assert any(each.startswith(rule.stands_for_them) for each in collected), rule.stands_for_them
+            assert any(test_id.startswith(rule.stands_for_them) for test_id in collected), rule.stands_for_them
 
 
 def test_covering_subset_shows_each_feature_at_least_cost() -> None:

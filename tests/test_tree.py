@@ -5,15 +5,15 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "phalanx"
 NOT_MIRRORED = {"integration", "parity", "benchmarks", "docs", "helpers", "null_gpu"}
-"""Tests of several packages together, of layouts against one process, of benchmarks/ and docs/, of the CUDA path (make
-test-null-gpu); and what tests share."""
+"""Tests of several packages together, of layouts compared with one process, of benchmarks/ and docs/, of the CUDA
+path (make test-null-gpu), and code that tests share."""
 
 
 def module_of(test_file: Path) -> Path | None:
-    """Return the module that a test file is named after: test_<module>.py or test_<module>_<aspect>.py."""
+    """Return the module of a test file: test_<module>.py or test_<module>_<aspect>.py."""
     folder = PACKAGE / test_file.relative_to(TESTS).parent
-    words = test_file.stem.removeprefix("test_").split("_")
-    names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
+    parts = test_file.stem.removeprefix("test_").split("_")
+    names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((folder / f"{name}.py" for name in names if (folder / f"{name}.py").exists()), None)
 
 

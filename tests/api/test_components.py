@@ -1,4 +1,4 @@
-"""Own components passed from Python: import paths, tables and objects, in one run from the example's directory."""
+"""Custom components passed from Python as import paths, tables and objects, in one run of the example."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_train_run_accepts_own_components(tmp_path: Path, monkeypatch: pytest.Mo
         phalanx.load_model(result.run_dir)
     model, _ = phalanx.load_model(result.run_dir, trust=True)
     assert type(model).__name__ == "Recurrent"
-    again = phalanx.train_run(result.run_dir, nproc=2, resume=True, trust=True, quiet=True)
-    assert (again.exit_reason, again.metrics["step"]) == ("finished", 3)
+    resumed = phalanx.train_run(result.run_dir, nproc=2, resume=True, trust=True, quiet=True)
+    assert (resumed.exit_reason, resumed.metrics["step"]) == ("finished", 3)
 
 
 def local_function() -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Plan from Python."""
+"""Planning from Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.spec.run import RunSpec
 
 
 def make_run(cluster: dict[str, Any] | None = None) -> RunSpec:
-    """A run of Llama 3 8B."""
+    """Return a run of Llama 3 8B."""
     training = {"seq_len": 4096, "tokens_per_step": 64 * 4096}
     model, machine = {"preset": "llama3-8b"}, {"preset": "h100"}
     return run_from_table({"model": model, "cluster": {**machine, **(cluster or {})}, "training": training})

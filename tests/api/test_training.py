@@ -1,4 +1,4 @@
-"""Train from Python: the launcher in a process of its own, its errors and its interrupts."""
+"""Training from Python: the launcher in its own process, its errors and its interrupts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from phalanx.spec.files.load import run_from_table
 
 def test_train_run_raises_user_error_of_run_that_cannot_start(tmp_path: Path) -> None:
     run = run_from_table({"model": {"preset": "tiny"}, "output_dir": str(tmp_path), "layout": {"tp": 3}})
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         train_run(run, nproc=2, quiet=True)
-    assert (caught.value.field, caught.value.value) == ("layout.tp", 3)
-    assert caught.value.fix
+    assert (error_info.value.field, error_info.value.value) == ("layout.tp", 3)
+    assert error_info.value.fix
     assert not list(tmp_path.iterdir())
 
 
@@ -29,9 +29,9 @@ def test_train_run_raises_user_error_that_only_ranks_find(tmp_path: Path) -> Non
     model = {"preset": "tiny", "implementation": "email.mime.nothing:Net"}
     data, training = {"tokenizer": "bytes"}, {"steps": 2}
     run = run_from_table({"model": model, "data": data, "training": training, "output_dir": str(tmp_path)})
-    with pytest.raises(UserError, match="cannot be imported") as caught:
+    with pytest.raises(UserError, match="cannot be imported") as error_info:
         train_run(run, nproc=1, quiet=True)
-    assert (caught.value.field, caught.value.value) == ("model.implementation", "email.mime.nothing:Net")
+    assert (error_info.value.field, error_info.value.value) == ("model.implementation", "email.mime.nothing:Net")
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_train_run_raises_user_error_that_only_ranks_find(tmp_path: Path) -> Non
     ],
 )
 def test_error_of_record_equals_original(error: UserError) -> None:
-    again = error_from_record(json.loads(json.dumps(error.to_record())))
-    assert (type(again), str(again), again.to_record()) == (type(error), str(error), error.to_record())
+    restored = error_from_record(json.loads(json.dumps(error.to_record())))
+    assert (type(restored), str(restored), restored.to_record()) == (type(error), str(error), error.to_record())
 
 
 def test_follow_prints_lines_and_keeps_the_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is exchanged: the sizes that a run sends, and whether what arrives is right."""
+"""Benchmarked collectives: their sizes equal those of the run, and their results are checked."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def make_run(folder: Path, changes: dict[str, Any]) -> RunSpec:
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
 def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Of one role; of several, at least what each of them sends."""
+    """The cases send exactly the bytes of a single role. With several roles they send at least the maximum of them."""
     run = make_run(tmp_path, changes)
     traffic = traffic_by_group(run, world_size)
-    for way, roles in collective_kinds_of_run(run, traffic).items():
-        n = 4  # whatever it is: what is sent for a size and the size that is sent for are each other's inverse
-        share = BUS_FACTORS[way.operation]
-        cases = benchmark_cases(way, roles, n)
-        sent = sum(each.calls * each.size_bytes * share for each in cases)
-        most = max(sum(row.bytes for row in rows) for rows in roles)
-        rounding = sum(each.calls * 8 * n for each in cases)
-        assert sent >= most - rounding
-        assert len(roles) > 1 or sent <= most + rounding
+    for kind, roles in collective_kinds_of_run(run, traffic).items():
+        n = 4  # any number: the conversions between sizes and sent bytes are inverse functions
+        share = BUS_FACTORS[kind.operation]
+        cases = benchmark_cases(kind, roles, n)
+        sent_bytes = sum(case.calls * case.size_bytes * share for case in cases)
+        max_bytes = max(sum(row.bytes for row in rows) for rows in roles)
+        rounding = sum(case.calls * 8 * n for case in cases)
+        assert sent_bytes >= max_bytes - rounding
+        assert len(roles) > 1 or sent_bytes <= max_bytes + rounding
 
 
 @pytest.mark.parametrize("layout", [{}, {"layout.data_parallel": "zero2"}, {"layout.tp": 2}])
@@ -82,22 +82,22 @@ def test_fp8_run_sends_what_a_bf16_run_sends(layout: dict[str, Any], tmp_path: P
 
 
 def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
-    way = CollectiveKind("all_gather", "data", "bf16")
+    kind = CollectiveKind("all_gather", "data", "bf16")
     rows = [
         Traffic(operation="all_gather", bytes=3 * 750.0, purpose="", calls=3),
         Traffic(operation="all_gather", bytes=750.0, purpose=""),
     ]
-    assert benchmark_cases(way, [rows], 4) == [BenchmarkCase(way, 4, 1000, 4)]
-    assert benchmark_cases(way, [rows], 4, sweep=[510, 1000]) == [
-        BenchmarkCase(way, 4, 512, 0),
-        BenchmarkCase(way, 4, 1000, 4),
+    assert benchmark_cases(kind, [rows], 4) == [BenchmarkCase(kind, 4, 1000, 4)]
+    assert benchmark_cases(kind, [rows], 4, sweep=[510, 1000]) == [
+        BenchmarkCase(kind, 4, 512, 0),
+        BenchmarkCase(kind, 4, 1000, 4),
     ]
 
 
 def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_path: Path) -> None:
     def kinds(**layout: Any) -> dict[str, str]:
         run = make_run(tmp_path, dry_run_case(2, **layout, **{"training.precision": "bf16"})[1])
-        return {way.operation: way.precision for way in collective_kinds_of_run(run, traffic_by_group(run, 2))}
+        return {kind.operation: kind.precision for kind in collective_kinds_of_run(run, traffic_by_group(run, 2))}
 
     assert kinds() == {"all_reduce": "fp32"}
     assert kinds(gradient_compression="bf16") == {"all_reduce": "bf16"}
@@ -108,7 +108,7 @@ def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_p
 
 def test_collective_kinds_of_parameter_server_exclude_recv(tmp_path: Path) -> None:
     run = make_run(tmp_path, dry_run_case(2, DENSE, data_parallel="parameter_server")[1])
-    assert {way.operation for way in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
+    assert {kind.operation for kind in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -132,11 +132,11 @@ def count_wrong_of_correct_call(operation: Operation) -> dict[str, int | None]:
 
 
 def no_op_call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """A call that does not happen."""
+    """No-op: a collective that leaves its output unchanged."""
 
 
 def count_wrong_of_corrupted_call(operation: Operation) -> dict[str, int | None]:
-    """One number in the wrong place."""
+    """Return the wrong elements that are counted when rank 0 receives one wrong number."""
 
     def call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
         COLLECTIVE_CALLS[operation](out, sent, group)
@@ -174,6 +174,7 @@ def record_benchmark_calls(operation: Operation) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_collective_benchmark_calls_have_operation_and_size_of_case(operation: Operation) -> None:
-    """As training's own calls are recorded: warm-up, two iterations and the check, out of place and in place."""
+    """Timed calls are recorded as in training: warm-up, two iterations
+    and the check, each out of place and in place."""
     for calls in rank_pool(2).run(record_benchmark_calls, operation):
         assert [call for call in calls if call[0] == operation] == [(operation, 6000)] * 8

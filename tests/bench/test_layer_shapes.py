@@ -1,4 +1,4 @@
-"""The products and the attention that are measured are all that a rank's step computes, at its shapes."""
+"""The measured matrix products and attention are those of a rank's step, with its shapes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ def layout_id(changes: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_id(changes) for _, changes in LAYOUTS])
 def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
-    place that computes most."""
-    without = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
-    run = small_run(TEXT, tmp_path, changes | without)
+    """A backward pass counts twice as much as the forward pass, and recomputation is off. With a pipeline, the
+    sum is at least that of the stage with the most FLOPs."""
+    no_recomputation = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
+    run = small_run(TEXT, tmp_path, changes | no_recomputation)
     forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
     forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
     measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps
-    most = max(rank_flops(run, world_size, rank) for rank in range(world_size))
-    assert measured == pytest.approx(most, rel=0.02) or (run.layout.pp > 1 and most <= measured < 1.4 * most)
+    max_flops = max(rank_flops(run, world_size, rank) for rank in range(world_size))
+    assert measured == pytest.approx(max_flops, rel=0.02) or (
+        run.layout.pp > 1 and max_flops <= measured < 1.4 * max_flops
+    )
 
 
 def test_layer_shapes_match_tensor_parallel_shard(tmp_path: Path) -> None:
     run = small_run(TEXT, tmp_path, dry_run_case(2, tp=2)[1])
-    found = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
+    shapes = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
     tokens = run.layout.micro_batch_size * 128 if run.layout.micro_batch_size else 0
-    assert found["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
-    assert found["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
-    assert found["head",] == (MatmulShape(1, tokens, 500, 128), 1)
+    assert shapes["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
+    assert shapes["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
+    assert shapes["head",] == (MatmulShape(1, tokens, 500, 128), 1)
     assert list(attention_shapes(run, 2)) == [
         AttentionShape(batch=2, heads=2, kv_heads=2, queries=128, keys=128, head_dim=32, causal=True, masked=False)
     ]

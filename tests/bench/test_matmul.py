@@ -32,10 +32,14 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("product", [MatmulShape(1, 12, 8, 4), MatmulShape(3, 12, 8, 4)])
 def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShape) -> None:
     shapes = {"forward": (product.m, product.n), "inputs": (product.m, product.k), "weights": (product.n, product.k)}
+<<<<<<< HEAD
     for what, call in _make_matmul_calls(product, torch.float32, CPU).items():
+=======
+    for name, call in _matmul_calls(product, torch.float32, CPU).items():
+>>>>>>> s-merge
         with FlopCounter() as meter:
             out = call()
-        assert out.shape[-2:] == shapes[what]
+        assert out.shape[-2:] == shapes[name]
         assert meter.flops == product.flops
 
 
@@ -70,16 +74,16 @@ def test_benchmark_attention_goes_by_documents_as_the_model_does(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = small_run(text, tmp_path, {})
-    given: list[Tensor] = []
+    document_starts: list[Tensor] = []
 
     def note_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, **_: object) -> Tensor:
-        given.append(bounds)
+        document_starts.append(bounds)
         return q * k.sum() * v.sum()
 
     monkeypatch.setattr(attention, "attend_within_documents", note_bounds)
     (by_document,) = benchmark_attention(run, 1, CPU, 1)
     row_tokens = run.training.seq_len
-    assert given[0].tolist() == list(range(0, by_document["batch"] * row_tokens + 1, row_tokens))
+    assert document_starts[0].tolist() == list(range(0, by_document["batch"] * row_tokens + 1, row_tokens))
 
 
 def test_layer_benchmark_rows_contain_seconds_and_flops(text: Path, tmp_path: Path) -> None:
@@ -89,4 +93,4 @@ def test_layer_benchmark_rows_contain_seconds_and_flops(text: Path, tmp_path: Pa
         (benchmark_attention(run, 1, CPU, 2), ("forward", "backward")),
     ):
         assert rows
-        assert all(each["flops"] > 0 and each[f"{what}_seconds"] > 0 for each in rows for what in passes)
+        assert all(row["flops"] > 0 and row[f"{direction}_seconds"] > 0 for row in rows for direction in passes)

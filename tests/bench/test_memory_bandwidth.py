@@ -1,4 +1,4 @@
-"""Memory is measured with arrays that caches cannot hold, and counted as STREAM counts."""
+"""Memory bandwidth is measured with arrays larger than the caches, and bytes are counted as STREAM does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that tools for nccl-tests read, and its JSON: against rows that nccl-tests wrote, and by their own patterns."""
+"""The table and the JSON of nccl-tests, compared with published output and read with the patterns of other tools."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_case_result(
     case = BenchmarkCase(CollectiveKind(operation, "data", "bf16"), ranks, size, 1)
     seconds: dict[BufferMode, float] = {"out_of_place": out_us / 1e6, "in_place": in_us / 1e6}
     wrong: dict[BufferMode, int | None] = {"out_of_place": 0, "in_place": 0 if checked else None}
-    return CaseResult(case, {place: [each] for place, each in seconds.items()}, seconds, wrong)
+    return CaseResult(case, {buffer_mode: [value] for buffer_mode, value in seconds.items()}, seconds, wrong)
 
 
 # Rows of nccl-tests on 8 GPUs (2 for send and receive): MooreThreads/SimuMax, simu_tools/efficency_test/nccl_fit.py.
@@ -59,16 +59,16 @@ REFERENCE_ROWS = [
 def test_nccl_tests_table_row_matches_published_output(
     operation: Operation, ranks: int, checked: bool, reference_row: str
 ) -> None:
-    """The same bytes and times give the same count, kind, algbw and busbw, to the digits of the time."""
-    size, _, _, _, _, out_us, *_ = words = reference_row.split()
-    found = make_case_result(operation, int(size), float(out_us), float(words[9]), ranks, checked)
-    text = format_table(to_json_document([found], 20, False, RUN_METADATA, DEVICES))
+    """Equal bytes and times give equal count, type, algbw and busbw, to the digits of the published time."""
+    size, _, _, _, _, out_us, *_ = columns = reference_row.split()
+    result = make_case_result(operation, int(size), float(out_us), float(columns[9]), ranks, checked)
+    text = format_table(to_json_document([result], 20, False, RUN_METADATA, DEVICES))
     (row,) = ROW.findall(text)
-    for ours, theirs in zip(row, words, strict=True):
-        if re.fullmatch(r"[\d.]+", theirs):
-            assert float(ours) == pytest.approx(float(theirs), rel=0.006)
+    for cell, expected in zip(row, columns, strict=True):
+        if re.fullmatch(r"[\d.]+", expected):
+            assert float(cell) == pytest.approx(float(expected), rel=0.006)
         else:
-            assert ours == theirs
+            assert cell == expected
 
 
 def test_nccl_tests_table_column_widths_match_original() -> None:
@@ -84,19 +84,22 @@ def test_nccl_tests_table_column_widths_match_original() -> None:
 
 
 def test_nccl_tests_table_averages_busbw_of_both_buffer_modes() -> None:
-    two = [make_case_result("all_reduce", 10**9, 1e6, 5e5, 2), make_case_result("all_reduce", 2 * 10**9, 1e6, 1e6, 2)]
-    text = format_table(to_json_document(two, 20, True, RUN_METADATA, DEVICES))
+    results = [
+        make_case_result("all_reduce", 10**9, 1e6, 5e5, 2),
+        make_case_result("all_reduce", 2 * 10**9, 1e6, 1e6, 2),
+    ]
+    text = format_table(to_json_document(results, 20, True, RUN_METADATA, DEVICES))
     assert float(AVERAGE.findall(text)[0]) == pytest.approx((1 + 2 + 2 + 2) / 4)
     assert "# Out of bounds values : 0 OK" in text
 
 
 def test_nccl_tests_json_document_follows_version_3() -> None:
-    found = json.loads(
+    document = json.loads(
         json.dumps(
             to_json_document([make_case_result("send", 2**20, 10, 20, 2, False)], 20, True, RUN_METADATA, DEVICES)
         )
     )
-    assert list(found) == [
+    assert list(document) == [
         "version",
         "start_time",
         "args",
@@ -109,11 +112,11 @@ def test_nccl_tests_json_document_follows_version_3() -> None:
         "errors",
         "end_time",
     ]
-    assert found["version"] == 3
-    assert found["config"]["blocking_collectives"] == "false"
-    assert found["config"]["devices"] == DEVICES
-    assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
-    (result,) = found["results"]
+    assert document["version"] == 3
+    assert document["config"]["blocking_collectives"] == "false"
+    assert document["config"]["devices"] == DEVICES
+    assert document["out_of_bounds"] == {"count": 0, "okay": "true"}
+    (result,) = document["results"]
     assert result["out_of_place"] == {
         "time": pytest.approx(10),
         "alg_bw": pytest.approx(104.8576),
@@ -136,14 +139,14 @@ def test_nccl_tests_json_document_follows_version_3() -> None:
 
 def test_merge_ranks_averages_seconds_and_sums_wrong_elements() -> None:
     case = BenchmarkCase(CollectiveKind("all_to_all", "ep", "fp32"), 2, 800, 1)
-    seen = [
+    rank_results = [
         CaseTiming((0, 1), {"out_of_place": times, "in_place": times}, {"out_of_place": wrong, "in_place": None})
         for times, wrong in (([1.0, 4.0], 3), ([2.0, 1.0], 4))
     ]
-    found = merge_ranks(case, seen)
-    assert found.seconds["out_of_place"] == pytest.approx(2.0)
-    assert found.seconds_per_iteration["out_of_place"] == [2.0, 4.0]
-    assert found.wrong == {"out_of_place": 7, "in_place": None}
-    written = to_json_document([found], 2, False, RUN_METADATA, DEVICES)
-    assert written["out_of_bounds"] == {"count": 7, "okay": "false"}
-    assert "# Out of bounds values : 7 FAILED" in format_table(written)
+    merged = merge_ranks(case, rank_results)
+    assert merged.seconds["out_of_place"] == pytest.approx(2.0)
+    assert merged.seconds_per_iteration["out_of_place"] == [2.0, 4.0]
+    assert merged.wrong == {"out_of_place": 7, "in_place": None}
+    document = to_json_document([merged], 2, False, RUN_METADATA, DEVICES)
+    assert document["out_of_bounds"] == {"count": 7, "okay": "false"}
+    assert "# Out of bounds values : 7 FAILED" in format_table(document)

@@ -1,4 +1,4 @@
-"""What the ranks of a run measure: over the groups that the run's own plan has, in the sizes that it sends."""
+"""Collectives are measured over the groups of the run, with the sizes that the run sends."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Groups = dict[tuple[str, str], tuple[int, ...]]
 
 
 def groups_of_this_rank(run: RunSpec) -> Groups:
-    """Of every way, the ranks of this rank's group."""
+    """Return the ranks of this rank's group for each kind of collective."""
     world_size = dist.get_world_size()
     mesh = build_mesh(run.layout, world_size, "cpu")
-    found = {}
-    for way in collective_kinds_of_run(run, traffic_by_group(run, world_size)):
-        group = process_group_for(run, mesh, way)
+    groups = {}
+    for kind in collective_kinds_of_run(run, traffic_by_group(run, world_size)):
+        group = process_group_for(run, mesh, kind)
         assert isinstance(group, dist.ProcessGroup)
-        found[way.operation, way.group_kind] = tuple(sorted(dist.get_process_group_ranks(group)))
-    return found
+        groups[kind.operation, kind.group_kind] = tuple(sorted(dist.get_process_group_ranks(group)))
+    return groups
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def groups_of_this_rank(run: RunSpec) -> Groups:
 def test_benchmark_groups_equal_planned_groups(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     run = small_run(Path(json.__file__).parent, tmp_path, changes)
     dims = parallel_dims(run.layout, world_size)
-    for rank, found in enumerate(rank_pool(world_size).run(groups_of_this_rank, run)):
-        assert found
-        for (_, among), group in found.items():
-            assert group == group_ranks(run, dims, among, rank), (rank, among)  # type: ignore[arg-type]
+    for rank, groups in enumerate(rank_pool(world_size).run(groups_of_this_rank, run)):
+        assert groups
+        for (_, group_kind), group in groups.items():
+            assert group == group_ranks(run, dims, group_kind, rank), (rank, group_kind)  # type: ignore[arg-type]
 
 
 def test_broadcast_benchmark_group_is_server_with_its_workers(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_broadcast_benchmark_group_is_server_with_its_workers(tmp_path: Path) ->
         Path(json.__file__).parent, tmp_path, dry_run_case(4, data_parallel="parameter_server", num_servers=2)[1]
     )
     (result, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [])
-    by_operation = {way["operation"]: way for way in result["collectives"]}
+    by_operation = {row["operation"]: row for row in result["collectives"]}
     assert by_operation["broadcast"]["groups"] == [(0, 2, 3)]
     assert by_operation["send"]["groups"] == [(0, 1, 2, 3)]
 
@@ -77,28 +77,28 @@ def benchmark_rank(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str
 
 
 def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -> None:
-    """Two copies of two tensor-parallel ranks: both groups of a kind are measured at the same time."""
+    """With two copies of two tensor-parallel ranks, both groups of a kind are measured at the same time."""
     run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(4, FEW_HEADS, tp=2)[1])
-    (found, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [4096, 8192])
-    ways = {(way["operation"], way["among"]): way for way in found["collectives"]}
+    (benchmark, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [4096, 8192])
+    collectives = {(entry["operation"], entry["among"]): entry for entry in benchmark["collectives"]}
     (rows,) = traffic_by_group(run, 4).values()
-    assert set(ways) == {(row.operation, row.group_kind) for row in rows}
-    gradients = ways["all_reduce", "data"]
+    assert set(collectives) == {(row.operation, row.group_kind) for row in rows}
+    gradients = collectives["all_reduce", "data"]
     assert gradients["groups"] == [(0, 2), (1, 3)]
-    sent = [each["size_bytes"] for each in gradients["sizes"] if each["calls"]]
-    assert sent == [round(row.bytes / row.calls) for row in rows if row.group_kind == "data"]
-    assert [row["size"] for row in gradients["nccl_tests"]["results"]] == sorted([4096, 8192, *sent])
+    run_sizes = [entry["size_bytes"] for entry in gradients["sizes"] if entry["calls"]]
+    assert run_sizes == [round(row.bytes / row.calls) for row in rows if row.group_kind == "data"]
+    assert [row["size"] for row in gradients["nccl_tests"]["results"]] == sorted([4096, 8192, *run_sizes])
     assert [device["group"] for device in gradients["nccl_tests"]["config"]["devices"]] == [0, 1, 0, 1]
-    for way in ways.values():
-        assert way["nccl_tests"]["out_of_bounds"]["count"] == 0
-        sizes = [result["size"] for result in way["nccl_tests"]["results"]]
-        assert (way["fit"]["from_bytes"], way["fit"]["to_bytes"]) == (sizes[0], sizes[-1])
-        assert [residual["size_bytes"] for residual in way["fit"]["residuals"]] == sizes
+    for entry in collectives.values():
+        assert entry["nccl_tests"]["out_of_bounds"]["count"] == 0
+        sizes = [result["size"] for result in entry["nccl_tests"]["results"]]
+        assert (entry["fit"]["from_bytes"], entry["fit"]["to_bytes"]) == (sizes[0], sizes[-1])
+        assert [residual["size_bytes"] for residual in entry["fit"]["residuals"]] == sizes
 
 
 def test_run_benchmarks_measures_only_requested_parts(tmp_path: Path) -> None:
     run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(2)[1])
-    found, other = rank_pool(2).run(benchmark_rank, run, ["attention"], [])
-    assert "attention" in found
-    assert not {"matmul", "bandwidth", "collectives"} & set(found)
-    assert found["attention"] == other["attention"]  # the slowest rank's times, wherever they are asked for
+    result, other_result = rank_pool(2).run(benchmark_rank, run, ["attention"], [])
+    assert "attention" in result
+    assert not {"matmul", "bandwidth", "collectives"} & set(result)
+    assert result["attention"] == other_result["attention"]  # each rank returns the times of the slowest rank

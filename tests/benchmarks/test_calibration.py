@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.calibration import Compared, constants_of, write_section
+from benchmarks.calibration import Comparison, constants_of, write_section
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 
 
 def test_calibration_benchmark_counts_layouts_within_time_and_memory_targets():
     def both(time: list[float], tensors: list[float]) -> str:
-        return Compared("", time, tensors, []).both
+        return Comparison("", time, tensors, []).both
 
-    shown = both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0])
-    assert shown.startswith("20 of 21 layouts are within 10% of the step time")
+    text = both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0])
+    assert text.startswith("20 of 21 layouts are within 10% of the step time")
     assert both([0.09] * 20, [-0.05] * 20).endswith("(target: at least 20): met")
     assert both([0.0] * 19 + [0.2, 0.0], [0.0] * 20 + [0.06]).endswith("(target: at least 20): missed")
 
 
 def test_calibration_benchmark_shows_default_of_unchanged_constant():
-    known = CalibrationSpec(
+    calibration = CalibrationSpec(
         runs=9,
         precision="fp32",
         time_constants={"link": 0.25},
@@ -30,7 +30,7 @@ def test_calibration_benchmark_shows_default_of_unchanged_constant():
         bytes_per_counted_byte=1.0,
     )
     assert (
-        constants_of(ClusterSpec(calibration=known))
+        constants_of(ClusterSpec(calibration=calibration))
         == f"link 0.25, exposed_p2p_fraction {time_constants().exposed_p2p_fraction:.3g}"
     )
 

@@ -1,10 +1,10 @@
-"""The arithmetic of the benchmark of goodput; no run is killed here."""
+"""The arithmetic of the goodput benchmark, without killing a run."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.goodput import BEHIND, Failure, Measured, Watched, failures_of, page, slowed_seconds
+from benchmarks.goodput import BEHIND, Failure, Measurements, Observations, page, read_failures, slowed_seconds
 from phalanx.cost.formulas.reliability import goodput
 
 EVENTS = [
@@ -19,27 +19,27 @@ OBSERVED_STEPS = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (
 
 
 def test_goodput_benchmark_times_failures_from_kill() -> None:
-    """A second kill while the first is dealt with makes no failure of its own; one before the first step after another
-    leaves that other without a return, and loses nothing more."""
-    watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=OBSERVED_STEPS, ended=300.0)
-    assert failures_of(watched, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
+    """A second kill during recovery is not a separate failure. A kill before the first step after another kill
+    leaves the first failure without a resume time, and loses no further steps."""
+    observations = Observations(killed=[100.0, 104.0, 104.5, 200.0], seen=OBSERVED_STEPS, ended=300.0)
+    assert read_failures(observations, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
 
 
 def test_goodput_benchmark_predicts_goodput_from_measured_times() -> None:
     failures = [Failure(0.5, 9.0, 8), Failure(1.0, None, 0), Failure(0.5, 11.0, 1)]
-    found = Measured(300.0, 2400, 0.1, 0.11, 5.0, 0.05, 0.1, failures)
-    assert found.goodput == pytest.approx(0.8)
-    assert found.predicted == goodput(
+    measured = Measurements(300.0, 2400, 0.1, 0.11, 5.0, 0.05, 0.1, failures)
+    assert measured.goodput == pytest.approx(0.8)
+    assert measured.predicted == goodput(
         interval_seconds=5.0, write_seconds=0.15, mtbf_seconds=100.0, restart_seconds=10.0
     )
-    text = page(found, 90)
+    text = page(measured, 90)
     assert "| goodput, measured | 80.0% |" in text
     assert "| goodput, measured with the median step | 88.0% |" in text
     assert "3, 1 of them before the first step after the previous failure" in text
 
 
 def test_goodput_benchmark_measures_slowdown_of_steps_after_checkpoint() -> None:
-    """The first of them takes 0.2 s longer; a start that fails soon after a save says nothing."""
+    """The first step after a checkpoint takes 0.2 s longer. A start that fails soon after a save is not evaluated."""
     save, step, slow = (
         {"pause": "checkpoint"},
         {"seconds": {"passes": 0.09, "reduce": 0.01}},

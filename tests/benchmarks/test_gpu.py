@@ -1,4 +1,4 @@
-"""What of the GPU parts needs no GPU: their command, their tables, and how differences are judged."""
+"""The parts of the GPU benchmarks that need no GPU: their command, their tables, and the judgment of differences."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_gpu_benchmark_help_lists_parts() -> None:
-    shown = run_command("--help").stdout
-    assert all(f"{name} " in shown and description in shown for name, description in PARTS.items())
+    stdout = run_command("--help").stdout
+    assert all(f"{name} " in stdout and description in stdout for name, description in PARTS.items())
 
 
 def test_gpu_benchmark_fails_without_gpu() -> None:

@@ -1,4 +1,4 @@
-"""The loader's benchmark measures what it says, and writes it down."""
+"""The loader benchmark measures tokens per CPU second and writes them."""
 
 import numpy as np
 

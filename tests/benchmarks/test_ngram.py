@@ -1,4 +1,4 @@
-"""The vectorised n-gram model against the definition, counted in dictionaries."""
+"""The vectorized n-gram model, compared with the definition counted in dictionaries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def reference_bits_per_byte(train: list[bytes], held_out: list[bytes], context: 
     followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for text in train:
         symbols = [256] * context + list(text)
-        for place in range(context, len(symbols)):
+        for position in range(context, len(symbols)):
             for order in range(context + 1):
-                followers[tuple(symbols[place - order : place])][symbols[place]] += 1
+                followers[tuple(symbols[position - order : position])][symbols[position]] += 1
 
     def p(w: int, h: tuple[int, ...]) -> float:
         shorter = p(w, h[1:]) if h else 1 / 256
@@ -31,8 +31,8 @@ def reference_bits_per_byte(train: list[bytes], held_out: list[bytes], context: 
     bits, size = 0.0, 0
     for text in held_out:
         symbols = [256] * context + list(text)
-        for place in range(context, len(symbols)):
-            bits -= math.log2(p(symbols[place], tuple(symbols[place - context : place])))
+        for position in range(context, len(symbols)):
+            bits -= math.log2(p(symbols[position], tuple(symbols[position - context : position])))
             size += 1
     return bits / size
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the comparison with other trainers; the trainers themselves are not run here."""
+"""The arithmetic of the comparison with other trainers, without running the trainers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from phalanx.spec.batch import plan_batch
 
 
 def make_round(fast: float, slow: float, loss: float = 1.0) -> Round:
-    """Two ranks that wait for each other: a step takes as long on both, the work is not the same."""
+    """Return a round of two ranks that wait for each other: equal step times, different amounts of work."""
     return [Block([slow] * 3, [fast] * 3, [loss] * 3, 10), Block([slow] * 3, [slow] * 3, [loss] * 3, 20)]
 
 
 def test_overhead_benchmark_speed_equals_that_of_slowest_rank() -> None:
-    got = speed([make_round(1, 2), make_round(1, 4), make_round(1, 8)], tokens=800)
-    assert (got.wall, got.cpu_bound) == (200, 200)
+    result = speed([make_round(1, 2), make_round(1, 4), make_round(1, 8)], tokens=800)
+    assert (result.wall, result.cpu_bound) == (200, 200)
 
 
 def test_overhead_benchmark_ratio_pairs_adjacent_rounds() -> None:
-    """When the machine gets slower for both, the ratio stays."""
-    ours, theirs = [make_round(1, 2), make_round(1, 20)], [make_round(1, 4), make_round(1, 40)]
-    assert ratio(ours, theirs).wall == 2
+    """The ratio stays constant when the machine slows down for both trainers."""
+    our_rounds, their_rounds = [make_round(1, 2), make_round(1, 20)], [make_round(1, 4), make_round(1, 40)]
+    assert ratio(our_rounds, their_rounds).wall == 2
 
 
 def test_overhead_benchmark_reports_relative_loss_difference() -> None:
@@ -43,5 +43,8 @@ def test_overhead_benchmark_shapes_match_published_parameter_counts(name: str, s
     shape = SHAPES[name]
     assert count_parameters(shape.model).total == pytest.approx(size, rel=0.002)
     for layout in ("ddp", "fsdp"):
-        cut = plan_batch(shape.run(layout), RANKS)
-        assert (cut.micro_batch_size, cut.gradient_accumulation_steps) == (shape.micro_batch, shape.accumulation)
+        batch_plan = plan_batch(shape.run(layout), RANKS)
+        assert (batch_plan.micro_batch_size, batch_plan.gradient_accumulation_steps) == (
+            shape.micro_batch,
+            shape.accumulation,
+        )

@@ -1,4 +1,4 @@
-"""The accuracy report, on a table whose truth is known."""
+"""The accuracy report of a table whose true errors are known."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import head, held_rows, interval_lines, memory_lines, search_speed, step_time_table
+from benchmarks.planner import head, interval_lines, memory_lines, rows_with_baseline, search_speed, step_time_table
 from benchmarks.planner_choice import sweeps
-from benchmarks.published import Known, known_rows, step_time_rows
+from benchmarks.published import PublishedRun, read_published_runs, step_time_rows
 from phalanx.plan.tables.predict import Prediction, predict_rows
 from tests.helpers.published_rows import MEGATRON_22B_ROW
 
@@ -25,48 +25,48 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def sweep_rows() -> list[dict[str, str]]:
-    """Layouts of one model on 16 devices, under the name of a source of sweeps."""
+    """Return layouts of one model on 16 devices, with the name of a source of sweeps."""
     layouts = [("8", "2", "1"), ("8", "1", "2"), ("4", "4", "1"), ("4", "2", "2"), ("2", "8", "1"), ("8", "1", "4")]
     common = {**MEGATRON_22B_ROW, "gpus": "16", "global_batch": "64", "zero": "1"}
     return [
         {
             **common,
-            "id": f"vtm-{at:04}",
+            "id": f"vtm-{index:04}",
             "tp": tp,
             "pp": pp,
             "dp": str(16 // int(tp) // int(pp)),
             "micro_batch": size,
             "schedule": "1f1b" if pp != "1" else "no-pipeline",
         }
-        for at, (tp, pp, size) in enumerate(layouts)
+        for index, (tp, pp, size) in enumerate(layouts)
     ]
 
 
 def predict_all(rows: list[dict[str, str]]) -> list[Prediction]:
-    found = predict_rows(rows)
-    assert all(isinstance(row, Prediction) for row in found)
-    return found  # type: ignore[return-value]
+    predictions = predict_rows(rows)
+    assert all(isinstance(row, Prediction) for row in predictions)
+    return predictions  # type: ignore[return-value]
 
 
 @pytest.fixture
-def known_runs(tmp_path: Path) -> list[Known]:
-    """Runs that took a tenth longer than predicted."""
+def known_runs(tmp_path: Path) -> list[PublishedRun]:
+    """Return runs that took 10 % longer than predicted."""
     rows = sweep_rows()
     for row, prediction in zip(rows, predict_all(rows), strict=True):
         row["step_time_s"], row["memory_gib"] = str(1.1 * prediction.step_time_s), str(prediction.memory_gib)
     rows.append({**MEGATRON_22B_ROW, "id": "vtm-9999", "layers": ""})
-    return known_rows(write_csv(tmp_path / "runs.csv", rows))
+    return read_published_runs(write_csv(tmp_path / "runs.csv", rows))
 
 
 def test_accuracy_report_computes_step_time_errors(known_runs):
-    held = held_rows(step_time_rows(known_runs))
-    assert len(held) == len(sweep_rows())
-    lines = list(step_time_table(held, {"vtm": 12.0}))
+    predicted_rows = rows_with_baseline(step_time_rows(known_runs))
+    assert len(predicted_rows) == len(sweep_rows())
+    lines = list(step_time_table(predicted_rows, {"vtm": 12.0}))
     assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | 12.0 |") for line in lines)
     assert any(line.startswith("\nThe mean error over 6 rows is 9.1 % (target 8): no") for line in lines)
-    assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | - |") for line in step_time_table(held, {}))
-    inside = [row.truth <= row.predicted.step_time_high_s for row in held]
-    assert next(interval_lines(held)).startswith(f"{sum(inside) / 6:.1%} of 6 rows")
+    assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | - |") for line in step_time_table(predicted_rows, {}))
+    within_interval = [row.truth <= row.predicted.step_time_high_s for row in predicted_rows]
+    assert next(interval_lines(predicted_rows)).startswith(f"{sum(within_interval) / 6:.1%} of 6 rows")
 
 
 def test_accuracy_report_rank_correlation_is_one_for_perfect_ranking(known_runs):
@@ -76,8 +76,8 @@ def test_accuracy_report_rank_correlation_is_one_for_perfect_ranking(known_runs)
 
 def test_accuracy_report_counts_failed_first_choice(known_runs):
     rows = [dict(row.row) for row in known_runs]
-    best = min(range(len(rows)), key=lambda at: float(rows[at]["step_time_s"]))
-    failed = Known(rows[best], known_runs[best].job, None, None, out_of_memory=True)
+    best = min(range(len(rows)), key=lambda index: float(rows[index]["step_time_s"]))
+    failed = PublishedRun(rows[best], known_runs[best].job, None, None, out_of_memory=True)
     line = list(sweeps([*known_runs[:best], failed, *known_runs[best + 1 :]]))[-1]
     assert line.startswith("| vtm | 1 | 1 | -, no | -, no |")
 
@@ -88,12 +88,12 @@ def test_accuracy_report_compares_memory_with_published_values(known_runs):
 
 
 def test_accuracy_report_compares_search_speed_with_targets():
-    said = search_speed(64_192, 3.47, 5.0)
-    assert said == "64,192 layouts in 3.47 s (target 5): met, 18,499 per second (target 20,000): no"
+    text = search_speed(64_192, 3.47, 5.0)
+    assert text == "64,192 layouts in 3.47 s (target 5): met, 18,499 per second (target 20,000): no"
     assert search_speed(40_000, 1.0, None) == "40,000 layouts in 1.00 s, 40,000 per second (target 20,000): met"
 
 
 def test_accuracy_report_header_contains_command_line():
-    whole, quick = (head(Path("runs.csv"), leave_out)[2] for leave_out in (True, False))
-    assert "planner runs.csv --left-out`" in whole
+    with_left_out, quick = (head(Path("runs.csv"), leave_out)[2] for leave_out in (True, False))
+    assert "planner runs.csv --left-out`" in with_left_out
     assert "planner runs.csv`" in quick

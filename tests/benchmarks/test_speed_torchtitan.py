@@ -1,8 +1,7 @@
-"""What of torchtitan's rows needs no GPU: its inputs, and how its logs are read.
+"""The parts of the torchtitan benchmark that need no GPU: its inputs, and the parsing of its logs.
 
-The logs are of torchtitan 0.3.0 on the GPU that computes nothing: `steps` of a whole run on PyTorch 2.14, `failed_step`
-of one on PyTorch 2.13, `import_error` of one without Triton.
-"""
+The logs were written by torchtitan 0.3.0 on the null GPU: `steps` by a complete run on PyTorch 2.14, `failed_step`
+by a run on PyTorch 2.13, `import_error` by a run without Triton."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_time_torchtitan_is_median_of_last_steps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("steps"))
     monkeypatch.setattr(speed_torchtitan, "STEPS", 8)
     result = time_torchtitan(SHAPE)
-    assert result["seconds"] == SHAPE.tokens / 1518  # of steps 5 to 12
+    assert result["seconds"] == SHAPE.tokens / 1518  # the mean of steps 5 to 12
     assert result["first"] == SHAPE.tokens / 11
     assert result["peak_bytes"] == 0.11 * 2**30
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("failed_step"))
@@ -100,7 +99,7 @@ def test_inputs_are_rows_of_one_document_each(tmp_path: Path) -> None:
     assert len(rows) * SHAPE.seq_len >= SHAPE.tokens * (WARM_UP + STEPS)
     encoded = [tokenizer.encode(row).ids for row in rows]
     assert {len(ids) for ids in encoded} == {SHAPE.seq_len + 1}
-    assert encoded[0] == [int(word) for word in rows[0].split()]
+    assert encoded[0] == [int(token) for token in rows[0].split()]
     config = (tmp_path / "phalanx_run.py").read_text()
     assert "def run() -> Trainer.Config:" in config
     assert "compile=CompileConfig(enable=True)" in config

@@ -1,1 +1,1 @@
-"""Documents: their commands run, their links lead somewhere, their generated pages are current."""
+"""Documents: commands run, links lead to targets, and generated pages are current."""

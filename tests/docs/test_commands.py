@@ -1,8 +1,8 @@
 """Commands of README.md, guides and course run, in the order of the page, with the `phalanx` of this checkout.
 
-Training commands are short: few steps of little text in fp32 (`SHORT_RUN`), unless the command itself has other values.
-Pages whose commands take long are for `make test-all` (tests/thorough.tsv). `pytest -s` prints how many commands
-of each page ran, and why others did not."""
+Training commands use few steps of little text in fp32 (`SHORT_RUN`), unless the command sets other values. Pages
+with long commands run in `make test-all` only (tests/thorough.tsv). `pytest -s` prints the number of commands of
+each page, and the reasons for those that are left out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT_RUN = {
     "PHALANX_EVALUATION__TOKENS": "512",
     "PHALANX_DATA__TRAIN": json.dumps([str(Path(json.__file__).parent)]),
 }
-"""Values of the run file of commands that train: the environment is stronger than the file, and weaker than --set."""
+"""Values of the run file for commands that train. The environment is stronger than the file, and weaker than --set."""
 TRAINS = re.compile(r"phalanx (train|bench) (?!.*--print-config)")
 PROGRAM = re.compile(r"(\$ )?(phalanx|make|torchrun|python -m|pip|kubectl|sbatch|srun|sky) ")
 
@@ -43,12 +43,12 @@ def page_id(page: Path) -> str:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment whose `phalanx` and `python` are those of this checkout, with a home of its own."""
+    """Return an environment with the `phalanx` and `python` of this checkout, and with its own home directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, words in (("phalanx", "-m phalanx"), ("python", "")):
+    for name, command in (("phalanx", "-m phalanx"), ("python", "")):
         program = programs / name
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
         program.chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -75,9 +75,15 @@ def test_commands_of_page_succeed(page: Path, environment: dict[str, str], tmp_p
 
 def _run(command: str, block: FencedBlock, folder: Path, environment: dict[str, str]) -> None:
     variables = environment | (SHORT_RUN if TRAINS.search(command) else {})
-    words = ["bash", "-euo", "pipefail", "-c", command]
+    command_words = ["bash", "-euo", "pipefail", "-c", command]
     done = subprocess.run(
-        words, cwd=folder, env=variables, timeout=RUN_SECONDS, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        command_words,
+        cwd=folder,
+        env=variables,
+        timeout=RUN_SECONDS,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, f"block of line {block.line}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

@@ -1,4 +1,4 @@
-"""Several nodes: facts in which one differs, clocks, error counters around a benchmark, collectives and pairs."""
+"""Comparison of several nodes: differing facts, clocks, error counters around a benchmark, collectives and pairs."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from tests.helpers.snapshot_edits import create_file, overwrite_file, set_variab
 HOSTS = ("node1", "node2", "node3", "node4")
 
 
-def filter_problems(found: list[DoctorFinding]) -> list[DoctorFinding]:
-    return [each for each in found if each.severity in ("WARN", "FAIL")]
+def filter_problems(findings: list[DoctorFinding]) -> list[DoctorFinding]:
+    return [finding for finding in findings if finding.severity in ("WARN", "FAIL")]
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[NodeReport]:
     root = tmp_path_factory.mktemp("h100")
     h100_snapshot.write_h100_snapshot(root)
-    one = run_checks.examine_node(Machine(root), Expectations())
-    return [replace(one, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
+    node_report = run_checks.examine_node(Machine(root), Expectations())
+    return [replace(node_report, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
 
 
 def with_changed_facts(nodes: list[NodeReport], number: int, **facts: str) -> list[NodeReport]:
-    other = replace(nodes[number], facts=nodes[number].facts | facts)
-    return [*nodes[:number], other, *nodes[number + 1 :]]
+    changed = replace(nodes[number], facts=nodes[number].facts | facts)
+    return [*nodes[:number], changed, *nodes[number + 1 :]]
 
 
 def test_node_facts_match_h100_snapshot(nodes: list[NodeReport]) -> None:
-    known = nodes[0].facts
-    assert known["NVIDIA driver"] == "570.124.06"
-    assert (known["NCCL"], known["PyTorch"], known["CUDA of PyTorch"]) == ("2.26.2", "2.7.0+cu128", "12.8")
-    assert (known["RDMA firmware"], known["RDMA MTU"], known["VBIOS"]) == ("28.42.1000", "9000", "96.00.89.00.01")
-    assert (known["kernel"], known["GPUs on the bus"], known["NCCL_IB_TC"]) == ("6.8.0-60-generic", "8", "106")
+    facts = nodes[0].facts
+    assert facts["NVIDIA driver"] == "570.124.06"
+    assert (facts["NCCL"], facts["PyTorch"], facts["CUDA of PyTorch"]) == ("2.26.2", "2.7.0+cu128", "12.8")
+    assert (facts["RDMA firmware"], facts["RDMA MTU"], facts["VBIOS"]) == ("28.42.1000", "9000", "96.00.89.00.01")
+    assert (facts["kernel"], facts["GPUs on the bus"], facts["NCCL_IB_TC"]) == ("6.8.0-60-generic", "8", "106")
 
 
 def test_node_facts_include_nccl_conf_variables(tmp_path: Path) -> None:
     h100_snapshot.write_h100_snapshot(tmp_path)
     create_file("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
-    known = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
-    assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
+    facts = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
+    assert (facts["NCCL_IB_QPS_PER_CONNECTION"], facts["NCCL_IB_TC"]) == ("4", "106")  # the environment has priority
 
 
 def test_compare_nodes_has_no_findings_for_equal_nodes(nodes: list[NodeReport]) -> None:
@@ -80,46 +80,51 @@ CHANGED_FACTS = {
 @pytest.mark.parametrize("name", CHANGED_FACTS)
 def test_compare_nodes_reports_node_with_different_fact(name: str, nodes: list[NodeReport]) -> None:
     value, severity = CHANGED_FACTS[name]
-    (found,) = filter_problems(compare_nodes.compare_nodes(with_changed_facts(nodes, 2, **{name: value}), 4))
-    assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
-    assert found.threshold == nodes[0].facts[name]
-    assert found.remedy
+    (finding,) = filter_problems(compare_nodes.compare_nodes(with_changed_facts(nodes, 2, **{name: value}), 4))
+    assert (finding.severity, finding.host, finding.device, finding.measured) == (severity, "node3", name, value)
+    assert finding.threshold == nodes[0].facts[name]
+    assert finding.remedy
 
 
 def test_compare_nodes_reports_node_with_missing_fact(nodes: list[NodeReport]) -> None:
-    less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
-    (found,) = filter_problems(compare_nodes.compare_nodes([nodes[0], less, nodes[2]]))
-    assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
+    incomplete = replace(
+        nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"}
+    )
+    (finding,) = filter_problems(compare_nodes.compare_nodes([nodes[0], incomplete, nodes[2]]))
+    assert (finding.host, finding.device, finding.measured) == ("node2", "NCCL_IB_TC", "none")
 
 
 def test_compare_nodes_blames_no_host_when_two_nodes_differ(nodes: list[NodeReport]) -> None:
-    (found,) = filter_problems(compare_nodes.compare_nodes(with_changed_facts(nodes[:2], 1, NCCL="2.21.5")))
-    assert (found.host, found.severity) == ("", "FAIL")
-    assert found.measured == "node1: 2.26.2; node2: 2.21.5"
+    (finding,) = filter_problems(compare_nodes.compare_nodes(with_changed_facts(nodes[:2], 1, NCCL="2.21.5")))
+    assert (finding.host, finding.severity) == ("", "FAIL")
+    assert finding.measured == "node1: 2.26.2; node2: 2.21.5"
 
 
 def test_compare_nodes_reports_clock_skew(nodes: list[NodeReport]) -> None:
     late = [*nodes[:3], replace(nodes[3], clock_offset_seconds=-41.0)]
-    (found,) = filter_problems(compare_nodes.compare_nodes(late))
-    assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
+    (finding,) = filter_problems(compare_nodes.compare_nodes(late))
+    assert (finding.id, finding.host, finding.measured) == ("nodes.clock", "node4", -41)
 
 
 def test_compare_nodes_reports_missing_node_report(nodes: list[NodeReport]) -> None:
-    (found,) = filter_problems(compare_nodes.compare_nodes(nodes[:3], 4))
-    assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
+    (finding,) = filter_problems(compare_nodes.compare_nodes(nodes[:3], 4))
+    assert (finding.id, finding.measured, finding.threshold) == ("nodes.missing", 3, "4")
 
 
 def test_compare_nodes_names_slurm_nodes_without_report(tmp_path: Path) -> None:
-    """By Slurm, whichever nodes did; srun --exclude takes their names."""
+    """srun --exclude takes the node names of Slurm."""
     h100_snapshot.write_h100_snapshot(tmp_path)
     set_variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
     create_file("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
     node = run_checks.examine_node(Machine(tmp_path), Expectations())
     compare_nodes.write_node_report(tmp_path, node)
     assert compare_nodes.read_node_reports(tmp_path) == [node]
-    found = filter_problems(compare_nodes.compare_nodes([node], 3))
-    assert [(each.id, each.host) for each in found] == [("nodes.missing", "node2"), ("nodes.missing", "node3")]
-    assert report.failing_hosts(found) == ["node2", "node3"]
+    findings = filter_problems(compare_nodes.compare_nodes([node], 3))
+    assert [(finding.id, finding.host) for finding in findings] == [
+        ("nodes.missing", "node2"),
+        ("nodes.missing", "node3"),
+    ]
+    assert report.failing_hosts(findings) == ["node2", "node3"]
     assert filter_problems(compare_nodes.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
     overwrite_file("commands/job_nodes.txt", "[no answer]")(tmp_path)
     assert run_checks.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
@@ -140,12 +145,12 @@ def test_stale_node_report_fails(nodes: list[NodeReport], tmp_path: Path) -> Non
     files = [compare_nodes.write_node_report(tmp_path, node) for node in nodes]
     assert filter_problems(compare_nodes.stale_report_findings(tmp_path)) == []
     os.utime(files[1], (time.time() - 7200, time.time() - 7200))
-    (found,) = filter_problems(compare_nodes.stale_report_findings(tmp_path))
-    assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
+    (finding,) = filter_problems(compare_nodes.stale_report_findings(tmp_path))
+    assert (finding.id, finding.severity, finding.host, finding.measured) == ("nodes.old", "FAIL", "node2", 120)
 
 
 def test_storage_clock_offset_is_zero_on_local_disk(tmp_path: Path) -> None:
-    """Files here are stamped by this kernel, which may round to its ticks."""
+    """The kernel of this machine sets the timestamps of local files, and may round them to its ticks."""
     assert abs(compare_nodes.storage_clock(tmp_path)) < 1
     assert not list(tmp_path.iterdir())
 
@@ -253,22 +258,22 @@ def test_counter_findings_report_increased_counter(name: str, tmp_path: Path) ->
     (tmp_path / path).write_text(edit(text))
     assert (tmp_path / path).read_text() != text
     after = error_counters.read_counters(Machine(tmp_path))
-    (found,) = filter_problems(error_counters.counter_findings(before, after))
-    assert (found.id, found.severity, found.device) == (rule, severity, device)
-    assert found.remedy
-    assert filter_problems(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
+    (finding,) = filter_problems(error_counters.counter_findings(before, after))
+    assert (finding.id, finding.severity, finding.device) == (rule, severity, device)
+    assert finding.remedy
+    assert filter_problems(error_counters.counter_findings(after, after)) == []  # the counter did not increase
 
 
 def test_counter_findings_use_ratio_of_ecn_marked_packets(tmp_path: Path) -> None:
     h100_snapshot.write_h100_snapshot(tmp_path)
     before = error_counters.read_counters(Machine(tmp_path))
     (tmp_path / f"{RDMA_PORT_PATH}/counters/port_rcv_packets").write_text("2000000")
-    for marked, expected in ((900, []), (1100, ["mlx5_2"])):
-        (tmp_path / f"{RDMA_PORT_PATH}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
-        found = filter_problems(
+    for num_marked, expected in ((900, []), (1100, ["mlx5_2"])):
+        (tmp_path / f"{RDMA_PORT_PATH}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{num_marked}\n")
+        findings = filter_problems(
             error_counters.counter_findings(before, error_counters.read_counters(Machine(tmp_path)))
         )
-        assert [each.device for each in found] == expected
+        assert [finding.device for finding in findings] == expected
 
 
 def test_error_counter_fault_table_covers_every_rule(h100: Path) -> None:
@@ -284,17 +289,17 @@ def test_counter_findings_use_new_value_when_counter_was_reset(h100: Path) -> No
     before = error_counters.read_counters(Machine(h100))
     reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
     high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
-    assert [each.measured for each in filter_problems(error_counters.counter_findings(high, reset))] == [2]
+    assert [finding.measured for finding in filter_problems(error_counters.counter_findings(high, reset))] == [2]
 
 
 def test_counter_findings_skip_counter_without_first_reading(h100: Path) -> None:
     after = error_counters.read_counters(Machine(h100))
     before = {**after, "counters.link": {}}
-    found = {
-        each.id: each
-        for each in error_counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
+    findings = {
+        finding.id: finding
+        for finding in error_counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
     }
-    assert (found["counters.link"].severity, found["counters.link"].measured) == (
+    assert (findings["counters.link"].severity, findings["counters.link"].measured) == (
         "SKIP",
         "the machine has no such counters",
     )
@@ -306,10 +311,12 @@ def test_read_counters_omits_hung_and_missing_counters(tmp_path: Path) -> None:
     (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
     for path in tmp_path.glob("sys/bus/pci/devices/*/aer_*"):
         path.unlink()
-    known = error_counters.read_counters(Machine(tmp_path))
-    assert not {"counters.nvlink", "counters.pcie"} & known.keys()
-    assert known["counters.ecc"] == {f"GPU{i}": 0 for i in range(8)}
-    assert {name.partition(" ")[0] for name in known["counters.pause"]} == {f"ens{i}np0" for i in (0, 1, 3, 4, 5, 6, 7)}
+    counters = error_counters.read_counters(Machine(tmp_path))
+    assert not {"counters.nvlink", "counters.pcie"} & counters.keys()
+    assert counters["counters.ecc"] == {f"GPU{i}": 0 for i in range(8)}
+    assert {name.partition(" ")[0] for name in counters["counters.pause"]} == {
+        f"ens{i}np0" for i in (0, 1, 3, 4, 5, 6, 7)
+    }
 
 
 # -- collectives and pairs ---------------------------------------------------------------------------------------------
@@ -318,29 +325,29 @@ def test_read_counters_omits_hung_and_missing_counters(tmp_path: Path) -> None:
 def pair_bandwidths(
     slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[str, str], float] | None = None
 ) -> Any:
-    found = {(a, b): 50e9 for i, a in enumerate(HOSTS) for b in HOSTS[i + 1 :]}
+    bandwidths = {(a, b): 50e9 for i, a in enumerate(HOSTS) for b in HOSTS[i + 1 :]}
     for host, share in (slow_hosts or {}).items():
-        found = {pair: speed * share if host in pair else speed for pair, speed in found.items()}
-    return found | {pair: 50e9 * share for pair, share in (slow_pairs or {}).items()}
+        bandwidths = {pair: speed * share if host in pair else speed for pair, speed in bandwidths.items()}
+    return bandwidths | {pair: 50e9 * share for pair, share in (slow_pairs or {}).items()}
 
 
 def test_check_node_pairs_reports_slow_node() -> None:
     assert filter_problems(cross_node_bandwidth.check_node_pairs(pair_bandwidths())) == []
-    (found,) = filter_problems(cross_node_bandwidth.check_node_pairs(pair_bandwidths({"node3": 0.5})))
-    assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
+    (finding,) = filter_problems(cross_node_bandwidth.check_node_pairs(pair_bandwidths({"node3": 0.5})))
+    assert (finding.id, finding.severity, finding.host, finding.measured) == ("between.slow_node", "FAIL", "node3", 50)
 
 
 def test_check_node_pairs_blames_no_node_for_slow_pair() -> None:
-    (found,) = filter_problems(
+    (finding,) = filter_problems(
         cross_node_bandwidth.check_node_pairs(pair_bandwidths(slow_pairs={("node1", "node4"): 0.4}))
     )
-    assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
-    assert [each.severity for each in cross_node_bandwidth.check_node_pairs({})] == ["SKIP"]
+    assert (finding.id, finding.device, finding.measured) == ("between.slow_pair", "node1 - node4", 40)
+    assert [other_finding.severity for other_finding in cross_node_bandwidth.check_node_pairs({})] == ["SKIP"]
     assert filter_problems(cross_node_bandwidth.check_node_pairs({("a", "b"): 1.0})) == []
 
 
 def test_check_collectives_compares_busbw_with_link_bandwidth() -> None:
-    good = CollectiveResult(
+    result = CollectiveResult(
         name="all_reduce among data",
         ranks=16,
         size_bytes=LARGE_BYTES,
@@ -348,12 +355,12 @@ def test_check_collectives_compares_busbw_with_link_bandwidth() -> None:
         link_bytes_per_second=400e9,
         wrong=0,
     )
-    assert filter_problems(cross_node_bandwidth.check_collectives([good])) == []
-    (slow,) = filter_problems(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
+    assert filter_problems(cross_node_bandwidth.check_collectives([result])) == []
+    (slow,) = filter_problems(cross_node_bandwidth.check_collectives([replace(result, bus_bytes_per_second=215e9)]))
     assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
-    (damaged,) = filter_problems(cross_node_bandwidth.check_collectives([replace(good, wrong=3)]))
+    (damaged,) = filter_problems(cross_node_bandwidth.check_collectives([replace(result, wrong=3)]))
     assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
-    small = replace(good, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
+    small = replace(result, size_bytes=1024, bus_bytes_per_second=1.0)  # dominated by latency
     assert filter_problems(cross_node_bandwidth.check_collectives([small])) == []
 
 
@@ -364,21 +371,22 @@ PUBLISHED_BUSBW = {
     "reduce_scatter": (450e9, 289e9, 342e9, 346e9),
     "all_to_all": (450e9, 269e9, 333e9, 338e9),
 }
-"""What links carry, and bus bandwidth at 64 MiB, 1 GiB and 8 GiB, as published of nodes of 8 GPUs (nccl-tests, by the
-fits of stas00/ml-engineering's and SimuMax's sweeps)."""
+"""Link bandwidth, and published bus bandwidth at 64 MiB, 1 GiB and 8 GiB on nodes of 8 GPUs (nccl-tests, from the
+fits of sweeps by stas00/ml-engineering and SimuMax)."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED_BUSBW)
 def test_check_collectives_accepts_published_busbw(name: str) -> None:
-    links, *reached = PUBLISHED_BUSBW[name]
-    for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
-        each = CollectiveResult(
+    links, *bandwidths = PUBLISHED_BUSBW[name]
+    for size, speed in zip((LARGE_BYTES, 2**30, 2**33), bandwidths, strict=True):
+        result = CollectiveResult(
             name=name, ranks=8, size_bytes=size, bus_bytes_per_second=speed, link_bytes_per_second=links, wrong=0
         )
-        assert filter_problems(cross_node_bandwidth.check_collectives([each])) == []
+        assert filter_problems(cross_node_bandwidth.check_collectives([result])) == []
+        # At half the published bandwidth there is a finding.
         assert filter_problems(
-            cross_node_bandwidth.check_collectives([replace(each, bus_bytes_per_second=speed / 2)])
-        )  # by half its links
+            cross_node_bandwidth.check_collectives([replace(result, bus_bytes_per_second=speed / 2)])
+        )
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))
@@ -391,7 +399,7 @@ def test_round_robin_pairs_contain_every_pair_once(nodes: int) -> None:
 
 
 def test_collective_findings_are_read_from_shared_directory(tmp_path: Path) -> None:
-    assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
+    assert [other.severity for other in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
     finding = RULES["between.slow_node"].violation("network", 50, host="node3")
     (tmp_path / compare_nodes.COLLECTIVES_FILE).write_text(json.dumps([finding.__dict__]))
     assert filter_problems(compare_nodes.collective_findings(tmp_path)) == [finding]
@@ -406,8 +414,8 @@ def test_stale_collective_findings_fail(nodes: list[NodeReport], tmp_path: Path)
     file.write_text(json.dumps([RULES["between.wrong"].ok(0).__dict__]))
     assert filter_problems(compare_nodes.collective_findings(tmp_path)) == []
     os.utime(file, (time.time() - 7200, time.time() - 7200))
-    (found,) = compare_nodes.collective_findings(tmp_path)
-    assert (found.id, found.severity, found.device, found.measured) == ("nodes.old", "FAIL", file.name, 120)
+    (finding,) = compare_nodes.collective_findings(tmp_path)
+    assert (finding.id, finding.severity, finding.device, finding.measured) == ("nodes.old", "FAIL", file.name, 120)
 
 
 PEER_LOSS_ERROR = "DistBackendError: Connection closed by peer [10.0.0.3]:4711"
@@ -429,16 +437,16 @@ RANK_FAILURES: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, 
         [("", "rank 0", "layout.tp = 3 does not divide")],
     ),
 }
-"""Host, reason and code of each rank's last word; host, device and reason of what is found."""
+"""Host, reason and code of each rank's failure record, and host, device and reason of the expected finding."""
 
 
 @pytest.mark.parametrize("name", RANK_FAILURES)
 def test_collective_findings_report_failed_ranks(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
-    words, expected = RANK_FAILURES[name]
+    failures, expected = RANK_FAILURES[name]
     compare_nodes.write_node_report(tmp_path, nodes[0])
-    for rank, (host, reason, code) in words.items():
-        told = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}
-        hang_dumps.write_failure(tmp_path, told)
-    found = compare_nodes.collective_findings(tmp_path)
-    assert {(each.id, each.severity) for each in found} == {("between.failed", "FAIL")}
-    assert [(each.host, each.device, each.measured) for each in found] == expected
+    for rank, (host, reason, code) in failures.items():
+        record = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}
+        hang_dumps.write_failure(tmp_path, record)
+    findings = compare_nodes.collective_findings(tmp_path)
+    assert {(finding.id, finding.severity) for finding in findings} == {("between.failed", "FAIL")}
+    assert [(finding.host, finding.device, finding.measured) for finding in findings] == expected

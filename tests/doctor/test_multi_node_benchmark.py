@@ -1,4 +1,4 @@
-"""The nodes of a run, checked by its ranks: on real ranks, and on real hosts of which one has a slow link."""
+"""Ranks check the nodes of a run: on real ranks, and on network namespaces of which one has a slow link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RUN = {
     "cluster": {"device": "cpu"},
 }
 SLOW_LINK_MBITS, FAST_LINK_MBITS = 100.0, 1000.0
-"""Mbit/s of hosts' links."""
+"""Mbit/s of the links of hosts."""
 
 
 def collective_kind(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
@@ -49,16 +49,16 @@ def collective_kind(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
 
 
 def test_expected_bus_bandwidth_matches_hand_computed_limits() -> None:
-    """2 nodes of 4 GPUs with 400 GB/s inside, 50 GB/s of a card for each outside."""
+    """The run has 2 nodes of 4 GPUs, 400 GB/s inside a node, and a NIC of 50 GB/s per GPU."""
     cluster, hosts = ClusterSpec(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
-    for asked, expected in (
+    for arguments, expected in (
         (collective_kind("all_reduce", (0, 1, 2, 3), (4, 5, 6, 7)), 400e9),
         (collective_kind("all_reduce", tuple(range(8))), 200e9),
         (collective_kind("all_gather", (0, 4), (1, 5)), 50e9),
         (collective_kind("all_to_all", tuple(range(8))), 50e9 * 7 / 4),
         (collective_kind("send", tuple(range(8))), 50e9),
     ):
-        assert multi_node_benchmark.expected_bus_bandwidth(asked, hosts, cluster) == pytest.approx(expected)
+        assert multi_node_benchmark.expected_bus_bandwidth(arguments, hosts, cluster) == pytest.approx(expected)
     assert (
         multi_node_benchmark.expected_bus_bandwidth(collective_kind("all_reduce", (0, 4)), hosts, ClusterSpec()) is None
     )
@@ -72,44 +72,44 @@ def _measure_pairs() -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, {("a", "b")}), (3, {("a", "b"), ("a", "c"), ("b", "c")})])
 def test_measure_node_pairs_covers_every_pair_of_hosts(world_size: int, expected: set[tuple[str, str]]) -> None:
-    found = rank_pool(world_size).run(_measure_pairs)
-    assert all(set(speeds) == expected and all(speed > 0 for speed in speeds.values()) for speeds in found)
+    measured = rank_pool(world_size).run(_measure_pairs)
+    assert all(set(speeds) == expected and all(speed > 0 for speed in speeds.values()) for speeds in measured)
 
 
 def _check_nodes() -> list[dict[str, Any]]:
     run = run_from_table(json.loads(json.dumps(RUN)))
-    return [asdict(each) for each in multi_node_benchmark.check_nodes(run, torch.device("cpu"))]
+    return [asdict(finding) for finding in multi_node_benchmark.check_nodes(run, torch.device("cpu"))]
 
 
 def test_check_nodes_reports_no_failures_on_a_single_node() -> None:
     first, *others = rank_pool(2).run(_check_nodes)
-    found = {each["id"]: each for each in first}
+    findings = {finding["id"]: finding for finding in first}
     assert others == [first]
-    assert {each["severity"] for each in first} <= {"OK", "SKIP", "WARN"}  # others may use the network of this machine
-    assert found["between.wrong"]["severity"] == "OK"
-    assert found["nodes.clock"]["severity"] == "OK"
-    assert found["between.slow_node"]["measured"] == "one node"
-    assert found["counters.tcp"]["host"]
+    # Other programs may use the network of this machine, which causes warnings.
+    assert {finding["severity"] for finding in first} <= {"OK", "SKIP", "WARN"}
+    assert findings["between.wrong"]["severity"] == "OK"
+    assert findings["nodes.clock"]["severity"] == "OK"
+    assert findings["between.slow_node"]["measured"] == "one node"
+    assert findings["counters.tcp"]["host"]
 
 
 def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -> None:
-    """One that fails now must not be taken for one that went well."""
+    """Old results of a rank must not hide that it fails now."""
     (tmp_path / COLLECTIVES_FILE).write_text("[]")
     for rank in (0, 7):
         hang_dumps.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
-    assert (
-        multi_node_benchmark.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2
-    )  # one rank, which sends nothing
+    # A single rank sends nothing.
+    assert multi_node_benchmark.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2
     assert not (tmp_path / COLLECTIVES_FILE).exists()
-    ((rank, word),) = hang_dumps.read_failures(tmp_path).items()
-    assert (rank, word["host"]) == (0, Machine().host)
-    assert "sends nothing" in word["reason"]
+    ((rank, record),) = hang_dumps.read_failures(tmp_path).items()
+    assert (rank, record["host"]) == (0, Machine().host)
+    assert "sends nothing" in record["reason"]
 
 
 def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
-    """Three hosts of their own names and networks, one of them on a link of a tenth."""
+    """Three hosts have their own names and networks. The link of one has a tenth of the bandwidth."""
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
     try:
@@ -136,8 +136,8 @@ def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
                     "--out",
                     str(tmp_path / "out"),
                 ]
-                named = ["unshare", "--uts", "sh", "-c", f'hostname {host.name}; exec "$@"', "sh", *program]
-                started.append(subprocess.Popen([*host.prefix, *named], env=environment))
+                host_program = ["unshare", "--uts", "sh", "-c", f'hostname {host.name}; exec "$@"', "sh", *program]
+                started.append(subprocess.Popen([*host.prefix, *host_program], env=environment))
             try:
                 assert [process.wait(200) for process in started] == [0, 0, 0]
             finally:
@@ -145,7 +145,7 @@ def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
                     process.kill()
     except NamespacesUnavailable as error:
         pytest.skip(f"no hosts can be made here: {error}")
-    found = [DoctorFinding(**each) for each in json.loads((tmp_path / "out" / COLLECTIVES_FILE).read_text())]
-    failed = [(each.id, each.host) for each in found if each.severity == "FAIL"]
-    assert failed == [("between.slow_node", "n3")]
-    assert {each.host for each in found if each.id == "counters.tcp"} == {"n1", "n2", "n3"}
+    findings = [DoctorFinding(**finding) for finding in json.loads((tmp_path / "out" / COLLECTIVES_FILE).read_text())]
+    failures = [(finding.id, finding.host) for finding in findings if finding.severity == "FAIL"]
+    assert failures == [("between.slow_node", "n3")]
+    assert {finding.host for finding in findings if finding.id == "counters.tcp"} == {"n1", "n2", "n3"}

@@ -1,4 +1,4 @@
-"""The rules of `phalanx doctor` are valid rows, and are evaluated as their rows say."""
+"""The rules of `phalanx doctor` are valid rows, and are evaluated as the rows define."""
 
 from __future__ import annotations
 
@@ -59,12 +59,16 @@ def test_rule_check_compares_each_device_with_its_limit() -> None:
     assert (busy.remedy, busy.command) == ("stop the processes on GPU3", "nvidia-smi -i 3")
     (busy,) = rule.check({"GPU0": 4, "GPU3": 2048}, limit={"GPU0": 1.5})
     assert (busy.device, busy.threshold) == ("GPU0", "less than 1.5")
-    assert [(each.severity, each.measured) for each in rule.check({"GPU0": 4, "GPU3": 9})] == [("OK", "4 to 9")]
-    assert [(each.severity, each.measured) for each in rule.check({})] == [("SKIP", "no device reports a value")]
+    assert [(finding.severity, finding.measured) for finding in rule.check({"GPU0": 4, "GPU3": 9})] == [
+        ("OK", "4 to 9")
+    ]
+    assert [(finding.severity, finding.measured) for finding in rule.check({})] == [
+        ("SKIP", "no device reports a value")
+    ]
 
 
 def test_rule_check_raises_when_row_has_no_comparison() -> None:
-    """Without the error, a row that lacks violated_if would be OK for any value."""
+    """Without the error, a row without `violated_if` would accept any value."""
     row = {key: value for key, value in ROW.items() if key != "violated_if"}
     with pytest.raises(ValueError, match=r"gpu\.busy of rules\.toml has no violated_if"):
         read_rules(to_section(row))["gpus"].rules[0].check(4096)

@@ -1,5 +1,5 @@
-"""Faults planted in a record of a machine: each is found, alone, with the right device and a remedy; a machine without
-any has no finding."""
+"""Faults planted in a snapshot of a machine. Each is the only finding, with the right device
+and a remedy; a healthy machine has no findings."""
 
 from __future__ import annotations
 
@@ -703,7 +703,7 @@ FAULTS: dict[str, tuple[SnapshotEdit, str, str, str]] = {
         "nvme0n1p2",
     ),
 }
-"""How each is planted, and the one finding that it makes: id, severity, device."""
+"""Edits of the snapshot, and the single finding that they cause: id, severity, device."""
 ALL_NIC_FAULTS: dict[str, tuple[SnapshotEdit, str, str]] = {
     "an MTU of 1500": (
         edit_all_nics(lambda card: overwrite_file(f"sys/class/net/ens{card}np0/mtu", "1500")),
@@ -719,11 +719,11 @@ ALL_NIC_FAULTS: dict[str, tuple[SnapshotEdit, str, str]] = {
     ),
     "a wrong GID index": (set_variable("NCCL_IB_GID_INDEX", "7"), "roce.gid_index", "FAIL"),
 }
-"""Faults of all eight cards."""
+"""Faults of all eight NICs."""
 
 
 def _remove_nvlinks(root: Path, gpu: int) -> None:
-    """No NVLink from one GPU to the others."""
+    """Remove all NVLinks from one GPU to the others."""
     path = root / "commands/smi_topology.txt"
     lines = [line.split("\t") for line in path.read_text().splitlines()]
     for i in range(8):
@@ -742,48 +742,53 @@ def _enable_ecn(root: Path, interface: str, priority: int) -> None:
 
 
 def find_problems(root: Path, expected: Expectations = EXPECTED) -> list[DoctorFinding]:
-    return [each for each in run_all_checks(Machine(root), expected) if each.severity in ("WARN", "FAIL")]
+    return [finding for finding in run_all_checks(Machine(root), expected) if finding.severity in ("WARN", "FAIL")]
 
 
 def test_doctor_passes_every_rule_on_healthy_h100_node(h100: Path) -> None:
     set_variable("GLOO_SOCKET_IFNAME", "eno1")(h100)
-    found = run_all_checks(Machine(h100), EXPECTED)
+    findings = run_all_checks(Machine(h100), EXPECTED)
     assert find_problems(h100) == []
-    assert {each.host for each in found} == {"node1"}
-    well = {each.id for each in found if each.severity == "OK"}
+    assert {finding.host for finding in findings} == {"node1"}
+    passed = {finding.id for finding in findings if finding.severity == "OK"}
     rules = {rule.id for check in CHECKS for rule in SECTIONS[check].rules}
-    assert rules - well == {"memory.headroom", "cpu.bf16"}  # those are for CPUs
+    assert rules - passed == {"memory.headroom", "cpu.bf16"}  # these rules are for CPUs
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_doctor_reports_fault_with_device_and_remedy(name: str, h100: Path) -> None:
     plant, rule, severity, device = FAULTS[name]
     plant(h100)
-    (found,) = find_problems(h100)
-    of_log = rule in {each.id for each in SECTIONS["nccl_log"].rules}  # which tells of all hosts of a run
-    assert (found.id, found.severity, found.host) == (rule, severity, device if of_log and device else "node1")
-    assert device in found.device if rule == "doctor.stuck" else found.device == device
-    assert found.remedy
-    assert found.command
-    assert found.source
-    assert "{" not in found.remedy
+    (problem,) = find_problems(h100)
+    of_log = rule in {log_rule.id for log_rule in SECTIONS["nccl_log"].rules}  # the log contains all hosts of a run
+    assert (problem.id, problem.severity, problem.host) == (rule, severity, device if of_log and device else "node1")
+    assert device in problem.device if rule == "doctor.stuck" else problem.device == device
+    assert problem.remedy
+    assert problem.command
+    assert problem.source
+    assert "{" not in problem.remedy
 
 
 @pytest.mark.parametrize("name", ALL_NIC_FAULTS)
 def test_doctor_reports_fault_on_every_nic(name: str, h100: Path) -> None:
     plant, rule, severity = ALL_NIC_FAULTS[name]
     plant(h100)
-    found = find_problems(h100)
-    assert {(each.id, each.severity) for each in found} == {(rule, severity)}
-    assert len({each.device for each in found}) == 8
+    findings = find_problems(h100)
+    assert {(finding.id, finding.severity) for finding in findings} == {(rule, severity)}
+    assert len({finding.device for finding in findings}) == 8
 
 
 def test_doctor_skips_roce_checks_on_infiniband(h100: Path) -> None:
     for path in h100.glob("sys/class/infiniband/*/ports/1/link_layer"):
         path.write_text("InfiniBand\n")
     assert find_problems(h100) == []
-    found = {each.id: each.severity for each in run_all_checks(Machine(h100), EXPECTED)}
-    assert (found["roce"], found["roce_gid"], found["mtu"], found["rdma.rate"]) == ("SKIP", "SKIP", "SKIP", "OK")
+    severities = {finding.id: finding.severity for finding in run_all_checks(Machine(h100), EXPECTED)}
+    assert (severities["roce"], severities["roce_gid"], severities["mtu"], severities["rdma.rate"]) == (
+        "SKIP",
+        "SKIP",
+        "SKIP",
+        "OK",
+    )
     (h100 / "sys/class/infiniband/mlx5_3/ports/1/phys_state").write_text("2: Polling\n")
     (found_one,) = find_problems(h100)
     assert (found_one.id, found_one.device) == ("rdma.state", "mlx5_3")
@@ -808,14 +813,17 @@ def test_doctor_fault_table_covers_every_rule() -> None:
 def test_doctor_warns_about_bf16_on_cpu_without_vector_support(flags: str, slow: bool, h100: Path) -> None:
     create_file("proc/cpuinfo", f"processor\t: 0\n{flags}")(h100)
     on_cpus = replace(EXPECTED, gpus=0, rank_bytes=2**30, network_bytes_per_second=None, precision="bf16")
-    found = find_problems(h100, on_cpus)
-    assert [(each.id, each.severity) for each in found] == ([("cpu.bf16", "WARN")] if slow else [])
-    assert all('training.precision = "fp32"' in each.remedy for each in found)
-    for other in (replace(on_cpus, precision="fp32"), replace(EXPECTED, precision="bf16")):  # and on GPUs
-        assert find_problems(h100, other) == []
+    findings = find_problems(h100, on_cpus)
+    assert [(finding.id, finding.severity) for finding in findings] == ([("cpu.bf16", "WARN")] if slow else [])
+    assert all('training.precision = "fp32"' in finding.remedy for finding in findings)
+    for expectations in (
+        replace(on_cpus, precision="fp32"),
+        replace(EXPECTED, precision="bf16"),
+    ):  # on CPUs with fp32, and on GPUs
+        assert find_problems(h100, expectations) == []
 
 
 def test_doctor_checks_memory_headroom_of_cpu_run(h100: Path) -> None:
     too_much = replace(EXPECTED, gpus=0, rank_bytes=300 * 2**30)
-    assert "memory.headroom" in {each.id for each in find_problems(h100, too_much)}
-    assert "memory.headroom" not in {each.id for each in find_problems(h100, replace(too_much, rank_bytes=2**30))}
+    assert "memory.headroom" in {finding.id for finding in find_problems(h100, too_much)}
+    assert "memory.headroom" not in {finding.id for finding in find_problems(h100, replace(too_much, rank_bytes=2**30))}

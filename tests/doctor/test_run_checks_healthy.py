@@ -1,4 +1,4 @@
-"""Usual states of healthy machines are not findings; what cannot be read is reported as not checked."""
+"""Common states of healthy machines cause no findings, and unreadable facts are reported as not checked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GPU_QUERIES = ("identity", "state", "ecc", "remapped", "names")
 
 
 def limit_visible_gpus(count: int) -> SnapshotEdit:
-    """The machine as a process with this many of its GPUs sees it."""
+    """Return the machine as a process sees it that uses this many of its GPUs."""
     return combine_edits(
         *(limit_gpu_rows(query, count) for query in GPU_QUERIES),
         replace_text("commands/torch.txt", '"gpus": 8', f'"gpus": {count}'),
@@ -281,12 +281,16 @@ SKIPPED_CHECKS: dict[str, tuple[SnapshotEdit, str, str]] = {
     "the network of a run on one node": (set_variable("GLOO_SOCKET_IFNAME", "lo"), "network", "one node"),
     "a name that has no address": (set_variable("MASTER_ADDR", "node1"), "nccl.route", "node1"),
 }
-"""How it is planted; of which check or rule it is said, and a word of what is said."""
+"""Edits of the snapshot, the check or rule that is skipped, and a word of the reason."""
 
 
 def problem_summaries(root: Path, expected: Expectations = RUN_EXPECTATIONS) -> list[tuple[str, str, str]]:
-    found = run_all_checks(Machine(root), expected)
-    return [(each.id, each.device, str(each.measured)) for each in found if each.severity in ("WARN", "FAIL")]
+    findings = run_all_checks(Machine(root), expected)
+    return [
+        (finding.id, finding.device, str(finding.measured))
+        for finding in findings
+        if finding.severity in ("WARN", "FAIL")
+    ]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -298,17 +302,20 @@ def test_doctor_has_no_findings_for_common_healthy_settings(name: str, h100: Pat
 
 @pytest.mark.parametrize("name", SKIPPED_CHECKS)
 def test_doctor_skips_check_with_reason_when_data_is_unavailable(name: str, h100: Path) -> None:
-    plant, rule, word = SKIPPED_CHECKS[name]
+    plant, rule, text = SKIPPED_CHECKS[name]
     plant(h100)
-    found = run_all_checks(Machine(h100), replace(RUN_EXPECTATIONS, nodes=1) if rule == "network" else RUN_EXPECTATIONS)
-    assert [each for each in found if each.severity in ("WARN", "FAIL")] == []
-    said = [str(each.measured) for each in found if each.id == rule and each.severity == "SKIP"]
-    assert len(said) == 1
-    assert word in said[0]
+    findings = run_all_checks(
+        Machine(h100), replace(RUN_EXPECTATIONS, nodes=1) if rule == "network" else RUN_EXPECTATIONS
+    )
+    assert [finding for finding in findings if finding.severity in ("WARN", "FAIL")] == []
+    reasons = [str(finding.measured) for finding in findings if finding.id == rule and finding.severity == "SKIP"]
+    assert len(reasons) == 1
+    assert text in reasons[0]
 
 
 def test_doctor_disk_check_subtracts_existing_checkpoints(h100: Path) -> None:
-    """614 GB are free: enough for two more of 250 GB, not for four; one that is half written is none."""
+    """614 GB are free: enough for two more checkpoints of 250 GB, not for
+    four. An incomplete checkpoint does not count."""
     replace_text("commands/df_runs.txt", "6000898765", "600089876")(h100)
     for name in ("step-00000010", "step-00000020", "step-00000030.tmp"):
         (h100 / "runs/checkpoints" / name).mkdir(parents=True)
@@ -323,11 +330,11 @@ def test_doctor_ignores_failing_nvidia_smi_unless_run_needs_gpus(tmp_path: Path)
     create_file("commands/smi_list.txt", text)(tmp_path)
     create_file("commands/smi_identity.txt", text)(tmp_path)
     assert problem_summaries(tmp_path, Expectations()) == []
-    assert [each[0] for each in problem_summaries(tmp_path, Expectations(gpus=1))] == ["gpu.answers"]
+    assert [summary[0] for summary in problem_summaries(tmp_path, Expectations(gpus=1))] == ["gpu.answers"]
 
 
 def test_doctor_reports_lost_gpu_when_gpu_count_is_not_specified(h100: Path) -> None:
-    """Its device file stays; of one that no driver took there is none."""
+    """The device file of a lost GPU remains. A GPU that no driver has claimed has no device file."""
     remove_gpu(5)(h100)
     assert problem_summaries(h100, replace(RUN_EXPECTATIONS, gpus=None)) == [("gpu.count", "", "7")]
     delete_paths("sys/bus/pci/devices/0000:c3:00.0/driver")(h100)
@@ -340,11 +347,11 @@ def test_doctor_reports_inactive_nvlinks_and_stopped_fabric_manager(h100: Path) 
     status = "\n".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i})\n\t {line}" for i in range(8))
     overwrite_file("commands/smi_nvlink.txt", status)(h100)
     overwrite_file("commands/fabric_manager.txt", "failed\n[exit 3]")(h100)
-    found = {each[:2] for each in problem_summaries(h100)}
+    problems = {summary[:2] for summary in problem_summaries(h100)}
     links = {("nvlink.active", f"GPU{i}") for i in range(8)}
-    assert found == links | {("nvlink.fabric_manager", "nvidia-fabricmanager")}
+    assert problems == links | {("nvlink.fabric_manager", "nvidia-fabricmanager")}
     overwrite_file("commands/smi_nvlink.txt", "NVML: Driver Not Loaded\n[exit 9]")(h100)
-    assert {each[0] for each in problem_summaries(h100)} == {"nvlink.fabric_manager"}
+    assert {summary[0] for summary in problem_summaries(h100)} == {"nvlink.fabric_manager"}
 
 
 def test_doctor_reports_ecc_errors_when_remapped_rows_are_unknown(h100: Path) -> None:
@@ -359,25 +366,25 @@ def test_doctor_reports_only_nccl_hca_when_no_hca_matches(h100: Path) -> None:
 
 
 class CommandRecordingMachine(Machine):
-    """Remembers what was asked: `ip route get` of a record answers whatever follows."""
+    """Machine that records commands. It answers `ip route get` with the recorded output for any address."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.asked: list[tuple[str, ...]] = []
 
-    def run(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
-        self.asked.append(words)
-        return super().run(name, *words, seconds=seconds)
+    def run(self, name: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
+        self.asked.append(arguments)
+        return super().run(name, *arguments, seconds=seconds)
 
 
 def test_doctor_resolves_master_addr_before_route_lookup(h100: Path) -> None:
-    """`ip` takes no names, and launchers give them."""
+    """`ip` accepts addresses only, but launchers may set a host name."""
     set_variable("MASTER_ADDR", "node1")(h100)
     create_file("commands/master.txt", "10.0.0.2        STREAM node1\n10.0.0.2        DGRAM")(h100)
     machine = CommandRecordingMachine(h100)
-    found = {each.id: each for each in run_all_checks(machine, RUN_EXPECTATIONS)}
-    assert (found["nccl.route"].severity, found["nccl.route"].measured) == ("OK", "eno1")
-    assert [words for words in machine.asked if words[0] == "ip"] == [("ip", "route", "get", "10.0.0.2")]
+    findings = {finding.id: finding for finding in run_all_checks(machine, RUN_EXPECTATIONS)}
+    assert (findings["nccl.route"].severity, findings["nccl.route"].measured) == ("OK", "eno1")
+    assert [command for command in machine.asked if command[0] == "ip"] == [("ip", "route", "get", "10.0.0.2")]
 
 
 def test_doctor_reports_xid_cause_instead_of_recovery_action(h100: Path) -> None:
@@ -389,15 +396,15 @@ def test_doctor_reports_xid_cause_instead_of_recovery_action(h100: Path) -> None
 
 def test_doctor_command_uses_nvidia_smi_gpu_index(h100: Path) -> None:
     edit_gpu_row("state", 3, ", Disabled,", ", Enabled,")(h100)
-    (found,) = (each for each in run_all_checks(Machine(h100), RUN_EXPECTATIONS) if each.severity == "FAIL")
-    assert found.command == "nvidia-smi -i 3 -mig 0"
+    (failure,) = (finding for finding in run_all_checks(Machine(h100), RUN_EXPECTATIONS) if finding.severity == "FAIL")
+    assert failure.command == "nvidia-smi -i 3 -mig 0"
 
 
 def test_doctor_findings_use_slurm_node_name(h100: Path) -> None:
     overwrite_file("proc/sys/kernel/hostname", "gpu-03.cluster.example")(h100)
     set_variable("SLURMD_NODENAME", "gpu-03")(h100)
-    found: list[DoctorFinding] = run_all_checks(Machine(h100), RUN_EXPECTATIONS)
-    assert {each.host for each in found} == {"gpu-03"}
+    findings: list[DoctorFinding] = run_all_checks(Machine(h100), RUN_EXPECTATIONS)
+    assert {finding.host for finding in findings} == {"gpu-03"}
 
 
 def test_doctor_reads_long_nccl_log_to_end(h100: Path) -> None:

@@ -11,7 +11,7 @@ from phalanx.model.attention import Documents
 
 
 def batch_rows(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
-    """The rows of a batch: (tokens, targets, document starts)."""
+    """Return the rows of a batch: (tokens, targets, document starts)."""
     starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
     return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 

@@ -1,6 +1,6 @@
-"""Headless Chromium over the pipe of its DevTools protocol, with the standard library alone.
+"""Headless Chromium over the pipe of its DevTools protocol, with the standard library only.
 
-python -m tests.helpers.browser REPORT.html docs/report     three screenshots: -wide.png, -narrow.png, -dark.png"""
+python -m tests.helpers.browser REPORT.html docs/report     # three screenshots: -wide.png, -narrow.png, -dark.png"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, Self
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TIMEOUT_SECONDS = 60.0
-"""To answer in, on a machine that others share."""
+"""Time for an answer on a machine with other programs."""
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -36,7 +36,7 @@ FLAGS = (
 
 
 class Browser:
-    """One page of a browser that reaches nothing but this machine."""
+    """One page of a browser that can only reach this machine."""
 
     def __enter__(self) -> Self:
         assert CHROMIUM
@@ -45,7 +45,7 @@ class Browser:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         self._last, self._bytes = 0, b""
-        # A shell puts the pipes where Chromium looks for them: 3 to read from, 4 to write to.
+        # A shell duplicates the pipes to the descriptors that Chromium uses: 3 for reading, 4 for writing.
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._home.name}", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command],
@@ -72,32 +72,32 @@ class Browser:
         self._home.cleanup()
 
     requested_urls: list[str]
-    """Every address that the page asked for."""
+    """All addresses that the page requested."""
     errors: list[str]
-    """What scripts of the page failed of."""
+    """Errors of scripts of the page."""
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """One command of the protocol and its answer; what comes meanwhile is noted."""
+        """Send a command of the protocol and return its answer; events before the answer are recorded."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": parameters}
         os.write(
             self._out, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
         )
         while True:
-            answer = self._read_message()
-            if answer.get("id") == self._last:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self._record_event(answer)
+            reply = self._read_message()
+            if reply.get("id") == self._last:
+                assert "error" not in reply, reply
+                return reply["result"]
+            self._record_event(reply)
 
     def _read_message(self) -> Any:
-        until = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while b"\0" not in self._bytes:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "the browser does not answer"
-            found = os.read(self._in, 1 << 20)
-            assert found, "the browser is gone"
-            self._bytes += found
+            data = os.read(self._in, 1 << 20)
+            assert data, "the browser is gone"
+            self._bytes += data
         message, _, self._bytes = self._bytes.partition(b"\0")
         return json.loads(message)
 
@@ -108,12 +108,12 @@ class Browser:
             self.errors.append(json.dumps(event["params"]["exceptionDetails"])[:2000])
 
     def open(self, address: str) -> None:
-        """Go to a page, and wait until its figures are drawn."""
-        drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
-        self.navigate(address, f"!!document.getElementById('figures') && {drawn}")
+        """Open a page, and wait until its figures are drawn."""
+        is_drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
+        self.navigate(address, f"!!document.getElementById('figures') && {is_drawn}")
 
     def navigate(self, address: str, ready: str) -> None:
-        """Go to a page, and wait until it is loaded and an expression is true."""
+        """Open a page, and wait until it is loaded and an expression is true."""
         self.call("Page.navigate", url=address)
         self.wait_until(f"location.href !== 'about:blank' && document.readyState === 'complete' && {ready}")
 
@@ -123,16 +123,16 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def evaluate(self, expression: str) -> Any:
-        """Of an expression of JavaScript; of a promise what it promised."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        """Return the value of a JavaScript expression; of a promise, the value with which it resolves."""
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in response, response["exceptionDetails"]
+        return response["result"].get("value")
 
     def cpu_seconds(self) -> float:
-        """CPU seconds that processes which draw pages have taken so far; other programs do not lengthen them."""
+        """Return the CPU seconds of the processes that draw pages, which do not depend on other programs."""
         ticks = 0
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it may have ended
+            with suppress(OSError):  # the process may have exited
                 command = (process / "cmdline").read_bytes()
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 if b"--type=renderer" in command and self._home.name.encode() in command:
@@ -140,14 +140,14 @@ class Browser:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def wait_until(self, expression: str) -> None:
-        """Wait for it to be true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not self.evaluate(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"not within {TIMEOUT_SECONDS:g} s: {expression}; {self.errors}"
             self.evaluate("new Promise(done => setTimeout(done, 50))")
 
     def set_viewport(self, width: int, dark: bool = False) -> None:
-        """Give the window a width, and the person a taste."""
+        """Set the width of the window and the preferred color scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -158,7 +158,7 @@ class Browser:
         self.evaluate(frames)  # plotly resizes figures a moment after the window
 
     def screenshot(self, file: Path) -> None:
-        """All of the page, as a PNG."""
+        """Return a PNG of the whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, optimizeForSpeed=False)
         file.write_bytes(base64.b64decode(shot["data"]))
 

@@ -1,4 +1,4 @@
-"""Choices of a run file, and values that they do not have yet."""
+"""Choices of a run file, and unknown values of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from phalanx.spec.components import ComponentSpec
 
 
 def choice_fields(spec_class: type[Spec], path: str) -> Iterator[str]:
-    """Yield the paths of all fields of a table, and of the tables in it, that are a `Literal` or a user's component."""
+    """Yield the paths of all fields of a table, and of the tables in it, that are a `Literal` or a custom component."""
     for name, info in spec_class.model_fields.items():
         types = [info.annotation, *get_args(info.annotation)]
-        if ComponentSpec in types or any(get_origin(each) is Literal for each in types):
+        if ComponentSpec in types or any(get_origin(type_) is Literal for type_ in types):
             yield f"{path}.{name}"
-        for each in types:
-            if isinstance(each, type) and issubclass(each, Spec) and each is not ComponentSpec:
-                yield from choice_fields(each, f"{path}.{name}")
+        for type_ in types:
+            if isinstance(type_, type) and issubclass(type_, Spec) and type_ is not ComponentSpec:
+                yield from choice_fields(type_, f"{path}.{name}")
 
 
 def with_unknown_value(table: S, path: str) -> S:
-    """Return a copy of a table with a value in the field at `path` that its type does not allow yet."""
+    """Return a copy of a table with a value in the field at `path` that its type does not allow."""
     name, _, rest = path.partition(".")
     value = with_unknown_value(getattr(table, name), rest) if rest else "unknown"
-    return table.model_copy(update={name: value})  # unchecked: the value is one of a later version
+    return table.model_copy(update={name: value})  # unvalidated, like a value of a later version

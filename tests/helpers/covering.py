@@ -1,4 +1,4 @@
-"""Few cases of many, in which everything that the many show is shown at least once."""
+"""Selection of a few cases that have all features of many."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 
 def covering_subset(features: Sequence[Iterable[Hashable]], costs: Sequence[float]) -> list[int]:
-    """Choose cases, the one with most new features for its cost first, until each feature is in one; returns their
-    places."""
+    """Return the indices of cases that together have every feature. Each
+    choice has the most new features for its cost."""
     case_features = [set(case) for case in features]
     numbers = {feature: number for number, feature in enumerate(sorted(set().union(*case_features), key=repr))}
     has_feature = np.zeros((len(case_features), len(numbers)), np.float32)

@@ -1,4 +1,4 @@
-"""Damage of files, as disks, editors and other people's programs leave it: drawn by a seed, structured or random."""
+"""Damage of files, as disks, editors and other programs cause it: drawn by a seed, structured or random."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RAW_VALUES = (
     '{"a":' * BRACKETS + "1" + "}" * BRACKETS,
     "[" * 150 + "]" * 150,
 )
-"""Values in JSON for any other value."""
+"""JSON values that replace any other value."""
 TOML_VALUES = (
     "true",
     "-1",
@@ -70,7 +70,7 @@ _MARK = "\u2603"
 
 
 def damage(file: Path, random: Random) -> str:
-    """Damage a file, and return what was done to it."""
+    """Damage a file, and return a description of the damage."""
     kinds: list[Callable[[Path, Random], str]] = [_flip, _flip, _random_bytes, _cut, _splice, _replace_entry]
     structured = _structured_damage(file)
     if structured is not None and random.random() < 0.6:
@@ -90,28 +90,28 @@ def _structured_damage(file: Path) -> Callable[[Path, Random], str] | None:
 
 
 def _damage_json(file: Path, random: Random) -> str:
-    """Replace or remove one value of one of the file's JSON values."""
+    """Replace or remove one value in one of the file's JSON values."""
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     is_lines = file.suffix in (".jsonl", ".calls")
     lines = content.decode().splitlines() if is_lines else [content.decode()]
     number = random.randrange(len(lines))
     value = [json.loads(lines[number])]
     holder, key = random.choice(list(_places(value)))
-    how = random.choice(("value", "value", "value", "value", "missing key", "renamed key"))
+    damage = random.choice(("value", "value", "value", "value", "missing key", "renamed key"))
     raw = random.choice(RAW_VALUES)
-    if how == "value" or not isinstance(holder, dict):
-        how = f"{key!r} is {raw[:40]}"
+    if damage == "value" or not isinstance(holder, dict):
+        damage = f"{key!r} is {raw[:40]}"
         holder[key] = _MARK
-    elif how == "missing key":
-        how = f"no {key!r}"
+    elif damage == "missing key":
+        damage = f"no {key!r}"
         del holder[key]
     else:
-        how = f"{key!r} has another name"
+        damage = f"{key!r} has another name"
         holder[random.choice(("text", "7", "-1", "\x1b[2J", key + "x"))] = holder.pop(key)
     lines[number] = json.dumps(value)[1:-1].replace(json.dumps(_MARK), raw)
     content = "".join(f"{line}\n" for line in lines).encode() if is_lines else lines[0].encode()
     file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
-    return f"line {number + 1}: {how}"
+    return f"line {number + 1}: {damage}"
 
 
 def _damage_header(file: Path, random: Random) -> str:
@@ -122,23 +122,23 @@ def _damage_header(file: Path, random: Random) -> str:
     if random.random() < 0.6:
         value = [json.loads(header)]
         holder, key = random.choice(list(_places(value)))
-        how = f"{key!r} is damaged"
+        damage = f"{key!r} is damaged"
         raw = random.choice(RAW_VALUES)
         holder[key] = _MARK
         header = json.dumps(value)[1:-1].replace(json.dumps(_MARK), raw).encode()
     else:
         damaged = bytearray(header)
-        place = random.randrange(size)
-        damaged[place] ^= 1 << random.randrange(8)
+        offset = random.randrange(size)
+        damaged[offset] ^= 1 << random.randrange(8)
         header = bytes(damaged)
-        how = f"byte {place} is {header[place : place + 1]!r}"
+        damage = f"byte {offset} is {header[offset : offset + 1]!r}"
     length = len(header) if random.random() < 0.9 else random.choice((0, 2**63, len(header) - 1))
     file.write_bytes(length.to_bytes(8, "little") + header + content[8 + size :])
     sums = file.parent / "SHA256SUMS"
     if sums.exists():
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         sums.write_text(re.sub(rf"(?m)^\w+  {file.name}$", f"{digest}  {file.name}", sums.read_text()))
-    return f"header with correct checksums: {how}"
+    return f"header with correct checksums: {damage}"
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -164,11 +164,11 @@ def _flip(file: Path, random: Random) -> str:
     content = bytearray(file.read_bytes())
     if not content:
         return _random_bytes(file, random)
-    place = random.randrange(len(content))
-    before = content[place : place + 1]
-    content[place] = content[place] ^ (1 << random.randrange(8)) if random.random() < 0.5 else random.randrange(256)
+    offset = random.randrange(len(content))
+    original = content[offset : offset + 1]
+    content[offset] = content[offset] ^ (1 << random.randrange(8)) if random.random() < 0.5 else random.randrange(256)
     file.write_bytes(content)
-    return f"byte {place}: {bytes(before)!r} is {bytes(content[place : place + 1])!r}"
+    return f"byte {offset}: {bytes(original)!r} is {bytes(content[offset : offset + 1])!r}"
 
 
 def _random_bytes(file: Path, random: Random) -> str:
@@ -187,22 +187,24 @@ def _splice(file: Path, random: Random) -> str:
     """Repeat, remove or overwrite a part."""
     content = file.read_bytes()
     start, end = sorted(random.randrange(len(content) + 1) for _ in range(2))
-    how = random.choice(("repeated", "removed", "zero", "random"))
+    damage = random.choice(("repeated", "removed", "zero", "random"))
     part = {
         "repeated": 2 * content[start:end],
         "removed": b"",
         "zero": bytes(end - start),
         "random": random.randbytes(end - start),
-    }[how]
+    }[damage]
     file.write_bytes(content[:start] + part + content[end:])
-    return f"bytes {start} to {end} are {how}"
+    return f"bytes {start} to {end} are {damage}"
 
 
 def _replace_entry(file: Path, random: Random) -> str:
-    """Put something else in the place of the file."""
-    how = random.choice(("nothing", "a dangling link", "a link to itself", "a directory", "a pipe", "a folder's link"))
+    """Replace the file by something else."""
+    replacement = random.choice(
+        ("nothing", "a dangling link", "a link to itself", "a directory", "a pipe", "a folder's link")
+    )
     file.unlink()
-    match how:
+    match replacement:
         case "a dangling link":
             file.symlink_to(file.parent / "nowhere")
         case "a link to itself":
@@ -213,11 +215,11 @@ def _replace_entry(file: Path, random: Random) -> str:
             os.mkfifo(file)
         case "a folder's link":
             file.symlink_to("/")
-    return f"{how} in its place"
+    return f"{replacement} in its place"
 
 
 def remove_entry(path: Path) -> None:
-    """Remove what is at a path, of any kind."""
+    """Remove a path of any kind."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

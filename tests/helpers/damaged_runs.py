@@ -78,7 +78,7 @@ GPU_PROFILE: dict[str, Any] = {
 
 
 def finished_run(folder: Path) -> Path:
-    """A finished run with profiled steps, whose ranks also have the records of GPUs."""
+    """Return a finished run with profiled steps, whose ranks also have GPU records."""
     directory = Path(shutil.copytree(hybrid_run(), folder / "finished"))
     for rank in range(4):
         file = directory / "trace" / f"rank-{rank:05d}.jsonl"
@@ -95,7 +95,7 @@ def finished_run(folder: Path) -> Path:
 
 
 def hung_run(folder: Path) -> Path:
-    """A run whose ranks hung in collectives, after earlier failures."""
+    """Return a run whose ranks hung in collectives, after earlier failures."""
     directory = Path(shutil.copytree(hybrid_run(), folder / "hung"))
     sizes = ParallelDims(dp_shard=2, pp=2)
     (directory / "hangs").mkdir()
@@ -148,7 +148,7 @@ def write_failure_folder(directory: Path, record: dict[str, Any]) -> None:
 
 
 def swarm_node(folder: Path) -> Path:
-    """A node of a swarm."""
+    """Return the directory of a swarm node."""
     directory = Path(shutil.copytree(hybrid_run(), folder / "node"))
     (directory / "run.toml").write_text(to_toml(tiny_swarm_run(folder).model_copy(update={"name": "node"})))
     rounds = [
@@ -176,7 +176,7 @@ def swarm_node(folder: Path) -> Path:
 
 
 def swarm_coordinator(folder: Path) -> Path:
-    """The directory of a swarm's coordinator."""
+    """Return the directory of a swarm's coordinator."""
     run = tiny_swarm_run(folder).model_copy(update={"name": "lead"})
     directory = folder / "lead"
     directory.mkdir()
@@ -191,15 +191,15 @@ def swarm_coordinator(folder: Path) -> Path:
         {"kind": "joined", "node": node, "capacity": 4, "text": "text", "at": 1.0} for node in ("ann", "bob")
     ]
     for number in range(2):
-        at = 10.0 * number + 2
+        time = 10.0 * number + 2
         opened = {"round": number, "owners": owners, "text": {"ann": [6 * number, 3], "bob": [6 * number + 3, 3]}}
-        events.append({"kind": "opened", **opened, "at": at})
+        events.append({"kind": "opened", **opened, "at": time})
         accepted = {"round": number, "tokens": 300, "steps": 3, "bytes": 1000, "norm": 1.0}
-        events += [{"kind": "accepted", "node": node, **accepted, "at": at + 1} for node in ("ann", "bob")]
-        events.append({"kind": "refused", "node": "cid", "round": number, "reason": "norm: too large", "at": at + 1})
+        events += [{"kind": "accepted", "node": node, **accepted, "at": time + 1} for node in ("ann", "bob")]
+        events.append({"kind": "refused", "node": "cid", "round": number, "reason": "norm: too large", "at": time + 1})
         if number == 0:
-            events.append({"kind": "dropped", "node": "bob", "round": 0, "reason": "norm: outlier", "at": at + 2})
-        events.append({"kind": "committed", "round": number, "at": at + 3})
+            events.append({"kind": "dropped", "node": "bob", "round": 0, "reason": "norm: outlier", "at": time + 2})
+        events.append({"kind": "committed", "round": number, "at": time + 3})
     events.append({"kind": "left", "node": "bob", "reason": "restarts", "at": 90.0})
     _write_lines(directory / "journal.jsonl", events)
     return directory
@@ -217,9 +217,11 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def _invoke(*words: object, exit_codes: tuple[int, ...] = (0,)) -> str:
-    """Run a command in this process, and return what it prints."""
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False, env={"COLUMNS": "200"})
+def _invoke(*arguments: object, exit_codes: tuple[int, ...] = (0,)) -> str:
+    """Run a command in this process, and return its output."""
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False, env={"COLUMNS": "200"}
+    )
     assert result.exit_code in exit_codes, result.output
     return result.output
 
@@ -244,7 +246,7 @@ def _read_by_trace(directory: Path) -> str:
 
 
 def _read_by_live_view(directory: Path) -> str:
-    """Render what `phalanx watch` shows in a terminal, and the page of --web."""
+    """Render the terminal view of `phalanx watch`, and the page of --web."""
     facts = report_facts(read_run(directory))
     screen = StringIO()
     Terminal(file=screen, width=120).print(render_live(facts))
@@ -271,7 +273,7 @@ def _read_by_calibration(directory: Path) -> str:
 
 
 def _read_by_resume(directory: Path) -> str:
-    """Read what the launcher reads before it continues a run."""
+    """Read the files that the launcher reads before it continues a run."""
     run, _ = read_run_directory(directory)
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     if saved:
@@ -296,7 +298,7 @@ def _read_by_coordinator(directory: Path) -> str:
         return ""
     coordinator = Coordinator(run, directory, initial_pieces(run))
     try:
-        with suppress(TensorFileError):  # `run_rounds` reports that an update is missing, and tries again
+        with suppress(TensorFileError):  # `run_rounds` reports the missing update, and tries again
             coordinator.tick()
         return json.dumps(coordinator.status())
     finally:
@@ -318,14 +320,14 @@ READERS: dict[str, Callable[[Path], str]] = {
     "model": _read_by_model,
     "serve": _read_by_coordinator,
 }
-"""Programs that read a run directory, and what they print."""
+"""Programs that read a run directory, and their output."""
 NOT_FOR = {
     "lead": ("report --trace", "experts", "calibrate", "resume"),
     "node": ("experts", "resume", "model", "serve"),
     "finished": ("serve",),
     "hung": ("serve",),
 }
-"""Programs by the kind of directory that they do not read."""
+"""Kinds of directories, and the programs that do not read them."""
 
 
 def readers_of(kind: str) -> list[str]:

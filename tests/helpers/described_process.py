@@ -1,5 +1,5 @@
-"""`python -m tests.helpers.described_process FD WAY`: says what it finds when it starts, and ends in some way; with
-"fork" forks another."""
+"""`python -m tests.helpers.described_process FD WAY`: print facts about its start, and exit in a
+given way; with "fork", fork another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.launch.warm_process import ForkedProcess, warm_process
 
 
 def describe() -> dict[str, object]:
-    """What a process can see of how it was started."""
+    """Return the facts that a process can observe about its start."""
     return {
         "arguments": sys.argv[1:],
         "module": Path(sys.argv[0]).name,
@@ -34,7 +34,7 @@ def describe() -> dict[str, object]:
 
 
 def fork_again() -> None:
-    """Say whether this process can be a warm one, and have it fork one that prints an empty list."""
+    """Print whether this process can be a warm one, and let it fork a process that prints an empty list."""
     print(can_fork_itself(["json"]), flush=True)
     with warm_process(["json"]) as warm:
         assert warm is not None
@@ -47,12 +47,12 @@ def main() -> None:
     with open(int(sys.argv[1]), "w") as file:
         file.write("from the child")
     print(json.dumps(describe()))
-    way = sys.argv[2]
-    if way == "message":
+    ending = sys.argv[2]
+    if ending == "message":
         sys.exit("it cannot go on")
-    if way == "error":
+    if ending == "error":
         raise ValueError("of no use")
-    sys.exit(int(way))
+    sys.exit(int(ending))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Read the commands of a Markdown page.
 
-A fenced block of `console` has commands: lines that start with `$ `, lines after a line that ends with a backslash, and
-here-documents. Other lines are output. Blocks may be indented, as those of a note. A fenced block with a `title="FILE"`
-is a file that the commands after it read. A line `<!-- not run: REASON -->` right before a block of commands says why
-the test of the page leaves the block out."""
+A fenced block of `console` has commands: lines that start with `$ `, lines after a line that ends with a backslash,
+and here-documents. Other lines are output. Blocks may be indented, as those of a note. A fenced block with a
+`title="FILE"` is a file that the commands after it read. A line `<!-- not run: REASON -->` right before a block of
+commands says why the test of the page leaves the block out."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class FencedBlock:
     """A fenced block of a page."""
 
     line: int
-    """Number of its first line, the fence."""
+    """Number of the first line, which is the fence."""
     language: str
     title: str
-    """The name of the file that the block is; "" if none."""
+    """Name of the file with the content of the block; "" for other blocks."""
     not_run: str
-    """The reason why its commands are not run; "" if they are."""
+    """Reason why the commands are not run; "" if they are."""
     body: tuple[str, ...]
 
     @property
     def commands(self) -> list[str]:
-        """Commands of a console block, each with its continuation lines."""
+        """Return the commands of a console block, each with its continuation lines."""
         commands: list[str] = []
         continued, here_document_end = False, ""
         for line in self.body if self.language == "console" else ():
@@ -52,20 +52,20 @@ class FencedBlock:
 def fenced_blocks(page: str) -> Iterator[FencedBlock]:
     """Yield the fenced blocks of a page in their order. Raises ValueError for a block that does not end."""
     lines = page.splitlines()
-    at = 0
-    while at < len(lines):
-        fence = FENCE.match(lines[at])
+    index = 0
+    while index < len(lines):
+        fence = FENCE.match(lines[index])
         if not fence:
-            at += 1
+            index += 1
             continue
         try:
-            end = lines.index(f"{fence[1]}```", at + 1)
+            end = lines.index(f"{fence[1]}```", index + 1)
         except ValueError:
-            raise ValueError(f"line {at + 1}: the fenced block does not end") from None
-        reason = NOT_RUN.match(lines[at - 1].strip()) if at else None
-        body = tuple(line.removeprefix(fence[1]) for line in lines[at + 1 : end])
-        yield FencedBlock(at + 1, fence[2], fence[3] or "", reason[1] if reason else "", body)
-        at = end + 1
+            raise ValueError(f"line {index + 1}: the fenced block does not end") from None
+        reason = NOT_RUN.match(lines[index - 1].strip()) if index else None
+        body = tuple(line.removeprefix(fence[1]) for line in lines[index + 1 : end])
+        yield FencedBlock(index + 1, fence[2], fence[3] or "", reason[1] if reason else "", body)
+        index = end + 1
 
 
 def lines_outside_fences(page: str) -> Iterator[tuple[int, str]]:

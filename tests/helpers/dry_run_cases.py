@@ -1,4 +1,4 @@
-"""Layouts and small models of dry runs and of benchmarks of ranks."""
+"""Layouts and small models for dry runs and benchmarks of ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ BASE_SETTINGS = {"training.seq_len": 128, "training.precision": "fp32", "data.ma
 
 
 def dry_run_case(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Table]:
-    """A run of two micro-batches a rank, or of eight through a pipeline; names with a dot are not of the layout."""
+    """Return a run of two micro-batches per rank, or of eight in a pipeline.
+    Names without a dot are fields of the layout."""
     changes = {name if "." in name else f"layout.{name}": value for name, value in layout.items()}
     shared = layout.get("pp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
     computing = world_size - (layout.get("num_servers", 1) if layout.get("data_parallel") == "parameter_server" else 0)
     micro_batch, count = (1, 8) if "pp" in layout else (2, 2)
     tokens = computing // shared * micro_batch * count * 128
-    if "pp" in layout or ("tp" in layout and "ep" not in layout):  # four stages; estimates of the peak need more, too
+    if "pp" in layout or ("tp" in layout and "ep" not in layout):  # for four stages, and for estimates of the peak
         model = {**model, "num_layers": 4}
     return world_size, {
         **BASE_SETTINGS,

@@ -1,4 +1,4 @@
-"""Plans with all their layouts, and what a browser does with packed columns, in numpy."""
+"""Plans with all their layouts, and the unpacking of columns that a browser does, in numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_FIRST_CHOICES = 5
 
 @cache
 def small_exploration() -> Exploration:
-    """Llama 3 8B on two nodes with a small batch: 3,000 layouts, some of them pipelines."""
+    """Return a plan of Llama 3 8B on two nodes with a small batch: 3,000 layouts, some of them pipelines."""
     run = make_run(sequences=16, cluster={"nodes": 2})
     return explore(run, run.cluster.ranks, NUM_FIRST_CHOICES)
 
@@ -32,11 +32,11 @@ def unpack_columns(packed: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[s
         return np.ascontiguousarray(planes.T).view(kind).ravel().tolist()
 
     choices = {
-        name: [values[index] for index in numbers_at(2 * rows * at, "<u2", 2)]
-        for at, (name, values) in enumerate(packed["choices"].items())
+        name: [values[index] for index in numbers_at(2 * rows * column, "<u2", 2)]
+        for column, (name, values) in enumerate(packed["choices"].items())
     }
     start = 2 * rows * len(choices)
-    numbers = {name: numbers_at(start + 4 * rows * at, "<f4", 4) for at, name in enumerate(packed["numbers"])}
+    numbers = {name: numbers_at(start + 4 * rows * column, "<f4", 4) for column, name in enumerate(packed["numbers"])}
     assert len(raw) == start + 4 * rows * len(numbers)
     return choices, numbers
 

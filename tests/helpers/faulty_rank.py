@@ -1,5 +1,5 @@
-"""`python -m tests.helpers.faulty_rank FAULT RUN_DIR`: a rank of a run. In the fourth step rank 1 does something
-wrong."""
+"""Rank of a run with a fault: `python -m tests.helpers.faulty_rank FAULT RUN_DIR`. In
+the fourth step, rank 1 does something wrong."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ FAULTY_RANK, FAULT_STEP = 1, 3
 
 
 def arrive_late() -> None:
-    """Far too late to the collectives of a step."""
+    """Arrive far too late at the collectives of a step."""
     time.sleep(1000)
 
 
 def pause_all_ranks() -> None:
-    """On all ranks: longer than the watchdog's patience, and no longer than that of a collective."""
+    """Pause all ranks for longer than the watchdog's timeout, but not longer than that of a collective."""
     time.sleep(5.5)
 
 
 def mismatch_shape() -> None:
-    """One collective more for everybody; of other sizes on the guilty rank, which gloo aborts for it."""
+    """Call one more collective on all ranks, with another size on the faulty rank; gloo aborts that rank."""
     dist.all_reduce(torch.ones(1_000 if dist.get_rank() == FAULTY_RANK else 400_000))
 
 
 def skip_collective() -> None:
-    """One collective more for everybody but the guilty rank."""
+    """Call one more collective on all ranks except the faulty one."""
     if dist.get_rank() != FAULTY_RANK:
         dist.all_reduce(torch.ones(4))
 
 
 def reorder_collectives() -> None:
-    """Two collectives more, which the guilty rank calls in another order."""
-    mine, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
+    """Call two more collectives, in another order on the faulty rank."""
+    tensor, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
     if dist.get_rank() == FAULTY_RANK:
-        dist.all_gather(parts, mine)
-        dist.all_reduce(mine)
+        dist.all_gather(parts, tensor)
+        dist.all_reduce(tensor)
     else:
-        dist.all_reduce(mine)
-        dist.all_gather(parts, mine)
+        dist.all_reduce(tensor)
+        dist.all_gather(parts, tensor)
 
 
 def reorder_messages() -> None:
-    """Two messages to the guilty rank, which expects them in another order: gloo matches them by their tags."""
+    """Send two messages to the faulty rank, which expects them in another order: gloo matches messages by tag."""
     first, second = torch.ones(4), torch.ones(8)
     if dist.get_rank() == 0:
         works = [dist.isend(first, FAULTY_RANK, tag=1), dist.isend(second, FAULTY_RANK, tag=2)]
@@ -69,37 +69,37 @@ def reorder_messages() -> None:
 
 
 def exhaust_address_space() -> None:
-    """More memory than this process may have, asked for at once."""
+    """Allocate more than the address space of this process in one call."""
     before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (before + 2**28, before + 2**28))
     torch.empty(2**30, dtype=torch.uint8)
 
 
 def exhaust_cgroup_memory() -> None:
-    """More memory than the group of processes may have, bit by bit."""
-    kept = []
+    """Allocate more than the memory of the cgroup in small parts."""
+    blocks = []
     while True:
-        kept.append(torch.ones(2**24))
+        blocks.append(torch.ones(2**24))
 
 
 def abort_in_library() -> None:
-    """Other than Python's own abort, it lets other threads run."""
+    """Call the C library's abort, which lets other threads run, unlike Python's own abort."""
     ctypes.CDLL(None).abort()
 
 
 def slow_down_disk() -> None:
-    """On all ranks: what is saved takes longer to be written than the watchdog's patience."""
+    """On all ranks, let writes of checkpoints take longer than the watchdog's timeout."""
     checkpointer.sync = lambda file: time.sleep(9.0)
 
 
 def flip_parameter_bit(trainer: Trainer) -> None:
-    """One bit of the last parameter of all."""
+    """Flip one bit of the last parameter."""
     *_, last = trainer.strategy.trainable_parameters.values()
     last.detach().view(-1).view(torch.uint8)[0] ^= 4
 
 
 def signal_during_resume() -> None:
-    """A rank receives a stop signal while it reads the run's directory."""
+    """Send a stop signal to a rank that reads the run directory."""
     resume = Trainer.resume
 
     def told(self: Trainer) -> Any:
@@ -127,7 +127,7 @@ ALL_RANK_FAULTS = {
 
 
 def main(fault: str, directory: str) -> None:
-    """Train, with a fault."""
+    """Train with a fault."""
     step = Trainer.launch_step
 
     def faulty(self: Trainer, batches: Iterator[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Runs of real processes in which a rank does something wrong (tests/helpers/faulty_rank.py)."""
+"""Runs of real processes in which a rank has a fault (tests/helpers/faulty_rank.py)."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ def create_run_directory(text: Path, out: Path, nproc: int, layout: dict[str, An
 
 
 def start_faulty_run(
-    directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None, check_order: bool = False
+    directory: Path, nproc: int, fault: str, in_child: Callable[[], None] | None = None, check_order: bool = False
 ) -> subprocess.Popen[str]:
-    """Start the ranks of a run. Without `check_order` a fault in the order of collectives is found as it is by default,
-    after a hang."""
+    """Start the ranks of a run. Without `check_order`, wrong orders of
+    collectives are found as by default, after a hang."""
     command = [sys.executable, "-m", __name__, str(directory), str(nproc), fault]
     options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", CHECK_VARIABLE: "1" if check_order else ""}
     options["cwd"] = Path(__file__).parents[2]
-    if inside is not None:
-        return subprocess.Popen(command, preexec_fn=inside, **options)
+    if in_child is not None:
+        return subprocess.Popen(command, preexec_fn=in_child, **options)
     return start_python(command, **options)
 
 
 def launch(directory: str, nproc: str, fault: str) -> None:
-    """What `phalanx train` does, but for the program of the ranks."""
+    """Launch a run as `phalanx train` does, with another program for the ranks."""
     set_worker_environment(int(nproc))
-    words = "tests.helpers.faulty_rank", fault, directory
-    sys.exit(launch_ranks(int(nproc), words, partial(report_and_exit_code, Path(directory))))
+    module_and_arguments = "tests.helpers.faulty_rank", fault, directory
+    sys.exit(launch_ranks(int(nproc), module_and_arguments, partial(report_and_exit_code, Path(directory))))
 
 
 def wait_for_failure(process: subprocess.Popen[str]) -> str:
-    """What the launcher said; every process of the run is gone then."""
+    """Wait until the run has failed and all its processes have exited; return the output of the launcher."""
     try:
-        _, said = process.communicate(timeout=WAIT_SECONDS)
+        _, output = process.communicate(timeout=WAIT_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    assert process.returncode == 1, said
-    return said
+    assert process.returncode == 1, output
+    return output
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ USUAL: dict[str, Any] = {
     "ecc_corrected": 0,
     "ecc_uncorrected": 0,
 }
-"""A sample of a healthy GPU at its power cap."""
+"""Sample of a healthy GPU at its power cap."""
 
 
 def sampled_lines(count: int = 4, **changes: Any) -> list[dict[str, Any]]:
-    """Return records of steps of half a second, of which every other one has a sample; `changes` are in all samples."""
+    """Return records of steps of half a second, every other one with a sample; `changes` apply to all samples."""
     lines: list[dict[str, Any]] = [
         {"step": step, "start": step / 2, "seconds": {"passes": 0.5}} for step in range(1, 2 * count)
     ]

@@ -1,7 +1,6 @@
-"""Traces as torch.profiler writes them on a GPU, by hand: the fields of pytorch/kineto's libkineto/src/output_json.cpp.
+"""Hand-written traces in the format of torch.profiler on a GPU: pytorch/kineto's libkineto/src/output_json.cpp.
 
-Times are in microseconds.
-"""
+Times are in microseconds."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ correlations = count(900)
 
 
 def complete(category: str, name: str, start: float, end: float, **args: Any) -> Event:
-    """A complete event; `args` are those of the trace."""
+    """Return a complete event; `args` are those of the trace."""
     pid = GPU if category in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation") else HOST
     event: Event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": args.get("stream", HOST)}
     return event | {"ts": ORIGIN + start, "dur": end - start, "args": args}
 
 
 def launched(category: str, name: str, start: float, end: float, launch_end: float, **args: Any) -> list[Event]:
-    """An event of the GPU, and the call of the host that launched it and took 4 us."""
+    """Return a GPU event, and the host call that launched it and took 4 us."""
     correlation = next(correlations)
     call = complete("cuda_runtime", "cudaLaunchKernel", launch_end - 4, launch_end, cbid=211, correlation=correlation)
     fields = {"External id": 7, "device": GPU, "context": 1, "stream": 7, "correlation": correlation} | args
@@ -39,18 +38,18 @@ def launched(category: str, name: str, start: float, end: float, launch_end: flo
 
 
 def kernel(name: str, start: float, end: float, launch_end: float, stream: int = 7) -> list[Event]:
-    """A compute kernel and its launch."""
+    """Return a compute kernel and its launch."""
     grid = {"grid": [132, 1, 1], "block": [128, 1, 1], "est. achieved occupancy %": 25}
     return launched("kernel", name, start, end, launch_end, stream=stream, **grid)
 
 
 def nccl(kind: str, start: float, end: float, launch_end: float, **fields: Any) -> list[Event]:
-    """A kernel of NCCL with the fields of `record_param_comms`, and its launch."""
+    """Return an NCCL kernel with the fields of `record_param_comms`, and its launch."""
     return launched("kernel", RING.format(kind), start, end, launch_end, **{"stream": 20, **fields})
 
 
 def group_fields(collective: str, group: str, description: str, size: int) -> Event:
-    """The fields of a collective of a process group."""
+    """Return the fields of a collective of a process group."""
     return {
         "Collective name": collective,
         "In msg nelems": 1024,
@@ -66,7 +65,7 @@ def group_fields(collective: str, group: str, description: str, size: int) -> Ev
 
 
 def step_events(annotation: str) -> list[Event]:
-    """A step of 1,000 us: products, attention, two groups, a late launch, a copy and an update."""
+    """Return a step of 1,000 us: matrix products, attention, two groups, a late launch, a copy and an update."""
     gather = group_fields("_allgather_base", "3", "mesh_dp_shard", 2)
     scatter = group_fields("_reduce_scatter_base", "3", "mesh_dp_shard", 2)
     reduce = group_fields("allreduce", "5", "mesh_tp", 2)
@@ -92,5 +91,5 @@ def step_events(annotation: str) -> list[Event]:
 
 def write_trace(file: Path, events: list[Event]) -> None:
     """Write a trace as `export_chrome_trace` does."""
-    with gzip.open(file, "wt") as opened:
-        json.dump({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}, opened)
+    with gzip.open(file, "wt") as stream:
+        json.dump({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}, stream)

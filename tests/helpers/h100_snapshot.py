@@ -1,8 +1,8 @@
-"""A record of a machine like a DGX H100 with a RoCE network: 8 GPUs behind NVSwitches, 8 cards of 400 Gb/s each below
-the PCIe switch of a GPU, one more interface for the host.
+"""Snapshot of a machine like a DGX H100 with a RoCE network: 8 GPUs behind NVSwitches, each with a NIC of 400 Gb/s on
+its PCIe switch, and one more interface for the host.
 
-It was written, not captured: from documented formats (nvidia-smi's and mlnx_qos' manuals, Linux's sysfs ABI, NCCL's
-log), with the matrix of `nvidia-smi topo -m` of a DGX H100 (NVIDIA DGX H100 User Guide)."""
+It is written by hand from documented formats (manuals of nvidia-smi and mlnx_qos, Linux's sysfs ABI, NCCL's log).
+The matrix of `nvidia-smi topo -m` is that of the NVIDIA DGX H100 User Guide."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ COMMON_FILES = {
 
 
 def write_h100_snapshot(root: Path) -> None:
-    """The whole record."""
+    """Write all files of the snapshot."""
     files = {**COMMON_FILES, **_pci_files(), **_nvidia_smi_outputs(), **_torch_output()}
     for card, address in enumerate(NICS):
         files |= _nic_files(card, address)
@@ -123,9 +123,9 @@ def write_h100_snapshot(root: Path) -> None:
         files[f"sys/devices/system/node/node{node}/cpulist"] = f"{56 * node}-{56 * node + 55}"
         files[f"sys/devices/system/cpu/cpu{node}/cpufreq/scaling_governor"] = "performance"
     for path, text in files.items():
-        place = root / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text.rstrip("\n") + "\n")
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.rstrip("\n") + "\n")
 
 
 def _pci_files() -> dict[str, str]:
@@ -216,7 +216,7 @@ def _nvidia_smi_outputs() -> dict[str, str]:
     ]
     topology += ["", "Legend:", "", "  X    = Self", "  NV#  = Connection traversing a bonded set of # NVLinks"]
     topology += ["", "NIC Legend:", "", *(f"  NIC{i}: mlx5_{i}" for i in range(8))]
-    found = {
+    outputs = {
         "identity": _csv_table(identity, lambda i: f"{i}, {GPU_NAME}, {bus[i]}, 81559, 4, 570.124.06, 96.00.89.00.01"),
         "state": _csv_table(
             state, lambda i: f"{i}, Enabled, Disabled, Default, 700.00, 700.00, Not Active, Not Active"
@@ -235,7 +235,7 @@ def _nvidia_smi_outputs() -> dict[str, str]:
         "nvlink_errors": "\n".join(line for gpu in errors for line in gpu),
         "topology": "\n".join(topology),
     }
-    return {f"commands/smi_{name}.txt": text for name, text in found.items()}
+    return {f"commands/smi_{name}.txt": text for name, text in outputs.items()}
 
 
 def _topology_link(gpu: int, card: int) -> str:
@@ -243,5 +243,5 @@ def _topology_link(gpu: int, card: int) -> str:
 
 
 def _torch_output() -> dict[str, str]:
-    known = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "error": None}
-    return {"commands/torch.txt": json.dumps(known)}
+    facts = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "error": None}
+    return {"commands/torch.txt": json.dumps(facts)}

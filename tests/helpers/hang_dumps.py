@@ -1,4 +1,4 @@
-"""What the ranks of a hung run tell: made by hand, or by programs of collectives that are simulated."""
+"""Hang dumps of ranks: hand-written, or from simulated programs of collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUSY = ("/x/mine/model.py", 7, "forward")
 
 @dataclass(frozen=True)
 class Op:
-    """One line of a program: a collective of a group."""
+    """Line of a program: a collective of a group."""
 
     group: str
     operation: str
@@ -30,9 +30,13 @@ Program = list[Op]
 
 
 def program_groups(sizes: ParallelDims) -> dict[str, list[tuple[int, ...]]]:
-    """The groups that a program names, each of which is several groups of ranks."""
-    every = tuple(range(sizes.world_size))
-    return {"all": [every], "tp": process_groups(sizes, "tp"), "dp": process_groups(sizes, "dp_replicate", "dp_shard")}
+    """Return the ranks of each group that a program names; each name stands for several groups."""
+    all_ranks = tuple(range(sizes.world_size))
+    return {
+        "all": [all_ranks],
+        "tp": process_groups(sizes, "tp"),
+        "dp": process_groups(sizes, "dp_replicate", "dp_shard"),
+    }
 
 
 def group_of_rank(sizes: ParallelDims, name: str, rank: int) -> tuple[int, ...]:
@@ -40,18 +44,19 @@ def group_of_rank(sizes: ParallelDims, name: str, rank: int) -> tuple[int, ...]:
 
 
 def simulate_hang(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | None:
-    """What ranks that block in every collective tell when none of them can go on; None if they come to the end."""
+    """Return the hang dumps of ranks that block in every collective
+    when none can continue; None if all ranks finish."""
     done = [0] * len(programs)
     count: list[dict[str, int]] = [{} for _ in programs]
     calls: list[list[dict[str, Any]]] = [[] for _ in programs]
-    inside: list[Op | None] = [None] * len(programs)
+    current: list[Op | None] = [None] * len(programs)
     moved = True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
-            if inside[rank] is None and done[rank] < len(program):
+            if current[rank] is None and done[rank] < len(program):
                 op = program[done[rank]]
-                inside[rank], moved = op, True
+                current[rank], moved = op, True
                 count[rank][op.group] = count[rank].get(op.group, 0) + 1
                 call = {
                     "group": f"{op.group}{group_of_rank(sizes, op.group, rank)[0]}",
@@ -59,36 +64,36 @@ def simulate_hang(programs: list[Program], sizes: ParallelDims) -> dict[int, Han
                 }
                 call |= {"operation": op.operation, "inputs": [[op.size]], "outputs": [], "dtypes": ["Float"]}
                 calls[rank].append(call | {"over": False, "at": ("mine/model.py", op.line, "step")})
-        for rank, op in enumerate(inside):
+        for rank, op in enumerate(current):
             if op is None:
                 continue
             group = group_of_rank(sizes, op.group, rank)
-            here = [inside[other] for other in group]
-            same = {(o.group, o.operation, o.size) if o else None for o in here}
+            group_ops = [current[other] for other in group]
+            same = {(o.group, o.operation, o.size) if o else None for o in group_ops}
             if len(same) == 1 and len({count[other][op.group] for other in group}) == 1:
                 for other in group:
-                    inside[other], moved = None, True
+                    current[other], moved = None, True
                     calls[other][-1]["over"] = True
                     done[other] += 1
-    if all(op is None for op in inside):
+    if all(op is None for op in current):
         return None
     return {
-        rank: make_dump(rank, sizes, calls[rank], WAITING if inside[rank] else BUSY) for rank in range(len(programs))
+        rank: make_dump(rank, sizes, calls[rank], WAITING if current[rank] else BUSY) for rank in range(len(programs))
     }
 
 
-def make_dump(rank: int, sizes: ParallelDims, calls: Any, place: Any, **more: Any) -> HangDump:
-    named = {
+def make_dump(rank: int, sizes: ParallelDims, calls: Any, frame: Any, **changes: Any) -> HangDump:
+    groups = {
         f"{name}{group_of_rank(sizes, name, rank)[0]}": list(group_of_rank(sizes, name, rank))
         for name in program_groups(sizes)
     }
-    found = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
-    found |= {
+    dump = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
+    dump |= {
         "step": 3,
         "why": STALLED,
         "stalled_seconds": 1.0,
-        "stack": [place],
-        "waiting": place is WAITING,
-        "groups": named,
+        "stack": [frame],
+        "waiting": frame is WAITING,
+        "groups": groups,
     }
-    return {**found, "calls": calls, "sibling_states": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]
+    return {**dump, "calls": calls, "sibling_states": {}, "oom_kills": 0, **changes}  # type: ignore[return-value, typeddict-item]

@@ -1,4 +1,4 @@
-"""Jobs for tests: one row of columns with every value named."""
+"""Jobs for tests: rows of columns with every value named."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from phalanx.spec.files.load import load_machine, load_model_spec
 
 
 def make_job_row(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, **choices: Any) -> JobRow:
-    """A row of columns: `model` on `machine`, one rank, whatever `choices` say otherwise."""
+    """Return a row of columns: `model` on `machine` and one rank, changed by `choices`."""
     degrees = {axis: float(choices.pop(axis, 1)) for axis in ("dp", "tp", "pp", "cp", "ep")}
     ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     usual = {
@@ -29,10 +29,10 @@ def make_job_row(model: str = "llama3-8b", machine: str = "h100", sequence: int 
         "schedule": "1f1b" if degrees["pp"] > 1 else "none",
         "attention": AttentionKernel.FLASH_3,
     }
-    chosen = {**usual, **choices}
-    return chosen | stage_columns(chosen)
+    row = {**usual, **choices}
+    return row | stage_columns(row)
 
 
 def make_job_table(*rows: JobRow) -> JobTable:
-    """Several as columns."""
+    """Return several rows as columns."""
     return job_table(rows)

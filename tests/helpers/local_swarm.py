@@ -1,4 +1,4 @@
-"""A swarm in one process: the coordinator's server and the nodes are threads, the wire between them is the real one."""
+"""Swarm in one process: the coordinator's server and the nodes are threads, and the connections are real."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NODES = ("ann", "bob", "cid", "dee")
 
 @cache
 def certificates() -> Path:
-    """An authority, and members."""
+    """Create an authority, and certificates of members."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-certs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     create_certificate_authority(folder)
@@ -51,7 +51,7 @@ def certificates() -> Path:
 
 
 def tiny_swarm_run(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
-    """A tiny mixture of experts that a swarm learns: by default two nodes, four rounds of three steps."""
+    """Return the run of a tiny mixture of experts, by default for two nodes and four rounds of three steps."""
     model = {**MOE, "tie_embeddings": False, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
     spec = {"method": "spes+", "nodes": 2, "every": 3, "round": {"grace_seconds": 60, "lease_seconds": 60}, **swarm}
     table = {
@@ -67,7 +67,7 @@ def tiny_swarm_run(folder: Path, changes: dict[str, Any] | None = None, **swarm:
 
 
 class LocalSwarm:
-    """A coordinator that is served, and its clock."""
+    """Coordinator with its server and its clock."""
 
     def __init__(self, run: RunSpec, folder: Path, port: int = 0) -> None:
         folder.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ class LocalSwarm:
             self.coordinator.tick()
 
     def stop(self) -> None:
-        """As if it had been killed: nothing is said to anybody."""
+        """Stop the server as a kill would, without a message to the nodes."""
         self.over.set()
         self.ticking.join(TIMEOUT_SECONDS)
         self.server.stop(0).wait(TIMEOUT_SECONDS)
@@ -94,19 +94,19 @@ class LocalSwarm:
         return SwarmClient(f"127.0.0.1:{self.port}", certificates() / node)
 
     def joined_client(self, node: str, capacity: float = 4, text: str = "text") -> SwarmClient:
-        """A link of a node that has joined."""
+        """Return the client of a node that has joined."""
         client = self.client(node)
         client.join_message = {"capacity": capacity, "text": text}
         client.join(**client.join_message)
         return client
 
-    def events(self, what: str) -> list[dict[str, Any]]:
-        """Of a kind, as the journal has them."""
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind in the journal."""
         lines = self.coordinator.journal.path.read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["kind"] == what]
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
     def base(self) -> dict[str, Tensor]:
-        with self.coordinator.changed:  # not while a round is put into it
+        with self.coordinator.changed:  # wait until no round is being written
             return read_pieces(self.run, self.coordinator.store.base)
 
 
@@ -120,13 +120,13 @@ def serve_local_swarm(run: RunSpec, folder: Path) -> Iterator[LocalSwarm]:
 
 
 def read_pieces(run: RunSpec, path: Path) -> dict[str, Tensor]:
-    """A model in a file."""
+    """Return the pieces of a model file."""
     with TensorFile(path) as file:
         return {item.key: file.read(item) for item in model_pieces(run.model)}
 
 
 class WorkerThreads:
-    """Nodes of one rank under way, each in a thread of its own."""
+    """Nodes of one rank, each training in its own thread."""
 
     def __init__(self, swarm: LocalSwarm, folder: Path, names: Sequence[str]) -> None:
         self.swarm, self.folder = swarm, folder
@@ -152,14 +152,12 @@ class WorkerThreads:
     def _learn(self, name: str) -> None:
         try:
             logs = [_ListLogger(self.steps[name])]
-            self.evaluations[name] = self.nodes[name].participate(
-                logs, _ListLogger(self.rounds[name]), lambda said: None
-            )
+            self.evaluations[name] = self.nodes[name].participate(logs, _ListLogger(self.rounds[name]), lambda _: None)
         except BaseException as error:
             self.failed.append(error)
 
     def wait_all(self) -> None:
-        """Until the last round is."""
+        """Wait until the last round is finished."""
         for thread in self.threads:
             thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive(), _stack_of(thread)
@@ -168,16 +166,16 @@ class WorkerThreads:
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """Where a thread stands."""
+    """Return the current stack of a thread."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else "it has just ended"
 
 
 class _ListLogger:
-    """A log in memory."""
+    """Handler that keeps log records in a list."""
 
-    def __init__(self, kept: list[dict[str, Any]]) -> None:
-        self.kept = kept
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.kept = records
 
     def write(self, record: dict[str, Any]) -> None:
         self.kept.append(dict(record))
@@ -187,7 +185,7 @@ class _ListLogger:
 
 
 def train_local_swarm(run: RunSpec, folder: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], WorkerThreads]:
-    """What a swarm of these nodes makes of a run, to its end."""
+    """Train a run with a swarm of these nodes to its end."""
     with serve_local_swarm(run, folder) as swarm:
         members = WorkerThreads(swarm, folder, names)
         members.wait_all()
@@ -198,11 +196,11 @@ Weights = dict[str, torch.Tensor]
 
 
 def train_without_swarm(run: RunSpec, folder: Path) -> Weights:
-    """The weights of the same run, trained by one process as always."""
+    """Return the weights of the same run, trained by one process without a swarm."""
     plain = run.model_copy(update={"swarm": None})
-    under_way = make_trainer(plain)
-    train_until(under_way, run.training.steps)
+    trainer = make_trainer(plain)
+    train_until(trainer, run.training.steps)
     path = folder / "alone.safetensors"
     with TensorFile.create(path, parameter_shapes(run.model)) as file:
-        write_weights(under_way.strategy, under_way.mesh, None, run.model.moe.num_experts, file)
+        write_weights(trainer.strategy, trainer.mesh, None, run.model.moe.num_experts, file)
     return read_pieces(run, path)

@@ -1,4 +1,4 @@
-"""Model descriptions drawn at random."""
+"""Random model descriptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.spec.model import ModelSpec, MoESpec
 
 @st.composite
 def model_specs(draw) -> ModelSpec:
-    """Any model that a ModelSpec can describe, in small."""
+    """Draw any small model that a ModelSpec can describe."""
     kv_heads = draw(st.integers(1, 3))
     layers = draw(st.integers(1, 4))
     moe = None

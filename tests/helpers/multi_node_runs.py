@@ -1,4 +1,4 @@
-"""Runs of several nodes, each a host in a network of its own."""
+"""Runs of several nodes, each of which is a host in its own network namespace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MultiNodeRun:
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, name: str) -> None:
-        """Start a node, or start it again."""
+        """Start or restart a node."""
         command = [
             sys.executable,
             "-m",
@@ -61,7 +61,7 @@ class MultiNodeRun:
             )
 
     def kill(self, name: str) -> None:
-        """A whole node: its launcher, and with it its ranks."""
+        """Kill a whole node: its launcher and its ranks."""
         os.kill(self.processes[name].pid, signal.SIGKILL)  # ip netns exec has become the launcher
         self.processes[name].wait(timeout=WAIT_SECONDS)
 
@@ -83,11 +83,11 @@ def multi_node_run(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") 
     prepare(run.data)
     try:
         with star_network(NODE_NAMES) as network:
-            found = MultiNodeRun(network, file, count)
+            multi_node = MultiNodeRun(network, file, count)
             try:
-                yield found
+                yield multi_node
             finally:
-                for process in found.processes.values():
+                for process in multi_node.processes.values():
                     with suppress(ProcessLookupError):
                         process.kill()
                     process.wait(timeout=WAIT_SECONDS)

@@ -1,10 +1,10 @@
-"""What NCCL and CUDA do with a pipeline's messages, without either: the real PipelineP2P is run for each rank, its
-calls are noted, and this decides whether they come to an end.
+"""Model of how NCCL and CUDA execute the messages of a pipeline. The real PipelineP2P runs for each rank, its calls are
+recorded, and the model decides whether they finish.
 
-Of NCCL: messages of two ranks in one group run one after the other, in the order of the calls, a send with the matching
-receive; each begins when the work that was queued before it is done. Of CUDA: a kernel that is launched for the first
-time is loaded, for which the host waits until its GPU has finished all started work (CUDA C++ Programming Guide, "Lazy
-Loading"): also for a receive whose message is not sent yet."""
+NCCL runs messages between two ranks in one group one after the other, in the order of the calls. It matches a send
+with a receive, and each starts when the work that was queued before it is done. CUDA loads a kernel at its first
+launch, for which the host waits until its GPU has finished all started work (CUDA C++ Programming Guide, "Lazy
+Loading"). Started work includes a receive whose message is not sent yet."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Communicator = tuple[str, int, int]
 
 @dataclass(eq=False)
 class Message:
-    """A send or a receive of a rank."""
+    """Send or receive of a rank."""
 
     rank: int
     peer: int
     is_send: bool
     group: str
     queued_after: int = 0
-    """So many items were in the rank's compute stream."""
+    """Number of items in the rank's compute stream before this message."""
     is_done: bool = False
 
     @property
@@ -42,18 +42,18 @@ class Message:
 
 @dataclass
 class Rank:
-    """What a rank's host calls, in order: messages, waits for them, and kernels (None)."""
+    """Calls of a rank's host, in order: messages, waits for them, and kernels (None)."""
 
     number: int
     calls: list[Message | tuple[Message] | None] = field(default_factory=list)
     position: int = 0
     stream: list[Message | None] = field(default_factory=list)
-    """Of the GPU: kernels, and messages to wait for."""
+    """Items of the GPU's stream: kernels, and messages to wait for."""
     computed: int = 0
     queues: dict[Communicator, list[Message]] = field(default_factory=lambda: defaultdict(list))
 
     def advance_host(self, loads_kernels: bool) -> bool:
-        """Make the next call, if the host may; returns whether it did."""
+        """Make the next call if the host may; return whether it did."""
         if self.position == len(self.calls):
             return False
         call = self.calls[self.position]
@@ -68,7 +68,7 @@ class Rank:
         return True
 
     def advance_gpu(self) -> bool:
-        """Compute what nothing stands before; returns whether there was anything."""
+        """Compute all items that wait for nothing; return whether there was any."""
         start = self.computed
         while self.computed < len(self.stream):
             awaited = self.stream[self.computed]
@@ -81,13 +81,13 @@ class Rank:
         return any(self.queues.values())
 
     def first_message(self, communicator: Communicator) -> Message | None:
-        """The message that is under way, if it may be."""
+        """Return the running message if it can start."""
         queue = self.queues[communicator]
         return queue[0] if queue and queue[0].queued_after <= self.computed else None
 
 
 def deadlock(ranks: list[Rank], loads_kernels: bool) -> str | None:
-    """Run all ranks until nothing moves; return who stands where, or None if all came to the end."""
+    """Run all ranks until nothing moves; return the blocked ranks and their calls, or None if all finished."""
     is_moving = True
     while is_moving:
         is_moving = False
@@ -114,7 +114,7 @@ def record_calls(
     groups: tuple[str, str] = ("forward", "backward"),
     make_p2p: Callable[..., Any] = p2p.PipelineP2P,
 ) -> list[Rank]:
-    """Run the real PipelineP2P of each rank through a schedule; return what each called."""
+    """Run the real PipelineP2P of each rank through a schedule; return each rank's calls."""
     ranks = [Rank(number) for number in range(schedule.ranks)]
     for rank in ranks:
         monkeypatch.setattr(p2p, "dist", _RecordingDist(rank))
@@ -133,8 +133,8 @@ def record_calls(
 
 
 def record_connections(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> list[Rank]:
-    """Connect each rank to its peers; return what each called. NCCL makes a communicator at the first message of two
-    ranks, and both hosts wait for it."""
+    """Connect each rank to its peers; return each rank's calls. NCCL creates a communicator at the first
+    message of two ranks, and both hosts wait for it."""
     ranks = [Rank(number) for number in range(schedule.ranks)]
     for rank in ranks:
         monkeypatch.setattr(p2p, "dist", _RecordingDist(rank))
@@ -143,13 +143,13 @@ def record_connections(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> l
 
 
 def communicators(ranks: list[Rank]) -> list[set[Communicator]]:
-    """Return those that each rank uses."""
+    """Return the communicators that each rank uses."""
     return [{call.communicator for call in rank.calls if isinstance(call, Message)} for rank in ranks]
 
 
 @dataclass
 class _RecordingDist:
-    """torch.distributed, to a rank."""
+    """Replacement of torch.distributed for one rank, which records calls."""
 
     rank: Rank
 
@@ -166,7 +166,7 @@ class _RecordingDist:
         self._wait_on_host(Message(self.rank.number, group_src, False, group))
 
     def _wait_on_host(self, message: Message) -> None:
-        """Call, and go on once the GPU has nothing left to do."""
+        """Record a call after which the host waits until its GPU is idle."""
         self._note(message).wait()
         self.rank.calls.append(None)
 

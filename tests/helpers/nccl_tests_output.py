@@ -1,10 +1,10 @@
-"""How dashboards and health checks read what nccl-tests prints."""
+"""Patterns with which dashboards and health checks parse the output of nccl-tests."""
 
 from __future__ import annotations
 
 import re
 
-# A row, as dashboards and health checks look for it.
+# Pattern of a row that dashboards and health checks use.
 ROW = re.compile(
     r"^\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)"
     r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)",

@@ -1,4 +1,4 @@
-"""Faults of a page in a browser: expressions of JavaScript, each with a list that should be empty."""
+"""Faults of a page in a browser: JavaScript expressions, each of which returns a list that should be empty."""
 
 FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
   [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) &&
@@ -12,11 +12,11 @@ FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(elem
   const contrast = (Math.max(text, paper) + 0.05) / (Math.min(text, paper) + 0.05);
   return [contrast, element.textContent];
 }).filter(([contrast]) => !(contrast >= 4.5))"""
-"""Words that WCAG's AA finds too faint on what is behind them; not those on bars and cells of plotly, which chooses
-their color by that of the bar."""
+"""Texts whose contrast is below WCAG's AA. Excludes texts on bars and cells of plotly,
+which chooses their color by that of the bar."""
 FIND_OVERFLOWING_ELEMENTS = """[...document.querySelectorAll('main *')].filter(one => {
   const figure = one.closest('.main-svg');
   if (figure && !one.matches('.annotation-text')) return false;
   return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
 }).map(one => one.outerHTML)"""
-"""Elements that end right of the page, and titles that end right of their figure."""
+"""Elements that exceed the right edge of the page, and titles that exceed that of their figure."""

@@ -7,8 +7,8 @@ from phalanx.spec.run import RunSpec
 
 
 def make_run(
-    model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, sequences: int = 64, **more
+    model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, sequences: int = 64, **sections
 ) -> RunSpec:
-    training = {"seq_len": sequence, "tokens_per_step": sequence * sequences, **more.pop("training", {})}
-    cluster = {"preset": machine, "nproc_per_node": 8, **more.pop("cluster", {})}
-    return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster, **more})
+    training = {"seq_len": sequence, "tokens_per_step": sequence * sequences, **sections.pop("training", {})}
+    cluster = {"preset": machine, "nproc_per_node": 8, **sections.pop("cluster", {})}
+    return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster, **sections})

@@ -1,4 +1,4 @@
-"""A CUDA runtime that page-locks memory in name only."""
+"""Simulated CUDA runtime that page-locks no memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 
 def record_locked_memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Pretend that there is CUDA; return the bytes of each stretch of memory that is locked, by its address.
+    """Simulate CUDA; return the locked bytes by address.
 
-    Locking memory twice raises AssertionError, and so does unlocking memory that is not mapped anymore.
-    """
+    Locking memory twice raises AssertionError, and so does unlocking memory that is not mapped anymore."""
     locked: dict[int, int] = {}
 
     def register(address: int, size_bytes: int, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""A published run, as a row of a planner's table."""
+"""Published runs, as rows of a planner's table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEGATRON_22B_ROW = {
     "schedule": "no-pipeline",
     "facts": "",
 }
-"""Megatron's 22 B, which took 1.42 s (arXiv 2205.05198, table 5)."""
+"""Megatron's 22B model, whose step took 1.42 s (arXiv 2205.05198, table 5)."""
 L40S_ROW = {
     **MEGATRON_22B_ROW,
     "gpu_type": "L40S",
@@ -42,4 +42,4 @@ L40S_ROW = {
     "zero": "3",
     "global_batch": "32",
 }
-"""The same with ZeRO-3 on a node of eight L40S, which have no NVLink."""
+"""The same model with ZeRO-3 on a node of eight L40S, which have no NVLink."""

@@ -1,4 +1,4 @@
-"""How far numbers may be off after quantization."""
+"""Error bounds of quantization."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from phalanx.swarm.pieces import ModelPiece
 
 
 def quantization_error_bound(data: bytes | bytearray, item: ModelPiece, codec: Codec) -> Tensor:
-    """The most that coding may have left out of each number of a piece: half a step of its block, and the rounding."""
+    """Return the maximum error of each number of a coded piece: half a step of its block, and the rounding."""
     blocks, scale = quantize_blocks(decode(data, item.shape, codec).flatten(), MAX_CODE[codec])
     return dequantize_blocks(torch.ones_like(blocks), 0.501 * scale, item.num_elements).reshape(item.shape)

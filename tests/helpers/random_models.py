@@ -1,4 +1,4 @@
-"""Small models whose every parameter is random: a forgotten norm or bias would show."""
+"""Small models with random parameters everywhere, so that a forgotten norm or bias changes the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_weight(name: str, shape: torch.Size) -> Tensor:
 
 
 def build_model(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """A model from its spec, or from what differs from SMALL_MODEL; fp64 by default."""
+    """Return a model from its spec, or from changes of SMALL_MODEL; in fp64 by default."""
     with torch.device("meta"):
         model = Transformer(spec or ModelSpec(**SMALL_MODEL | changes)).to(dtype)
     materialize(model, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Layouts of models of real size, with two layers per stage, whose program is compared with the plan."""
+"""Layouts of models of real size, with two layers per stage, whose traced program is compared with the plan."""
 
 from __future__ import annotations
 

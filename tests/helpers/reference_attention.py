@@ -1,4 +1,4 @@
-"""Causal attention from all scores in fp64, with documents, windows and sinks; the cases to compare with it."""
+"""Causal attention from all scores in fp64, with documents, windows and sinks, and cases for comparisons with it."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def compute(attend: Callable[..., Tensor], case: AttentionCase, dtype: torch.dty
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 
-def max_relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def max_relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the maximum over tensors of the error's norm, relative to that of the tensor or of 1 per row."""
     return max(
-        float((x.double() - y).norm() / max(y.norm(), y.numel() ** 0.5)) for x, y in zip(found, expected, strict=True)
+        float((x.double() - y).norm() / max(y.norm(), y.numel() ** 0.5)) for x, y in zip(actual, expected, strict=True)
     )

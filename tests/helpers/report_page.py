@@ -1,4 +1,4 @@
-"""What a report's page holds."""
+"""Content of a report's page."""
 
 from __future__ import annotations
 

@@ -18,17 +18,19 @@ class RingMessage:
 
 
 def reduce_scatter_sends(ranks: int) -> list[RingMessage]:
-    """Partial sums go round: every rank starts with the chunk of its own number, and ends with the next one's sum."""
+    """Simulate a reduce-scatter: each rank starts with the chunk of its
+    number, and ends with the sum of the next chunk."""
     return _ring(ranks, first=0)
 
 
 def all_gather_sends(ranks: int) -> list[RingMessage]:
-    """Sums go round: every rank starts with the chunk whose sum it owns after the reduce-scatter."""
+    """Simulate an all-gather: each rank starts with the chunk whose sum it has after the reduce-scatter."""
     return _ring(ranks, first=1)
 
 
 def _ring(ranks: int, first: int) -> list[RingMessage]:
-    """N - 1 steps. Rank r sends chunk r + `first`, and from then on the chunk that it has just received."""
+    """Return the messages of N - 1 steps. Rank r sends chunk r + `first`,
+    and then always the chunk that it just received."""
     return [
         RingMessage(step, rank, (rank + 1) % ranks, (rank + first - (step - 1)) % ranks)
         for step in range(1, ranks)
@@ -38,12 +40,12 @@ def _ring(ranks: int, first: int) -> list[RingMessage]:
 
 @dataclass(frozen=True)
 class RingResult:
-    """What a ring all-reduce did."""
+    """Result of a ring all-reduce."""
 
     sums: list[list[float]]
-    """What each rank holds at the end: the sum over all ranks."""
+    """Sum over all ranks, as each rank has it at the end."""
     owner: list[int]
-    """For each chunk, the rank that had its sum after the reduce-scatter."""
+    """Rank that had the sum of each chunk after the reduce-scatter."""
     steps: tuple[int, int]
     """Steps of the reduce-scatter and of the all-gather."""
     sent: list[tuple[int, int]]
@@ -51,17 +53,16 @@ class RingResult:
 
 
 def ring_all_reduce(values: Sequence[Sequence[float]]) -> RingResult:
-    """Sum the ranks' `values`, equally many on each, by sending chunks to the next rank only.
+    """Sum the ranks' `values`, of equal length, by sending chunks to the next rank only.
 
-    A reduce-scatter and an all-gather over N chunks whose sizes differ by one element at most (Patarasuk & Yuan,
-    J. Parallel Distrib. Comput. 69, 2009). Each rank sends 2 (N-1)/N of the elements; no algorithm needs fewer.
-    """
+    A reduce-scatter and an all-gather over N chunks whose sizes differ by one element at most (Patarasuk & Yuan, J.
+    Parallel Distrib. Comput. 69, 2009). Each rank sends 2 (N-1)/N of the elements; no algorithm needs fewer."""
     ranks = len(values)
     chunks_by_rank = [_chunks(local_values, ranks) for local_values in values]
     sizes = [len(chunk) for chunk in chunks_by_rank[0]]
     scatter, gather = reduce_scatter_sends(ranks), all_gather_sends(ranks)
     owner = list(range(ranks))
-    for send in scatter:  # one by one is as good as at once: in a step, no rank receives the chunk that it sends
+    for send in scatter:  # the order does not matter: in a step, no rank receives the chunk that it sends
         source, target = chunks_by_rank[send.source], chunks_by_rank[send.target]
         target[send.chunk] = [a + b for a, b in zip(source[send.chunk], target[send.chunk], strict=True)]
         owner[send.chunk] = send.target

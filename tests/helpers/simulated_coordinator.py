@@ -1,4 +1,4 @@
-"""A coordinator without a server, whose clock and nodes the test moves."""
+"""Coordinator without a server, whose clock and nodes are controlled by the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.swarm_updates import write_node_update
 
 
 class SimulatedCoordinator:
-    """A coordinator without a server, and its clock; its nodes send updates by hand."""
+    """Coordinator without a server, and its clock; the test sends the updates of its nodes."""
 
     def __init__(self, run: RunSpec, folder: Path) -> None:
         self.run = run
@@ -41,7 +41,7 @@ class SimulatedCoordinator:
             self.now = min(time, self.now + 0.5)
 
     def send_update(self, node: str, change: float = 0.01, targets: int = 100) -> None:
-        """Send an update of the open round that moves all weights as much."""
+        """Send an update of the open round that moves all weights equally."""
         number = self.coordinator.state.round.number
         swarm = SimpleNamespace(coordinator=self.coordinator, run=self.run)
         with self.coordinator.receiving_update(node, number, "x") as (path, _):
@@ -51,5 +51,5 @@ class SimulatedCoordinator:
 
     @property
     def committed_nodes(self) -> list[list[str]]:
-        """The nodes of each committed round."""
+        """Return the nodes of each committed round."""
         return [event["nodes"] for event in read_jsonl(self.coordinator.journal.path) if event["kind"] == "committed"]

@@ -1,4 +1,4 @@
-"""Short runs of the real trainer, with whose losses and gradient norms every layout is compared."""
+"""Short runs of the real trainer, whose losses and gradient norms are compared between layouts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STEPS = 20
 
 @cache
 def shared_data_cache() -> str:
-    """Where the runs of this process keep their tokens: text is prepared once for all that read the same files."""
+    """Return the directory of tokens of all runs in this process, so that the same text is prepared only once."""
     folder = tempfile.mkdtemp(prefix="phalanx-parity-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -73,8 +73,9 @@ def write_documents(folder: Path) -> None:
 
 
 def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
-    """A small run over the Python files of a directory, with some values changed ("section.key": value). The first by
-    name is held out: a share of so few files may be none."""
+    """Return a small run over the Python files of a directory, with changed values ("section.key": value).
+
+    The first file by name is held out, because a share of few files may be empty."""
     held_out, *train = sorted(str(file) for file in text.rglob("*.py"))
     table: Table = {
         "name": "parity",
@@ -96,69 +97,69 @@ def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
 
 
 def find_examples() -> None:
-    """Let this process import the modules of examples/, as a start in that directory would."""
+    """Let this process import the modules of examples/, as if it had been started in that directory."""
     folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def make_trainer(run: RunSpec, device: str = "cpu", **data: Any) -> Trainer:
-    """The real trainer of a run on this rank; every rank finds the data prepared. `data` changes the training data."""
+    """Return the real trainer of a run on this rank, with prepared data. `data` changes the training data."""
     corpus = replace(open_training_data(run, prepare(run.data)), **data)
-    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    return Trainer(run, corpus, Path(run.output_dir) / run.name, place)
+    torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch_device)
 
 
-def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
-    """Train one step with the step profiler; return its record and what was measured."""
-    record, profile = profile_step(under_way, lambda _: under_way.train_step(batches))
+def metered_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
+    """Train one step with the step profiler; return its record and its measurements."""
+    record, profile = profile_step(trainer, lambda _: trainer.train_step(batches))
     return record, {"step": record["step"], **profile.as_dict}
 
 
 def measure_steady_step(run: RunSpec) -> Table:
-    """What this rank holds and sends in the first step whose memory and traffic are those of all that follow."""
-    under_way, number = make_trainer(run), first_steady_step(run)
-    batches = prefetch(under_way.loader, 0, number)
+    """Measure the memory and traffic of this rank in the first step that is equal to all later steps."""
+    trainer, number = make_trainer(run), first_steady_step(run)
+    batches = prefetch(trainer.loader, 0, number)
     for _ in range(number - 1):
-        under_way.train_step(batches)
-    _, measured = metered_step(under_way, batches)
-    under_way.strategy.drain_pending_updates()
+        trainer.train_step(batches)
+    _, measured = metered_step(trainer, batches)
+    trainer.strategy.drain_pending_updates()
     return measured
 
 
-def train_until(under_way: Trainer, last: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the steps up to `last`."""
-    batches = prefetch(under_way.loader, under_way.step, last)
-    records = [under_way.train_step(batches) for _ in range(under_way.step, last)]
+def train_until(trainer: Trainer, last: int) -> list[tuple[float, float]]:
+    """Return the loss and the gradient norm of each step up to `last`."""
+    batches = prefetch(trainer.loader, trainer.step, last)
+    records = [trainer.train_step(batches) for _ in range(trainer.step, last)]
     return [(record["loss"], record["grad_norm"]) for record in records]
 
 
 def train_and_evaluate(run: RunSpec, device: str = "cpu") -> list[tuple[float, float]]:
-    """The same, and behind it what the trained weights make of the held-out text."""
-    under_way = make_trainer(run, device)
-    result = train_until(under_way, run.training.steps)
-    evaluation = under_way.evaluate()
+    """Return the losses and gradient norms, followed by the held-out loss of the trained weights."""
+    trainer = make_trainer(run, device)
+    result = train_until(trainer, run.training.steps)
+    evaluation = trainer.evaluate()
     return [*result, (evaluation["held_out_loss"], evaluation["held_out_bits_per_byte"])]
 
 
 def training_trajectory(run: RunSpec) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step, on this rank."""
-    under_way = make_trainer(run)
-    result = train_until(under_way, run.training.steps)
-    under_way.strategy.drain_pending_updates()
+    """Return the loss and the gradient norm of every step on this rank."""
+    trainer = make_trainer(run)
+    result = train_until(trainer, run.training.steps)
+    trainer.strategy.drain_pending_updates()
     return result
 
 
 def save_two_checkpoints(text: Path, out: Path) -> Path:
-    """The directory of checkpoints of a run on one rank, saved after steps 2 and 4."""
+    """Train a run on one rank and save after steps 2 and 4; return the directory of checkpoints."""
     run = small_run(text, out, {"model": MOE})
     claim_run_directory(run_directory(run))
-    under_way = make_trainer(run)
+    trainer = make_trainer(run)
     for last in (2, 4):
-        train_until(under_way, last)
-        under_way.save()
-        under_way.checkpointer.wait()
-    return under_way.directory / "checkpoints"
+        train_until(trainer, last)
+        trainer.save()
+        trainer.checkpointer.wait()
+    return trainer.directory / "checkpoints"
 
 
 def train_to_end(
@@ -166,6 +167,6 @@ def train_to_end(
     record_writers: Mapping[str, Callback] | None = None,
     user_callbacks: Mapping[str, Callback] | None = None,
 ) -> MetricsRecord:
-    """Train with the callbacks of every run, and those of a user; return the last evaluation."""
+    """Train with the default callbacks and those of a user; return the last evaluation."""
     callbacks = standard_callbacks(trainer, record_writers, user_callbacks)
     return trainer.train(callbacks, ProgressDisplay(0, trainer.run.training.steps, quiet=True))

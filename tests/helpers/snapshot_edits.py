@@ -1,4 +1,4 @@
-"""How faults, and what is usual on other machines, are planted in a record of a machine."""
+"""Edits of a machine's snapshot: faults, and states that are common on other machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SnapshotEdit = Callable[[Path], None]
 
 
 def replace_text(path: str, old: str, new: str, count: int = 1) -> SnapshotEdit:
-    """Replace a text, which must occur this many times, in a file."""
+    """Replace a text in a file, in which it must occur this many times."""
 
     def plant(root: Path) -> None:
         text = (root / path).read_text()
@@ -22,7 +22,7 @@ def replace_text(path: str, old: str, new: str, count: int = 1) -> SnapshotEdit:
 
 
 def overwrite_file(path: str, text: str) -> SnapshotEdit:
-    """A file as it would be."""
+    """Replace the content of a file."""
 
     def plant(root: Path) -> None:
         assert (root / path).exists()
@@ -32,7 +32,7 @@ def overwrite_file(path: str, text: str) -> SnapshotEdit:
 
 
 def append_line(path: str, line: str) -> SnapshotEdit:
-    """A line at the end of a file."""
+    """Append a line to a file."""
 
     def plant(root: Path) -> None:
         text = (root / path).read_text()
@@ -42,7 +42,7 @@ def append_line(path: str, line: str) -> SnapshotEdit:
 
 
 def create_file(path: str, text: str) -> SnapshotEdit:
-    """A file that was not there."""
+    """Create a file that does not exist."""
 
     def plant(root: Path) -> None:
         assert not (root / path).exists()
@@ -53,19 +53,19 @@ def create_file(path: str, text: str) -> SnapshotEdit:
 
 
 def delete_paths(pattern: str) -> SnapshotEdit:
-    """Files or directories that are not there."""
+    """Delete files or directories."""
 
     def plant(root: Path) -> None:
-        found = list(root.glob(pattern))
-        assert found
-        for path in found:
+        paths = list(root.glob(pattern))
+        assert paths
+        for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     return plant
 
 
 def limit_gpu_rows(query: str, gpus: int) -> SnapshotEdit:
-    """The first GPUs alone, in an answer of nvidia-smi."""
+    """Keep only the first GPUs in an output of nvidia-smi."""
 
     def plant(root: Path) -> None:
         path = root / f"commands/smi_{query}.txt"
@@ -76,14 +76,14 @@ def limit_gpu_rows(query: str, gpus: int) -> SnapshotEdit:
 
 def combine_edits(*plants: SnapshotEdit) -> SnapshotEdit:
     def plant(root: Path) -> None:
-        for each in plants:
-            each(root)
+        for edit in plants:
+            edit(root)
 
     return plant
 
 
 def edit_gpu_row(query: str, gpu: int, old: str, new: str) -> SnapshotEdit:
-    """One GPU's row of an answer of nvidia-smi."""
+    """Change the row of one GPU in an output of nvidia-smi."""
 
     def plant(root: Path) -> None:
         path = root / f"commands/smi_{query}.txt"
@@ -96,15 +96,15 @@ def edit_gpu_row(query: str, gpu: int, old: str, new: str) -> SnapshotEdit:
 
 
 def remove_gpu(gpu: int) -> SnapshotEdit:
-    """A GPU that nvidia-smi and PyTorch see no more."""
+    """Remove a GPU from nvidia-smi and PyTorch."""
 
     def plant(root: Path) -> None:
         for path in (root / "commands").glob("smi_*.txt"):
             lines = path.read_text().splitlines()
             if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names"):
                 path.write_text("\n".join(lines[: gpu + 1] + lines[gpu + 2 :]) + "\n")
-        known = json.loads((root / "commands/torch.txt").read_text())
-        (root / "commands/torch.txt").write_text(json.dumps(known | {"gpus": 7}))
+        facts = json.loads((root / "commands/torch.txt").read_text())
+        (root / "commands/torch.txt").write_text(json.dumps(facts | {"gpus": 7}))
 
     return plant
 
@@ -120,7 +120,7 @@ def set_pci_attribute(address: str, name: str, value: str) -> SnapshotEdit:
 
 
 def add_upstream_port(address: str, speed: str, width: str = "16") -> SnapshotEdit:
-    """The port of a PCIe switch above a device."""
+    """Add the port of a PCIe switch above a device."""
     above = f"sys/bus/pci/devices/{address.replace(':00.0', ':1f.0')}"
     return combine_edits(
         create_file(f"{above}/class", "0x060400"),
@@ -135,18 +135,18 @@ def set_rdma_port(number: int, name: str, value: str) -> SnapshotEdit:
 
 
 def set_variable(name: str, value: str) -> SnapshotEdit:
-    """A variable of the environment, in place of its own value."""
+    """Set an environment variable."""
 
     def plant(root: Path) -> None:
         lines = (root / "environment").read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(f"{name}=")]
-        (root / "environment").write_text("\n".join([*kept, f"{name}={value}"]) + "\n")
+        other_lines = [line for line in lines if not line.startswith(f"{name}=")]
+        (root / "environment").write_text("\n".join([*other_lines, f"{name}={value}"]) + "\n")
 
     return plant
 
 
 def append_to_nvidia_smi_outputs(line: str) -> SnapshotEdit:
-    """A line at the end of all that nvidia-smi says."""
+    """Append a line to all outputs of nvidia-smi."""
 
     def plant(root: Path) -> None:
         for path in (root / "commands").glob("smi_*.txt"):
@@ -156,7 +156,7 @@ def append_to_nvidia_smi_outputs(line: str) -> SnapshotEdit:
 
 
 def unset_variable(name: str) -> SnapshotEdit:
-    """A variable that the environment does not have."""
+    """Remove an environment variable."""
     return replace_text("environment", f"{name}=", f"NOT_{name}=")
 
 

@@ -1,4 +1,4 @@
-"""Nodes' updates in a swarm in one process, written and sent by hand."""
+"""Updates of swarm nodes in one process, written and sent by a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def current_owners(swarm: LocalSwarm) -> Any:
 def write_node_update(
     swarm: LocalSwarm, folder: Path, node: str, change: float = 0.01, experts: ExpertIds | None = None
 ) -> Path:
-    """An update of a node in which all that it trains is moved by as much; or with other experts than its own."""
+    """Write an update of a node that moves all trained weights equally; optionally with the experts of another node."""
     experts = experts_of(current_owners(swarm), node) if experts is None else experts
     owners = tuple((node,) if expert in experts else () for expert in range(4))
     path = folder / f"{node}.told"

@@ -1,4 +1,4 @@
-"""A machine whose constants are known, and what runs would take on it."""
+"""Machine with known constants, and the durations of runs on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRUE_CONSTANTS = {
     "optimizer_passes": 30.0,
     "step_seconds": 0.02,
 }
-"""What the constants are on an imagined machine."""
+"""Constants of a synthetic machine."""
 MACHINE = load_machine("cpu").model_copy(update={"cores": 2})
 TRUE_PROCESS_BYTES, TRUE_MEMORY_SHARE, TRUE_BUFFER_SHARE = 400 * 2**20, 1.1, 0.7
 SYNTHETIC_MACHINE = MACHINE.model_copy(
@@ -53,7 +53,7 @@ def make_run(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
 
 
 def synthesize_measured_run(ranks: int, **layout: object) -> MeasuredRun:
-    """A run as the model has it with the imagined constants."""
+    """Return a measured run as the planner's formulas predict it with the synthetic constants."""
     blank = MeasuredRun(
         name=str(layout),
         run=make_run(ranks, **layout),

@@ -1,4 +1,5 @@
-"""Which tests are for `make test-all` alone: tests/thorough.tsv says so, with what stands for them in `make test`."""
+"""Tests that only `make test-all` runs: tests/thorough.tsv lists them, with
+the tests that stand for them in `make test`."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ class Rule:
     """A test, or a file or folder of tests."""
 
     tests: str
-    """The beginning of their ids, below tests/."""
+    """Start of the ids, below tests/."""
     stands_for_them: str
-    """The id of a test of `make test`; "covering": enough of these that each value of a parameter is in one; "only":
-    those of these whose ids in brackets begin as the words after it, separated by " | "."""
+    """The id of a test of `make test`; "covering": a subset in which each value of each parameter occurs; "only":
+    the tests whose ids in brackets start with one of the words after it, separated by " | "."""
 
     @property
     def kept(self) -> list[str]:
-        """The beginnings of the ids that "only" keeps."""
-        word, _, ids = self.stands_for_them.partition(" ")
-        return ids.split(" | ") if word == "only" else []
+        """Starts of the ids that "only" keeps."""
+        kind, _, ids = self.stands_for_them.partition(" ")
+        return ids.split(" | ") if kind == "only" else []
 
     @property
     def keeps_some(self) -> bool:
@@ -44,16 +45,18 @@ def read_rules() -> list[Rule]:
 
 
 def thorough_items(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Find the tests that are not for `make test`."""
+    """Return the tests that `make test` leaves out."""
     thorough: set[pytest.Item] = set()
-    for rule in sorted(read_rules(), key=lambda rule: rule.stands_for_them == "covering"):  # of what others leave
+    for rule in sorted(
+        read_rules(), key=lambda rule: rule.stands_for_them == "covering"
+    ):  # covering applies to the tests that other rules leave
         matching = [item for item in items if item_id(item).startswith(rule.tests) and item not in thorough]
         if rule.stands_for_them == "covering" and matching:
             features = [list(item_features(item)) for item in matching]
-            kept = covering_subset(features, [2 + item_ranks(item) for item in matching])
-            thorough |= {item for place, item in enumerate(matching) if place not in kept}
+            chosen = covering_subset(features, [2 + item_ranks(item) for item in matching])
+            thorough |= {item for index, item in enumerate(matching) if index not in chosen}
         elif rule.kept:
-            beginnings = tuple(f"[{each}" for each in rule.kept)
+            beginnings = tuple(f"[{start}" for start in rule.kept)
             thorough |= {item for item in matching if not item_id(item).removeprefix(rule.tests).startswith(beginnings)}
         else:
             thorough |= set(matching)
@@ -66,7 +69,7 @@ def item_id(item: pytest.Item) -> str:
 
 
 def item_features(item: pytest.Item) -> Iterator[Hashable]:
-    """Yield the test and each value of its parameters, those in tables one by one."""
+    """Yield the test and each value of its parameters; values in tables one by one."""
     yield getattr(item, "originalname", item.name)
     for name, value in _parameters(item).items():
         yield from _features(name, value)
@@ -74,16 +77,16 @@ def item_features(item: pytest.Item) -> Iterator[Hashable]:
 
 def _features(name: str, value: Any) -> Iterator[Hashable]:
     if is_dataclass(value) and not isinstance(value, type):
-        value = {key: each for key, each in asdict(value).items() if key != "name"}
+        value = {key: field_value for key, field_value in asdict(value).items() if key != "name"}
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _features(f"{name}.{key}", each)
+        for key, field_value in value.items():
+            yield from _features(f"{name}.{key}", field_value)
     else:
         yield name, repr(value)
 
 
 def item_ranks(item: pytest.Item) -> int:
-    """Of the processes that a test needs, as far as its parameters say it."""
+    """Return the number of processes of a test, if its parameters contain it."""
     parameters = _parameters(item)
     counts = [parameters[name] for name in RANK_PARAMETERS if isinstance(parameters.get(name), int)]
     return counts[0] if counts else getattr(parameters.get("case"), "ranks", 1)

@@ -1,4 +1,4 @@
-"""A model so small that its bytes are counted by hand."""
+"""Model that is small enough to count its bytes by hand."""
 
 from __future__ import annotations
 

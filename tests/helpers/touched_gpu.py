@@ -1,4 +1,4 @@
-"""What a module would leave that has touched a GPU: forks cannot use it."""
+"""Module that simulates an initialized GPU, which forked processes cannot use."""
 
 import torch
 

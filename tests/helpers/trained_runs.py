@@ -1,4 +1,4 @@
-"""Runs that were really trained, once per process of tests, to read and to damage copies of."""
+"""Trained runs, one of each per test process, to read, and to copy and damage."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ TIMEOUT_SECONDS = 240
 
 @cache
 def two_rank_run() -> Path:
-    """Two data-parallel ranks of a dense model; nothing was looked at closely."""
+    """Return a run of two data-parallel ranks and a dense model, without profiled steps."""
     return train_run("two", 2, {"model": DENSE})
 
 
 @cache
 def hybrid_run() -> Path:
-    """Four ranks: a pipeline of two stages, twice, under ZeRO-2, with experts; two steps were looked at closely."""
+    """Return a run of four ranks: two replicas of a pipeline of two
+    stages, ZeRO-2 and experts, with two profiled steps."""
     layout = {"layout.data_parallel": "zero2", "layout.pp": 2, "layout.micro_batch_size": 1}
     return train_run("hybrid", 4, {"model": MOE, **layout}, "--profile-steps", "5:6", "--profile-memory")
 
 
 def train_run(name: str, ranks: int, changes: dict[str, Any], *options: str) -> Path:
-    """The directory of a run that `phalanx train` did."""
+    """Run `phalanx train`, and return the run directory."""
     file = write_run_file(name, changes)
     run_python(
         train_command(file, ranks, *options),
@@ -49,7 +50,7 @@ def train_run(name: str, ranks: int, changes: dict[str, Any], *options: str) -> 
 
 
 def write_run_file(name: str, changes: dict[str, Any]) -> Path:
-    """A run file of eight steps, in the folder of its future run directory."""
+    """Write a run file of eight steps in the parent of its run directory."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-report-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     short = {"name": name, "training.steps": 8, "training.precision": "bf16", "evaluation.every": 4, **changes}
@@ -59,14 +60,14 @@ def write_run_file(name: str, changes: dict[str, Any]) -> Path:
 
 
 def train_command(file: Path, ranks: int, *options: str) -> list[str]:
-    """That trains it."""
+    """Return the command that trains a run file."""
     return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(ranks), *options]
 
 
-def wait_for(process: subprocess.Popen[bytes], begun: Callable[[], bool]) -> None:
-    """Until something is there that a run makes; fails if the run ends, or takes too long."""
+def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
+    """Wait until a running run has created something; fail if the run ends or takes too long."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not begun():
+    while not is_there():
         assert process.poll() is None, f"it ended with {process.returncode}"
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -77,15 +78,15 @@ def single_threaded_environment() -> dict[str, str]:
 
 
 def copy_run(run: Path, folder: Path) -> Path:
-    """A run's directory, to damage."""
+    """Copy a run directory, to damage it."""
     return Path(shutil.copytree(run, folder / run.name))
 
 
 def stop_after(run: Path, step: int) -> None:
-    """Remove what a run's directory has of later steps, as after a signal at this step."""
+    """Remove the records of later steps from a run directory, as if a signal had stopped the run after this step."""
     for file in [run / "metrics.jsonl", *(run / "trace").glob("*.jsonl")]:
         lines = file.read_text().splitlines(keepends=True)
         opening = [lines[0]] if file.parent.name == "trace" else []
-        kept = (line for line in lines[len(opening) :] if json.loads(line)["step"] <= step)
-        file.write_text("".join([*opening, *kept]))
+        kept_lines = (line for line in lines[len(opening) :] if json.loads(line)["step"] <= step)
+        file.write_text("".join([*opening, *kept_lines]))
     append_event(run, FINISHED, step=step)

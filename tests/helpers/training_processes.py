@@ -1,4 +1,4 @@
-"""Training in processes of its own, and what it has recorded."""
+"""Training in separate processes, and its records."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LONG = {"training.steps": 100_000, "checkpoint.every": 5}
 
 @contextmanager
 def training_run(
-    text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *more: str
+    text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *options: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run under way, in folder/parity. None of its processes is left."""
+    """Yield a running run in folder/parity; kill all its processes at the end."""
     folder.mkdir(exist_ok=True)
     file = folder / "run.toml"
     file.write_text(to_toml(small_run(text, folder, changes)))
-    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *options]
     process = start_python(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -51,13 +51,13 @@ def recorded_losses(directory: Path) -> list[tuple[float, float]]:
 
 
 def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
-    """Losses and gradient norms of the first steps of a run on one rank that never fails, to compare others with."""
+    """Return losses and gradient norms of the first steps on one rank without failures, as a reference."""
     trainer = make_trainer(small_run(Path(json.__file__).parent, folder / "one", changes))
     return [pytest.approx(step, rel=1e-10) for step in train_until(trainer, count)]
 
 
-def events_of_kind(directory: Path, what: str) -> list[Any]:
-    return [event for event in read_events(directory) if event["kind"] == what]
+def events_of_kind(directory: Path, kind: str) -> list[Any]:
+    return [event for event in read_events(directory) if event["kind"] == kind]
 
 
 def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:

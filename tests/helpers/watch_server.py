@@ -16,11 +16,11 @@ WEB_OPTIONS = ("--web", "--port", "0", "--every", "0.2")
 
 
 @contextmanager
-def serving(*words: object) -> Iterator[str]:
-    """The address of what a command serves; it ends on Ctrl-C, with nothing said, and opens no browser."""
-    command = [sys.executable, "-m", "phalanx", *map(str, words)]
+def serving(*arguments: object) -> Iterator[str]:
+    """Yield the address that a command serves; the command opens no browser, and exits on Ctrl-C without output."""
+    command = [sys.executable, "-m", "phalanx", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    # Processes that a shell starts in the background ignore Ctrl-C, and so do their children.
     disposition = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = start_python(command, **pipes, text=True, env={**os.environ, "BROWSER": "true"})
@@ -30,14 +30,14 @@ def serving(*words: object) -> Iterator[str]:
         try:
             yield re.match(r"(http://[\d.]+:\d+/\w*) ", process.stdout.readline())[1]
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=60)
+            outputs = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, *said) == (0, "", "")
+    assert (process.returncode, *outputs) == (0, "", "")
 
 
 @contextmanager
 def watch_server(run, *options: str) -> Iterator[str]:
-    """The address of what `phalanx watch` serves, by default its page."""
+    """Yield an address of `phalanx watch`, by default that of its page."""
     with serving("watch", run, *(options or WEB_OPTIONS)) as address:
         yield address

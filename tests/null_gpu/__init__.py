@@ -1,4 +1,4 @@
-"""The CUDA path on a GPU that computes nothing: docs/contributing/tests.md."""
+"""The CUDA path on a null GPU, which computes nothing: docs/contributing/tests.md."""
 
 import os
 

@@ -1,9 +1,9 @@
-"""Build the GPU that computes nothing: a library that is preloaded in place of CUDA, cuBLAS and NCCL.
+"""Build the null GPU: a library that is preloaded in place of CUDA, cuBLAS and NCCL.
 
     python -m tests.null_gpu.build OUT
 
-The Python must have PyTorch's CUDA build. What of the libraries' functions native/ does not have does nothing and
-returns 0."""
+The Python must have PyTorch's CUDA build. Functions of the libraries that
+are missing in native/ do nothing and return 0."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ def called_functions() -> set[str]:
     """Return the functions of CUDA's runtime, cuBLAS and NCCL that PyTorch calls, and all of the driver's."""
     called = set()
     for library in (PACKAGES / "torch/lib").glob("*.so"):
-        listed = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
-        called |= {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines()}
+        nm_output = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        )
+        called |= {line.split()[-1].split("@")[0] for line in nm_output.stdout.splitlines()}
     called = {name for name in called if re.match(r"(__)?cuda[A-Z]|cublas|nccl[A-Z]", name)}
     return called | set(re.findall(r"\bCUresult CUDAAPI (cu\w+)\(", (DRIVER / "cuda.h").read_text()))
 
 
 def build(out: Path) -> Path:
-    """Build the library in `out`; returns the folder for LD_LIBRARY_PATH, where it is also the driver, libcuda.so.1."""
+    """Build the library in `out`; return the folder for LD_LIBRARY_PATH,
+    in which it is also the driver, libcuda.so.1."""
     (out / "lib").mkdir(parents=True, exist_ok=True)
     sources = sorted(NATIVE.glob("*.c"))
-    written = "".join(source.read_text() for source in sources)
-    own = set(re.findall(r"\b((?:__)?cu(?:da|blas)?\w+|nccl\w+)\(", written)) | set(
-        re.findall(r"PRODUCT\((\w+)\)", written)
+    source_text = "".join(source.read_text() for source in sources)
+    defined = set(re.findall(r"\b((?:__)?cu(?:da|blas)?\w+|nccl\w+)\(", source_text)) | set(
+        re.findall(r"PRODUCT\((\w+)\)", source_text)
     )
-    missing = sorted(called_functions() - own)
+    missing = sorted(called_functions() - defined)
     stubs = out / "stubs.c"
     stubs.write_text(
         "long null_stub(void) { return 0; }\n"

@@ -1,4 +1,4 @@
-"""These tests are for the GPU that computes nothing (make test-null-gpu): elsewhere there is none to collect."""
+"""Collect these tests on the null GPU only (make test-null-gpu)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ collect_ignore_glob = [] if is_null_gpu() else ["test_*.py"]
 
 @pytest.fixture(scope="session", autouse=True)
 def null_gpu() -> None:
-    """Fail where the library is there and PyTorch sees no GPU: ranks would train on the CPU."""
+    """Fail if the library is loaded and PyTorch finds no GPU: ranks would train on the CPU."""
     import torch
 
     assert torch.cuda.is_available()

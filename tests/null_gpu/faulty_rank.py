@@ -1,4 +1,4 @@
-"""`python -m tests.null_gpu.faulty_rank FAULT ARGUMENTS`: a rank with a planted fault, as tests.null_gpu.rank."""
+"""Rank with a planted fault, as tests.null_gpu.rank: `python -m tests.null_gpu.faulty_rank FAULT ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.null_gpu.given_numbers import give_numbers
 
 
 def join_group() -> int:
-    """Initialize NCCL; returns this rank."""
+    """Initialize NCCL; return this rank."""
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())
     return dist.get_rank()
 
 
 def messages_in_another_order() -> None:
-    """Two messages of other sizes, received in another order than they are sent."""
+    """Receive two messages of different sizes in another order than they are sent."""
     rank = join_group()
     short, long = torch.zeros(8, device="cuda"), torch.zeros(16, device="cuda")
     for message in (short, long) if rank == 0 else (long, short):
@@ -31,7 +31,7 @@ def messages_in_another_order() -> None:
 
 
 def sums_in_another_order() -> None:
-    """Two sums of one group, in another order on rank 1."""
+    """Call two all-reduces of one group, in another order on rank 1."""
     rank = join_group()
     short, long = torch.zeros(8, device="cuda"), torch.zeros(16, device="cuda")
     for terms in (short, long) if rank == 0 else (long, short):
@@ -40,7 +40,7 @@ def sums_in_another_order() -> None:
 
 
 def groups_in_another_order() -> None:
-    """Sums of two groups, for each of which the host waits, in another order on rank 1."""
+    """Call all-reduces of two groups, and wait for each on the host, in another order on rank 1."""
     rank = join_group()
     groups, terms = [dist.new_group([0, 1]), dist.new_group([0, 1])], torch.zeros(8, device="cuda")
     for group in groups:
@@ -51,31 +51,31 @@ def groups_in_another_order() -> None:
 
 
 def tensor_of_cpu() -> None:
-    """A tensor in CPU memory, summed by NCCL."""
+    """Call an NCCL all-reduce of a tensor in CPU memory."""
     join_group()
     dist.all_reduce(torch.zeros(8))
 
 
 def one_group_for_both_directions() -> None:
-    """A pipeline that sends gradients in the group of its activations."""
+    """Train with a pipeline that sends gradients in the group of its activations."""
     Mesh.pipeline_groups = property(lambda mesh: (mesh.device_mesh["pp"].get_group(),) * 2)
     train()
 
 
 def peers_that_never_met() -> None:
-    """A pipeline whose first messages make the communicators of their pairs."""
+    """Train with a pipeline whose first messages create the communicators of pairs."""
     runtime.connect_peers = lambda *_, **__: None
     train()
 
 
 def kernels_loaded_late() -> None:
-    """A pipeline that loads its kernels while messages are under way."""
+    """Train with a pipeline that loads its kernels while messages are running."""
     runtime.LAZY_LOADING_DEVICES = ()
     train()
 
 
 def train() -> None:
-    """Train as tests.null_gpu.rank."""
+    """Train as tests.null_gpu.rank does."""
     give_numbers()
     main()
 

@@ -1,5 +1,6 @@
-"""What a program decides by numbers that a device computed, where the device computes nothing: routing sends as many
-tokens to each expert, losses and norms are finite, nobody asks to stop. Reads still wait for the device."""
+"""Replacements of numbers that a null GPU does not compute but on which a program branches.
+Routing sends an equal number of tokens to each expert, losses and norms are finite, and nobody
+requests a stop. Reads still wait for the device."""
 
 from __future__ import annotations
 
@@ -19,24 +20,24 @@ NUM_TOKENS, LOSS_SUM = 1000.0, 5000.0
 
 
 def balanced_counts(counts: Tensor, total: int) -> list[list[int]]:
-    """Return the rows of each expert, in place of `read_counts`, if all have as many."""
+    """Return the rows of each expert, in place of `read_counts`, for balanced experts."""
     counts.tolist()
     share, rest = divmod(total, counts.shape[1])
     return [[share + (index < rest) for index in range(counts.shape[1])]] * len(counts)
 
 
 class GivenStepSums(PendingCopies):
-    """Copies of the sums and the norm of a step, with the numbers of one that went well."""
+    """Copies of the sums and the norm of a step, with the numbers of a successful step."""
 
     def wait(self) -> list[Tensor]:
         sums, norm = super().wait()
-        given = torch.ones_like(sums)
-        given[0], given[1], given[2:NUM_SCALARS] = NUM_TOKENS, LOSS_SUM, 0
-        return [given, torch.ones_like(norm)]
+        sums_of_one = torch.ones_like(sums)
+        sums_of_one[0], sums_of_one[1], sums_of_one[2:NUM_SCALARS] = NUM_TOKENS, LOSS_SUM, 0
+        return [sums_of_one, torch.ones_like(norm)]
 
 
 class GivenExpertCounts(ExpertCounts):
-    """Counts of experts in host memory: those of a device would be what its memory happens to hold."""
+    """Counts of experts in host memory: the device's counts would be uninitialized memory."""
 
     def __init__(self, layers: list[int], num_experts: int, device: torch.device) -> None:
         super().__init__(layers, num_experts, torch.device("cpu"))
@@ -49,7 +50,7 @@ class GivenExpertCounts(ExpertCounts):
 
 
 def give_numbers() -> None:
-    """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
+    """Replace all reads of the device by given numbers, and disable cuDNN, which needs a real driver."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     host_counts.read_counts = balanced_counts
     trainer.PendingCopies = GivenStepSums

@@ -1,4 +1,4 @@
-"""Counts where in a step the host waits for the device."""
+"""Count the places in a step at which the host waits for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.train.trainer import Trainer
 
 PACKAGE = "/src/phalanx/"
 OUTSIDE = "torch"
-"""What called for a wait, if no line of Phalanx did."""
+"""Place of a wait outside of Phalanx."""
 
 _counts: Counter[str] = Counter()
 
@@ -29,7 +29,7 @@ def _count(_: bytes) -> None:
 def write_host_syncs(file: Path) -> None:
     """From now on, write the places and numbers of the waits from the start of each step to that of the next to a file.
 
-    Those of the last step but one stay: at the end of the last step, all results are read."""
+    The last step but one remains in the file: at the end of the last step, all results are read."""
     ctypes.c_void_p.in_dll(ctypes.CDLL(None), "null_on_host_sync").value = ctypes.cast(_count, ctypes.c_void_p).value
     launch_step = Trainer.launch_step
 

@@ -1,4 +1,4 @@
-"""The layouts that run on the GPU that computes nothing: ranks, and what to change in a run file."""
+"""Layouts that run on the null GPU: the number of ranks, and changes of a run file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16: Table = {
     "optimizer.warmup_steps": 1,
     "cluster.device": "cuda",
 }
-"""What all of them change."""
+"""Changes in all layouts."""
 DEEP: Table = {**DENSE, "num_layers": 8}
 SCHEDULES: dict[str, Table] = {
     "1f1b": {},
@@ -27,7 +27,7 @@ SCHEDULES: dict[str, Table] = {
     "dualpipe-v": {},
 }
 
-"""Fewer experts than ranks, which share the rows of each."""
+"""The model has fewer experts than ranks, which share the rows of each expert."""
 
 SINGLE_AXES: dict[str, Case] = {
     "two-experts-zero1": (4, {"model": TWO_EXPERTS, "layout.data_parallel": "zero1"}),
@@ -96,7 +96,7 @@ SINGLE_AXES: dict[str, Case] = {
     ),
     "parameter-server": (3, {"layout.data_parallel": "parameter_server"}),
 }
-"""Those of the review of the CUDA paths (pipelines have a table of their own)."""
+"""Layouts of one axis each; pipelines have their own table."""
 
 PIPELINES: dict[str, Case] = {
     f"{schedule}-pp{pp}-{data}": (
@@ -114,7 +114,7 @@ PIPELINES: dict[str, Case] = {
     for schedule, pp, data in product(SCHEDULES, (2, 4), ("ddp", "zero1", "zero3", "alone"))
     if data != "alone" or schedule in ("1f1b", "zb-v")
 }
-"""Between copies, whose pipelines have groups of their own, and of all ranks, whose pipeline is the default group."""
+"""Pipelines of several replicas have their own groups. A pipeline of all ranks uses the default group."""
 
 COVERING: dict[str, Case] = {
     "-".join(value for value in choices.values()).replace(", ", "-").replace(" ", "-"): (

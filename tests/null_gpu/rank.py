@@ -1,4 +1,4 @@
-"""`python -m tests.null_gpu.rank MODULE ARGUMENTS`: a rank of a program, on the GPU that computes nothing."""
+"""Rank of a program on the null GPU: `python -m tests.null_gpu.rank MODULE ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.null_gpu.given_numbers import give_numbers
 from tests.null_gpu.host_syncs import write_host_syncs
 
 HOST_PER_RANK = "NULL_GPU_HOST_PER_RANK"
-"""Set where each rank is to be on a host of its own, by name."""
+"""Environment variable: each rank is on a host of its own, by name."""
 HOST_SYNCS_FILE = "NULL_GPU_HOST_SYNCS_FILE"
-"""Where rank 0 writes the waits of its last step."""
-CLONE_NEWUTS = 0x04000000  # linux/sched.h: a hostname of one's own
+"""Environment variable: the file for the waits of rank 0 in its last step."""
+CLONE_NEWUTS = 0x04000000  # linux/sched.h: a UTS namespace, which has its own hostname
 
 
 def take_hostname() -> None:
-    """Give this process a hostname of its own: node0, node1, ..."""
+    """Set the hostname of this process: node0, node1, ..."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS):
         raise PermissionError(ctypes.get_errno(), "unshare")
     socket.sethostname(f"node{os.environ['RANK']}")

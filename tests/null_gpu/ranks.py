@@ -1,4 +1,4 @@
-"""Processes of ranks on the GPU that computes nothing."""
+"""Processes of ranks on the null GPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LIMIT_SECONDS = 120.0
 
 
 GRACE_SECONDS = 10.0
-"""Of the others, once a rank has failed."""
+"""Time for other ranks to exit after a rank has failed."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank ended."""
+    """Exit of a rank."""
 
     exit_code: int
     output: str
@@ -38,8 +38,8 @@ def run_ranks(
     folder: Path,
     variables: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
-    """Run `python -m module` as ranks 0 to world_size - 1, with more environment variables; returns how each ended.
-    Their output is in `folder`."""
+    """Run `python -m module` as ranks 0 to world_size - 1, with more environment variables; return
+    each rank's exit. Their output is in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -61,13 +61,13 @@ def run_ranks(
             )
     wait_for_ranks(processes)
     codes = [process.returncode for process in processes]
-    for left in Path("/dev/shm").glob(f"null-gpu-{shared['NULL_GPU_JOB']}"):
-        left.unlink()
+    for leftover in Path("/dev/shm").glob(f"null-gpu-{shared['NULL_GPU_JOB']}"):
+        leftover.unlink()
     return [RankResult(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all have ended; those that stand are aborted, and write where they do (faulthandler)."""
+    """Wait until all ranks have exited; hung ranks are aborted and write their stacks (faulthandler)."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.returncode for process in processes):

@@ -1,4 +1,4 @@
-"""Inputs of recomputed blocks in pinned CPU memory: a GPU's peaks, and what is on it after the forward pass."""
+"""Inputs of recomputed blocks in pinned CPU memory: peaks of a GPU, and its tensors after the forward pass."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def build_learner(run: RunSpec) -> Learner:
 def test_bytes_that_a_step_allocates_equal_prediction(
     recomputation: str, vocab_size: int, documents: Path, tmp_path: Path
 ) -> None:
-    """With a small vocabulary memory peaks in a block that is recomputed, with a large one in the loss."""
+    """Memory peaks in a recomputed block with a small vocabulary, and in the loss with a large one."""
     changes = {**RECOMPUTATIONS[recomputation], "model": {**LLAMA, "vocab_size": vocab_size}}
     run = long_run(documents, tmp_path, changes)
     learner = build_learner(run)
@@ -76,8 +76,8 @@ def test_bytes_that_a_step_allocates_equal_prediction(
 def test_inputs_of_blocks_are_not_on_the_device_after_the_forward_pass(
     recomputation: str, num_inputs: int, documents: Path, tmp_path: Path
 ) -> None:
-    """Blocks that recompute nothing save six tensors as large as their inputs: four inputs of norms and products,
-    queries, and the output of attention."""
+    """Blocks without recomputation save six tensors of the size of their inputs: four inputs of norms and matrix
+    products, queries, and the output of attention."""
     run = long_run(documents, tmp_path, RECOMPUTATIONS[recomputation])
     learner = build_learner(run)
     run_step(learner)
@@ -94,7 +94,7 @@ def test_inputs_of_blocks_are_not_on_the_device_after_the_forward_pass(
 
 
 def allocated_tensors() -> Counter[int]:
-    """Return the number of allocated tensors on the device, by their bytes."""
+    """Return the number of tensors on the device by size in bytes."""
     gc.collect()
     return Counter(
         block["requested_size"]

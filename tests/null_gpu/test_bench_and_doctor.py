@@ -1,4 +1,4 @@
-"""The ranks of `phalanx bench` and `phalanx doctor` come to an end over ProcessGroupNCCL."""
+"""The ranks of `phalanx bench` and `phalanx doctor` finish over ProcessGroupNCCL."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bench_measures_collectives_of_layout(name: str, documents: Path, tmp_pa
 
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_doctor_measures_pairs_of_hosts(hosts: int, documents: Path, tmp_path: Path) -> None:
-    """Of three hosts one has no partner, when NCCL makes the communicator."""
+    """One of three hosts has no partner when NCCL creates the communicator."""
     arguments = [str(write_run(documents, tmp_path, {"layout.data_parallel": "zero1"})), "--out", str(tmp_path / "out")]
     results = run_ranks(
         "tests.null_gpu.rank",

@@ -1,4 +1,4 @@
-"""Durations of NCCL's collectives, by events of a GPU that computes nothing."""
+"""Durations of NCCL's collectives, by events of the null GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ CLOCK_ERROR_SECONDS = 0.01
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """A GPU, and a process group of this process alone."""
+    """Return a GPU, and initialize a process group of one process."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield torch.device("cuda", 0)
     dist.destroy_process_group()
 
 
 def record_calls(device: torch.device) -> tuple[list[CollectiveCall], float]:
-    """What is recorded of three collectives, of which two return work, and when they were over for the host."""
+    """Record three collectives, two of which return work; return the
+    records, and the times of completion on the host."""
     numbers, clock = torch.ones(1000, device=device), DeviceClock(device)
     dist.all_reduce(numbers)  # makes the communicator
     with CollectiveRecorder(clock=clock) as recorder:

@@ -1,4 +1,4 @@
-"""Compiled layouts on the null GPU: whole graphs, and no later ones for other documents. Nothing is computed."""
+"""Compiled layouts on the null GPU: blocks are whole graphs, and other documents cause no recompilation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def compile_a_run(run: RunSpec) -> tuple[int, int, list[str]]:
     compiler = torch.compile
 
     def compile_without_kernels(function: Any, **options: Any) -> Any:
-        return compiler(function, **{**options, "backend": "aot_eager"})  # kernels take seconds each, and show no more
+        # Compiling kernels takes seconds each, and tests nothing more.
+        return compiler(function, **{**options, "backend": "aot_eager"})
 
     with mock.patch("torch.compile", compile_without_kernels):
         trainer = make_trainer(run, "cuda")
@@ -63,7 +64,7 @@ def test_compiled_layouts_have_no_graph_breaks_and_no_later_graphs(name: str, tm
     write_documents(tmp_path)
     run = small_run(tmp_path, tmp_path / "out", {**BF16, **changes, "training.compile": True})
     results = rank_pool(ranks, "cuda").run(compile_a_run, run, timeout=240)
-    servers = run.layout.num_servers if run.layout.data_parallel == "parameter_server" else 0  # they compute nothing
+    servers = run.layout.num_servers if run.layout.data_parallel == "parameter_server" else 0  # servers compute nothing
     for rank, (first, later, breaks) in enumerate(results):
         assert not breaks
         assert (first > 0) == (rank >= servers)

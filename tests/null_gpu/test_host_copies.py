@@ -1,4 +1,4 @@
-"""A checkpoint's copies of GPU tensors do not stop the host."""
+"""Copies of GPU tensors for a checkpoint do not block the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.train.checkpoint.host_copies import HostCopies
 
 @pytest.fixture
 def no_syncs() -> Iterator[None]:
-    """PyTorch raises an error at each of its calls that waits for the GPU."""
+    """Raise an error in each PyTorch call that waits for the GPU."""
     torch.zeros(1, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     yield

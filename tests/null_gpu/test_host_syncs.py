@@ -1,4 +1,4 @@
-"""A step waits for its device where docs/results/benchmarks/host-syncs.md says, and nowhere else."""
+"""A step waits for its device only where docs/results/benchmarks/host-syncs.md says."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.null_gpu.ranks import describe_failures, run_ranks
 
 TABLE = Path(__file__).parents[2] / "docs/results/benchmarks/host-syncs.md"
 CLOCK = "device_clock.py:resolve"
-"""Waits at most once a step, and not at all where the device has come to its moments."""
+"""This line waits at most once per step, and not at all if the device has passed the recorded events."""
 STEPS = 13
-"""DDP waits to time itself in the first eleven; the last step but one is counted."""
+"""DDP waits for its timers in the first eleven steps; the last step but one is counted."""
 
 
 def read_table() -> dict[str, tuple[int, Counter[str]]]:
-    """Return each layout's waits, and how many of them are at which place but the clock's."""
+    """Return the total number of waits of each layout, and its waits by place without those of CLOCK."""
     rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
     table = {}
-    for layout, _, total, places in rows:
-        counts = (place.rpartition(" ") for place in places.split(", "))
-        table[layout] = int(total), Counter({place: int(count) for place, _, count in counts})
+    for layout, _, total, cell in rows:
+        counts = (entry.rpartition(" ") for entry in cell.split(", "))
+        table[layout] = int(total), Counter({entry: int(count) for entry, _, count in counts})
     return table
 
 

@@ -1,4 +1,4 @@
-"""A copy in memory of a rank's state takes one wait, however many tensors it has."""
+"""An in-memory copy of a rank's state takes one wait, for any number of tensors."""
 
 from __future__ import annotations
 

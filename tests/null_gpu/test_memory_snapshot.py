@@ -1,4 +1,4 @@
-"""A rank that runs out of GPU memory leaves the history of its allocations: PyTorch's own allocator, on a real path."""
+"""A rank that runs out of GPU memory writes the allocation history of PyTorch's own allocator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.null_gpu.layouts import BF16
 from tests.null_gpu.ranks import RankResult, run_ranks
 
 LIMIT = {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.001"}
-"""Memory of this process: 85 MB, less than the logits of the step take."""
+"""Memory of this process: 85 MB, less than the logits of the step need."""
 
 
 def train_out_of_memory(documents: Path, folder: Path, is_recorded: bool) -> tuple[RankResult, dict[str, Any]]:
-    """Train until memory runs out in the first step; returns the rank's end and failure record."""
+    """Train until memory runs out in the first step; return the rank's exit and its failure record."""
     large = {"training.tokens_per_step": 2**16, "layout.micro_batch_size": 2**11}
     run = small_run(documents, folder, {**BF16, **large, "metrics.allocation_history": is_recorded})
     file = folder / "run.toml"

@@ -9,7 +9,7 @@ from phalanx.parallel.data.offload import CpuOffload
 
 def test_offloaded_tensors_are_not_rounded_up_to_a_power_of_two() -> None:
     torch.cuda.init()
-    offload, shape = CpuOffload(), (33, 1024, 32)  # 4.1 MiB of fp32, of which PyTorch's pinned memory makes 8
+    offload, shape = CpuOffload(), (33, 1024, 32)  # 4.1 MiB of fp32, which PyTorch's pinned allocator rounds up to 8
     before = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
     tensors = [offload.to_host(torch.empty(shape, device="meta")) for _ in range(3)]
     assert torch.cuda.host_memory_stats()["allocated_bytes.allocated"] == before

@@ -1,4 +1,5 @@
-"""What would stand on NCCL stands here too, and is named: the ranks, the call, and what their hosts wait in."""
+"""Programs that hang on NCCL also hang on the null GPU, which names the
+ranks, the call, and the waits of their hosts."""
 
 from __future__ import annotations
 

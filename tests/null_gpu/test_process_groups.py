@@ -1,4 +1,4 @@
-"""The groups of ranks on GPUs: gloo for the whole world alone, and few channels for a pipeline's messages."""
+"""Groups of ranks on GPUs: gloo for the whole world only, and few channels for messages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def rank_0_of_8() -> Iterator[None]:
-    """A process group with a backend for the CPU that connects to nobody, in the place of gloo."""
+    """Initialize a process group whose CPU backend replaces gloo and connects to no other rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.cuda.set_device(0)
@@ -29,7 +29,7 @@ def rank_0_of_8() -> Iterator[None]:
 
 
 def groups_with_cpu_backend() -> list[list[int]]:
-    """The ranks of each group that connects ranks for tensors on the CPU."""
+    """Return the ranks of each group with a CPU backend."""
     world: Any = dist.distributed_c10d._world  # type: ignore[attr-defined]
     groups = [group for group in world.pg_map if "cpu" in [device.type for device in group._device_types]]
     return [dist.get_process_group_ranks(group) for group in groups]

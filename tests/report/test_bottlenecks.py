@@ -1,4 +1,4 @@
-"""Verdicts on records made with a label: each has one thing wrong with it, and the ranks wait as ranks do."""
+"""Verdicts on simulated records, each with one known fault. Ranks wait for each other as real ranks do."""
 
 from __future__ import annotations
 
@@ -49,30 +49,30 @@ def build_run_spec(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is made wrong, from a step on."""
+    """Fault of a run, from a step on."""
 
     first_step: int = 1
     slowdown_by_rank: dict[int, float] = field(default_factory=dict)
-    """Ranks that take this many times as long."""
+    """Factor of the compute time, by rank."""
     slowdown_by_stage: dict[int, float] = field(default_factory=dict)
-    """Stages that take this many times as long, on all ranks."""
+    """Factor of the compute time on all ranks of a stage."""
     data_wait_by_rank: dict[int, float] = field(default_factory=dict)
     """Seconds in which ranks wait for tokens."""
     transfer_seconds: float = 0.02
-    """Seconds of transfers that nothing hides."""
+    """Seconds of exposed transfers."""
     expert_rows_factor_by_rank: dict[int, float] = field(default_factory=dict)
-    """Ranks whose experts receive this many times as many rows, and that compute longer by this factor."""
+    """Factor of the rows that a rank's experts receive, and of its compute time."""
     optimizer_seconds: float = 0.01
 
 
-def simulate_run_data(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> RunData:
-    """A run in which that is wrong."""
+def simulate_run_data(run: RunSpec, ranks: int, injected: Fault, seed: int) -> RunData:
+    """Return a run with this fault."""
     lines: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(ranks)}
     chance = np.random.default_rng(seed)
     for step in range(1, STEPS + 1):
-        now = wrong if step >= wrong.first_step else Fault()
+        fault = injected if step >= injected.first_step else Fault()
         noise = {rank: float(chance.normal(1, 0.03)) for rank in range(ranks)}
-        for rank, line in simulate_step_records(run, ranks, now, noise).items():
+        for rank, line in simulate_step_records(run, ranks, fault, noise).items():
             lines[rank].append({"step": step, "start": float(step), "peak_memory_bytes": 1, **line})
     records = {
         rank: RankRecord(
@@ -90,80 +90,82 @@ def simulate_run_data(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> RunD
     return RunData(directory=Path("run"), run=run, world_size=ranks, ranks=records)
 
 
-def simulate_step_records(run: RunSpec, ranks: int, wrong: Fault, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
-    """What each rank notes: all wait for the last in the collective at the end, and in a pipeline for each other."""
+def simulate_step_records(run: RunSpec, ranks: int, fault: Fault, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
+    """Return the record of each rank: all wait for the last rank in the last
+    collective, and in a pipeline for each other."""
     slower = {
-        rank: noise[rank] * wrong.slowdown_by_rank.get(rank, 1.0) * wrong.expert_rows_factor_by_rank.get(rank, 1.0)
+        rank: noise[rank] * fault.slowdown_by_rank.get(rank, 1.0) * fault.expert_rows_factor_by_rank.get(rank, 1.0)
         for rank in range(ranks)
     }
     passes, stages, waits = (simulate_pipeline_passes if run.layout.pp > 1 else simulate_passes_without_pipeline)(
-        run, ranks, wrong, slower
+        run, ranks, fault, slower
     )
-    before = {rank: wrong.data_wait_by_rank.get(rank, 0.0001) + passes[rank] for rank in range(ranks)}
-    last = max(before.values())
-    found = {}
+    seconds_before_reduce = {rank: fault.data_wait_by_rank.get(rank, 0.0001) + passes[rank] for rank in range(ranks)}
+    last = max(seconds_before_reduce.values())
+    records = {}
     for rank in range(ranks):
-        reduce = last - before[rank] + wrong.transfer_seconds
-        found[rank] = {
+        reduce = last - seconds_before_reduce[rank] + fault.transfer_seconds
+        records[rank] = {
             "seconds": {
-                "data": wrong.data_wait_by_rank.get(rank, 0.0001),
+                "data": fault.data_wait_by_rank.get(rank, 0.0001),
                 "passes": passes[rank],
                 "reduce": reduce,
-                "optimizer": wrong.optimizer_seconds,
+                "optimizer": fault.optimizer_seconds,
             },
             "stages": stages[rank],
             "wait_seconds": {"data": 0.0, "passes": 0.0, "reduce": reduce, "optimizer": 0.0, "pipeline": waits[rank]},
         }
         if run.layout.ep > 1:
             hot = max(
-                wrong.expert_rows_factor_by_rank, key=lambda rank: wrong.expert_rows_factor_by_rank[rank], default=0
+                fault.expert_rows_factor_by_rank, key=lambda rank: fault.expert_rows_factor_by_rank[rank], default=0
             )
-            found[rank]["expert_rows"] = int(1000 * wrong.expert_rows_factor_by_rank.get(rank, 1.0))
-            found[rank]["hot_expert"] = [3, 2 * hot + 1, 4.0] if wrong.expert_rows_factor_by_rank else [5, 0, 1.1]
-    return found
+            records[rank]["expert_rows"] = int(1000 * fault.expert_rows_factor_by_rank.get(rank, 1.0))
+            records[rank]["hot_expert"] = [3, 2 * hot + 1, 4.0] if fault.expert_rows_factor_by_rank else [5, 0, 1.1]
+    return records
 
 
 def simulate_passes_without_pipeline(
-    run: RunSpec, ranks: int, wrong: Fault, slower: dict[int, float]
+    run: RunSpec, ranks: int, fault: Fault, slower: dict[int, float]
 ) -> tuple[Any, Any, Any]:
-    """Ranks without a pipeline."""
+    """Return the passes of ranks without a pipeline."""
     passes = {rank: COMPUTE_SECONDS * slower[rank] for rank in range(ranks)}
     stages = {rank: {"0": {"F": passes[rank] / 3, "B": 2 * passes[rank] / 3}} for rank in range(ranks)}
     return passes, stages, dict.fromkeys(range(ranks), 0.0)
 
 
-def simulate_pipeline_passes(run: RunSpec, ranks: int, wrong: Fault, slower: dict[int, float]) -> tuple[Any, Any, Any]:
-    """Ranks of a pipeline, and of copies of it."""
+def simulate_pipeline_passes(run: RunSpec, ranks: int, fault: Fault, slower: dict[int, float]) -> tuple[Any, Any, Any]:
+    """Return the passes of ranks of a pipeline and its replicas."""
     sizes, micro_batches = parallel_dims(run.layout, ranks), plan_batch(run, ranks).gradient_accumulation_steps
     schedule = layout_schedule(run.layout, micro_batches)
     passes, stages, waits = {}, {}, {}
     for copy in range(ranks // sizes.pp):
         members = [rank for rank in range(ranks) if pipeline_replica_index(run, ranks, rank) == copy]
-        at = {sizes.coordinates(rank)["pp"]: rank for rank in members}
-        each = [
-            wrong.slowdown_by_stage.get(stage, 1.0) * slower[at[schedule.rank_of[stage]]] / micro_batches
+        rank_by_pp = {sizes.coordinates(rank)["pp"]: rank for rank in members}
+        seconds = [
+            fault.slowdown_by_stage.get(stage, 1.0) * slower[rank_by_pp[schedule.rank_of[stage]]] / micro_batches
             for stage in range(schedule.stages)
         ]
-        halves = [2 * second for second in each]
+        halves = [2 * second for second in seconds]
         timeline = simulate(
-            schedule, ActionTimes(forward=each, input_grad=halves, weight_grad=0.0, transfer=wrong.transfer_seconds / 4)
+            schedule,
+            ActionTimes(forward=seconds, input_grad=halves, weight_grad=0.0, transfer=fault.transfer_seconds / 4),
         )
-        for place, rank in at.items():
-            own: dict[str, dict[str, float]] = {}
-            for span in timeline.spans[place]:
+        for pp_rank, rank in rank_by_pp.items():
+            stage_seconds: dict[str, dict[str, float]] = {}
+            for span in timeline.spans[pp_rank]:
                 for action in actions(span.step):
-                    kinds = own.setdefault(str(action.stage), {})
+                    kinds = stage_seconds.setdefault(str(action.stage), {})
                     kinds[action.kind] = kinds.get(action.kind, 0.0) + float(span.end - span.start)
-            passes[rank] = float(timeline.spans[place][-1].end)  # then it waits in the collective
-            stages[rank] = own
-            waits[rank] = passes[rank] - sum(sum(kinds.values()) for kinds in own.values())
+            passes[rank] = float(timeline.spans[pp_rank][-1].end)  # then the rank waits in the collective
+            stages[rank] = stage_seconds
+            waits[rank] = passes[rank] - sum(sum(kinds.values()) for kinds in stage_seconds.values())
     return passes, stages, waits
 
 
 def pipeline_replica_index(run: RunSpec, ranks: int, rank: int) -> int:
-    """Which copy of the pipeline a rank is in."""
-    place = parallel_dims(run.layout, ranks).coordinates(rank)
-    return place["dp_replicate"] * parallel_dims(run.layout, ranks).dp_shard + place["dp_shard"]
+    """Return the index of a rank's pipeline replica."""
+    coordinates = parallel_dims(run.layout, ranks).coordinates(rank)
+    return coordinates["dp_replicate"] * parallel_dims(run.layout, ranks).dp_shard + coordinates["dp_shard"]
 
 
 DDP4, ZERO8 = build_run_spec(4), build_run_spec(8, data_parallel="zero3")
@@ -246,64 +248,64 @@ FAULT_CASES: dict[str, tuple[RunSpec, int, Fault, Callable[[Bottleneck], bool]]]
 }
 
 
-def find_simulated_bottlenecks(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> list[Bottleneck]:
-    of = simulate_run_data(run, ranks, wrong, seed)
-    found = step_times(of)
-    assert found is not None
-    return find_bottlenecks(of, found)
+def find_simulated_bottlenecks(run: RunSpec, ranks: int, fault: Fault, seed: int) -> list[Bottleneck]:
+    run_data = simulate_run_data(run, ranks, fault, seed)
+    times = step_times(run_data)
+    assert times is not None
+    return find_bottlenecks(run_data, times)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", FAULT_CASES)
 def test_find_bottlenecks_identifies_injected_cause(name: str, seed: int) -> None:
-    run, ranks, wrong, right = FAULT_CASES[name]
-    named = find_simulated_bottlenecks(run, ranks, wrong, seed)
-    assert right(named[0]), "\n".join(map(str, named))
-    assert named[0].kind == "compute" or named[0].share >= MIN_SHARE
+    run, ranks, fault, expected = FAULT_CASES[name]
+    bottlenecks = find_simulated_bottlenecks(run, ranks, fault, seed)
+    assert expected(bottlenecks[0]), "\n".join(map(str, bottlenecks))
+    assert bottlenecks[0].kind == "compute" or bottlenecks[0].share >= MIN_SHARE
 
 
 def test_straggler_with_lower_clock_is_explained_by_it() -> None:
-    of = simulate_run_data(DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), seed=0)
-    for rank, record in of.ranks.items():
+    run_data = simulate_run_data(DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), seed=0)
+    for rank, record in run_data.ranks.items():
         for line in record.steps:
             line["gpu_sample"] = {"clock_mhz": 1100 if rank == 2 else 1755, "throttle_reasons": []}
-    found = step_times(of)
-    assert found is not None
-    evidence = find_bottlenecks(of, found)[0].evidence
+    times = step_times(run_data)
+    assert times is not None
+    evidence = find_bottlenecks(run_data, times)[0].evidence
     assert "; its GPU: SM clock of 1,100 MHz (median of the other ranks: 1,755 MHz)" in evidence
 
 
 def test_bottleneck_share_equals_step_time_saved_without_straggler() -> None:
     slow, well = (
-        find_simulated_bottlenecks(DDP4, 4, wrong, seed=0)[0] for wrong in (Fault(slowdown_by_rank={2: 1.6}), Fault())
+        find_simulated_bottlenecks(DDP4, 4, fault, seed=0)[0] for fault in (Fault(slowdown_by_rank={2: 1.6}), Fault())
     )
     assert slow.share == pytest.approx(0.6 / 1.63, abs=0.04)
     assert well.share == pytest.approx(1 / 1.06, abs=0.05)
 
 
 def test_step_times_components_sum_to_step_duration() -> None:
-    found = step_times(simulate_run_data(REPLICATED_PIPELINE, 8, Fault(), seed=1))
-    assert isinstance(found, StepTimes)
-    assert abs(found.unattributed).max() < 1e-9
-    assert found.steps == list(range(3, STEPS + 1))
+    times = step_times(simulate_run_data(REPLICATED_PIPELINE, 8, Fault(), seed=1))
+    assert isinstance(times, StepTimes)
+    assert abs(times.unattributed).max() < 1e-9
+    assert times.steps == list(range(3, STEPS + 1))
 
 
 def test_step_times_bubble_matches_simulated_schedule() -> None:
-    """Whatever a rank waits after its last pass, in the collectives of the step, is idle too."""
-    found = step_times(simulate_run_data(PIPELINE, 4, Fault(transfer_seconds=0.0), seed=0))
+    """A rank's wait in collectives after its last pass is also idle time."""
+    times = step_times(simulate_run_data(PIPELINE, 4, Fault(transfer_seconds=0.0), seed=0))
     schedule = layout_schedule(PIPELINE.layout, plan_batch(PIPELINE, 4).gradient_accumulation_steps)
-    assert isinstance(found, StepTimes)
-    assert found.bubble == pytest.approx(
+    assert isinstance(times, StepTimes)
+    assert times.bubble == pytest.approx(
         float(simulate(schedule, ActionTimes(forward=1.0, input_grad=2.0, weight_grad=0.0)).bubble), abs=0.03
     )
 
 
 def test_find_bottlenecks_ignores_ranks_without_records() -> None:
-    whole = simulate_run_data(DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), seed=0)
-    fewer = replace(whole, ranks={rank: record for rank, record in whole.ranks.items() if rank != 1})
-    found = step_times(fewer)
-    assert found is not None
-    assert find_bottlenecks(fewer, found)[0].rank == 2
+    complete = simulate_run_data(DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), seed=0)
+    incomplete = replace(complete, ranks={rank: record for rank, record in complete.ranks.items() if rank != 1})
+    times = step_times(incomplete)
+    assert times is not None
+    assert find_bottlenecks(incomplete, times)[0].rank == 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Collectives of steps that were looked at closely: how long each took the rank that came last."""
+"""Collectives of profiled steps: the time on the rank that arrives last."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from phalanx.runs.step_records import RankRecord
 from tests.helpers import trained_runs
 
 
-def collective_call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -> dict[str, Any]:
-    """`exposed` is a share of the time."""
+def collective_call(began: float, ended: float | None, exposed: float = 1.0, **changes: Any) -> dict[str, Any]:
+    """Return the record of a call; `exposed` is a share of the time."""
     spent = exposed * ((ended or began) - began)
     return {
         "operation": "all_gather",
@@ -24,14 +24,14 @@ def collective_call(began: float, ended: float | None, exposed: float = 1.0, **m
         "start": began,
         "end": ended,
         "exposed": spent,
-        **more,
+        **changes,
     }
 
 
-def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
-    """Collectives of each rank in each step."""
+def build_run_data(*steps: dict[int, list[dict[str, Any]]], **fields: Any) -> RunData:
+    """Return a run with the collectives of each rank in each step."""
     lines = {
-        rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
+        rank: [{"step": number, "collectives": step[rank], **fields} for number, step in enumerate(steps, 1)]
         for rank in steps[0]
     }
     ranks = {
@@ -43,18 +43,18 @@ def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunD
             error_seconds=0.0,
             memory_bytes=1,
             cores=2,
-            steps=each,
+            steps=calls,
         )
-        for rank, each in lines.items()
+        for rank, calls in lines.items()
     }
     return RunData(directory=Path(), run=None, world_size=4, ranks=ranks)
 
 
 def test_collective_times_use_last_arriving_rank():
-    """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
-    one = {1: [collective_call(0, 5), collective_call(6, 9)], 3: [collective_call(4, 5), collective_call(6, 7)]}
-    two = {1: [collective_call(0, 3), collective_call(6, 9)], 3: [collective_call(0, 4), collective_call(6, 7)]}
-    assert collective_times(build_run_data(one, two)) == (
+    """For two calls of a size per step, the result is the median over the shorter times of both ranks."""
+    first_step = {1: [collective_call(0, 5), collective_call(6, 9)], 3: [collective_call(4, 5), collective_call(6, 7)]}
+    second_step = {1: [collective_call(0, 3), collective_call(6, 9)], 3: [collective_call(0, 4), collective_call(6, 7)]}
+    assert collective_times(build_run_data(first_step, second_step)) == (
         CollectiveTiming(operation="all_gather", ranks=2, stride=2, size_bytes=64, seconds=1),
     )
 
@@ -72,9 +72,9 @@ def test_collective_times_use_last_arriving_rank():
 )
 def test_collective_times_skip_unmatched_or_overlapped_calls(calls):
     assert not [
-        each
-        for each in collective_times(build_run_data({1: [collective_call(0, 5)], 3: calls}))
-        if each.size_bytes == 64
+        timing
+        for timing in collective_times(build_run_data({1: [collective_call(0, 5)], 3: calls}))
+        if timing.size_bytes == 64
     ]
 
 
@@ -84,9 +84,9 @@ def test_collective_times_skip_steps_with_memory_profiling():
 
 def test_collective_times_exist_only_for_profiled_run():
     measured = with_measured_parts(read_measured_run(trained_runs.hybrid_run()), trained_runs.hybrid_run())
-    assert {each.operation for each in measured.exchanges} >= {"all_reduce"}
-    assert all(0 < each.seconds < 10 for each in measured.exchanges)
-    assert {each.ranks for each in measured.exchanges} <= {2, 4}
+    assert {exchange.operation for exchange in measured.exchanges} >= {"all_reduce"}
+    assert all(0 < exchange.seconds < 10 for exchange in measured.exchanges)
+    assert {exchange.ranks for exchange in measured.exchanges} <= {2, 4}
     assert (
         with_measured_parts(read_measured_run(trained_runs.two_rank_run()), trained_runs.two_rank_run()).exchanges == ()
     )

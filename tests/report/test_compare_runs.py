@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""Comparison of runs in a table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def two_rank_facts():
 
 
 def test_compare_runs_finds_no_difference_for_identical_runs(two_rank_facts):
-    found = compare_runs([two_rank_facts, two_rank_facts])
-    assert found["same_model"] is True
-    assert found["differences"] == []
-    assert found["loss_apart"] == {"steps": 8, "largest_relative": 0.0}
-    assert {ratio for row in found["rows"] for ratio in row["ratio"]} <= {1.0, None}
+    comparison = compare_runs([two_rank_facts, two_rank_facts])
+    assert comparison["same_model"] is True
+    assert comparison["differences"] == []
+    assert comparison["loss_apart"] == {"steps": 8, "largest_relative": 0.0}
+    assert {ratio for row in comparison["rows"] for ratio in row["ratio"]} <= {1.0, None}
 
 
 def test_compare_runs_compares_losses_per_step(two_rank_facts):
@@ -29,29 +29,29 @@ def test_compare_runs_compares_losses_per_step(two_rank_facts):
         **two_rank_facts["curves"],
         "loss": [1.1 * loss for loss in two_rank_facts["curves"]["loss"][:5]] + [None] * 3,
     }
-    found = compare_runs([two_rank_facts, {**two_rank_facts, "curves": curves}])
-    assert found["loss_apart"]["steps"] == 5
-    assert found["loss_apart"]["largest_relative"] == pytest.approx(0.1)
+    comparison = compare_runs([two_rank_facts, {**two_rank_facts, "curves": curves}])
+    assert comparison["loss_apart"]["steps"] == 5
+    assert comparison["loss_apart"]["largest_relative"] == pytest.approx(0.1)
 
 
 def test_compare_runs_rows_have_ratios_to_first_run(two_rank_facts, hybrid_facts):
     rows = {row["quantity"]: row for row in compare_runs([two_rank_facts, hybrid_facts])["rows"]}
-    of = [
-        next(row["measured"] for row in each["comparison"] if row["quantity"] == "step")
-        for each in (two_rank_facts, hybrid_facts)
+    all_facts = [
+        next(row["measured"] for row in facts["comparison"] if row["quantity"] == "step")
+        for facts in (two_rank_facts, hybrid_facts)
     ]
-    assert rows["step"]["measured"] == of
-    assert rows["step"]["ratio"] == [1.0, of[1] / of[0]]
+    assert rows["step"]["measured"] == all_facts
+    assert rows["step"]["ratio"] == [1.0, all_facts[1] / all_facts[0]]
     assert rows["bubble"]["measured"][0] is None  # the first has no pipeline
     assert rows["bubble"]["ratio"] == [None, None]
 
 
 def test_compare_runs_reports_different_models_and_world_sizes(two_rank_facts, hybrid_facts):
-    found = compare_runs([two_rank_facts, hybrid_facts])
-    assert found["same_model"] is False
-    assert found["differences"][0].startswith("These are different models (moe the default and num_experts 4")
-    assert found["loss_apart"] is None
-    assert "The runs have different numbers of ranks: two 2; hybrid 4." in found["differences"]
+    comparison = compare_runs([two_rank_facts, hybrid_facts])
+    assert comparison["same_model"] is False
+    assert comparison["differences"][0].startswith("These are different models (moe the default and num_experts 4")
+    assert comparison["loss_apart"] is None
+    assert "The runs have different numbers of ranks: two 2; hybrid 4." in comparison["differences"]
 
 
 def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
@@ -65,11 +65,11 @@ def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
 def test_report_text_and_page_contain_comparison_messages(tmp_path):
     page = tmp_path / "both.html"
     text = " ".join(command_output("report", two_rank_run(), hybrid_run(), "--html", page, width=300).split())
-    for said in report_data([report_facts(read_run(run)) for run in (two_rank_run(), hybrid_run())])["comparison"][
+    for message in report_data([report_facts(read_run(run)) for run in (two_rank_run(), hybrid_run())])["comparison"][
         "differences"
     ]:
-        assert said in text
-        assert said in page.read_text()
+        assert message in text
+        assert message in page.read_text()
 
 
 def test_run_labels_are_unique():

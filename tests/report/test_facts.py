@@ -1,4 +1,4 @@
-"""Losses on different held-out text are neither joined nor compared."""
+"""Losses on different held-out texts are neither joined nor compared."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def evaluated_run(folder: Path, *evaluations: Facts) -> Path:
 
 
 def evaluation(step: int, loss: float, tokens: int, text: str | None = None) -> Facts:
-    """Return a record of an evaluation; `text` None: of a version that recorded only the number of tokens."""
-    named = {} if text is None else {"held_out_set": text}
-    return {"step": step, "held_out_loss": loss, "held_out_tokens": tokens, **named}
+    """Return a record of an evaluation. Without `text`, it is that of a
+    version which recorded only the number of tokens."""
+    held_out_set = {} if text is None else {"held_out_set": text}
+    return {"step": step, "held_out_loss": loss, "held_out_tokens": tokens, **held_out_set}
 
 
 CHANGED = (

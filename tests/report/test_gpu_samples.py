@@ -38,7 +38,7 @@ def test_gpu_sample_facts_have_no_findings_at_the_power_cap() -> None:
 
 
 def test_power_is_that_of_the_time_between_the_ends_of_steps() -> None:
-    """The first step compiles blocks for 20 s, before its sample."""
+    """The first step compiles blocks for 20 s before its sample."""
     lines = sampled_lines(count=4)
     lines[0]["start"] = -19.0
     lines[0]["seconds"] = {"passes": 20.0}

@@ -1,4 +1,4 @@
-"""What calibration reads of a run's directory."""
+"""Measurements that calibration reads from a run directory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from phalanx.spec.files.write import to_toml
 from tests.helpers.synthetic_machine import make_run
 
 
-def write_run_directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
+def write_run_directory(path: Path, seconds: list[float], ranks: int = 2, **fields: object) -> Path:
     path.mkdir()
     (path / "run.toml").write_text(to_toml(make_run(ranks, micro_batch_size=4)))
     records = [
         {
             "step": step,
             "ranks": ranks,
-            "step_seconds": each,
-            "tokens_per_second": 4096 / each,
+            "step_seconds": step_seconds,
+            "tokens_per_second": 4096 / step_seconds,
             "peak_memory_bytes": 7,
-            **more,
+            **fields,
         }
-        for step, each in enumerate(seconds, 1)
+        for step, step_seconds in enumerate(seconds, 1)
     ]
     lines = [*map(json.dumps, records), json.dumps({"step": len(seconds), "held_out_loss": 1.0})]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -45,24 +45,27 @@ def test_read_measured_run_skips_warm_up_steps(tmp_path):
 
 def test_read_measured_run_uses_steps_of_last_world_size(tmp_path):
     path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5])
-    more = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
-    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text() + (more / "metrics.jsonl").read_text())
+    more_ranks = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
+    (path / "metrics.jsonl").write_text(
+        (path / "metrics.jsonl").read_text() + (more_ranks / "metrics.jsonl").read_text()
+    )
     assert read_measured_run(path).step_seconds == 1
     assert read_measured_run(path).ranks == 4
 
 
 def test_read_measured_run_uses_steps_since_last_start(tmp_path):
     path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
-    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
-    more = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
-    (path / "metrics.jsonl").write_text(old + (more / "metrics.jsonl").read_text())
+    # The records are those of a version that did not record ranks.
+    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")
+    restarted = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
+    (path / "metrics.jsonl").write_text(old + (restarted / "metrics.jsonl").read_text())
     assert read_measured_run(path).step_seconds == 1
 
 
 def test_read_measured_run_derives_peak_flops_from_mfu(tmp_path):
     read = read_measured_run(write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
-    again = read_measured_run(write_run_directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
-    assert again.peak_flops == pytest.approx(2 * read.peak_flops)
+    half_mfu = read_measured_run(write_run_directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
+    assert half_mfu.peak_flops == pytest.approx(2 * read.peak_flops)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, mess
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_measured_run_is_planned_for_device_that_ranks_recorded(device, tmp_path, monkeypatch):
-    """With `cluster.device = "auto"`, the default, a run on GPUs was compared with a plan for CPUs."""
+    """With the default `cluster.device = "auto"`, a run on GPUs was once compared with a plan for CPUs."""
     directory = write_run_directory(tmp_path / "run", [1.0] * 8)
     run_data = read_run(directory)
     records = {

@@ -1,4 +1,5 @@
-"""Run directories as they are found: each is read, reported in the terminal and on a page, and says what is missing."""
+"""Run directories in any state: each is readable, is reported in the
+terminal and on a page, and missing data is named."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ from tests.helpers.trained_runs import copy_run, hybrid_run, stop_after, two_ran
 
 
 def _truncate_file(file: Path, share: float = 0.6) -> None:
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(share * len(whole))])
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
 
 
 def _keep_first_step_only(run: Path) -> None:
-    """As it was after the first step, the second being written."""
+    """Truncate the records after the first step, during the write of the second."""
     for file in [run / "metrics.jsonl", *(run / "trace").glob("*")]:
         lines = file.read_text().splitlines(keepends=True)
         first = 1 if file.name == "metrics.jsonl" else 2
@@ -111,13 +112,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_report_of_damaged_run_lists_problem_and_shows_rest(run, damage, tmp_path):
     directory = copy_run(run(), tmp_path)
-    how, said = DAMAGES[damage]
-    how(directory)
-    (found,) = command_json("report", directory)["runs"]
-    assert said in "\n".join(found["problems"])
-    assert found == json.loads(json.dumps(report_facts(read_run(directory))))
+    damage_run, problem_text = DAMAGES[damage]
+    damage_run(directory)
+    (facts,) = command_json("report", directory)["runs"]
+    assert problem_text in "\n".join(facts["problems"])
+    assert facts == json.loads(json.dumps(report_facts(read_run(directory))))
     text = " ".join(command_output("report", directory, width=200).split())
-    for problem in (" ".join(problem.split()) for problem in found["problems"]):
+    for problem in (" ".join(problem.split()) for problem in facts["problems"]):
         assert problem in text
     assert "</html>" in (directory / "report.html").read_text()
 
@@ -125,18 +126,18 @@ def test_report_of_damaged_run_lists_problem_and_shows_rest(run, damage, tmp_pat
 def test_report_lists_missing_schedule_file_and_keeps_bottleneck(tmp_path):
     directory = copy_run(hybrid_run(), tmp_path)
     _point_to_missing_schedule(directory)
-    (found,) = command_json("report", directory)["runs"]
-    assert "run.toml names a schedule that does not exist" in found["problems"][0]
-    assert found["verdict"] is not None
+    (facts,) = command_json("report", directory)["runs"]
+    assert "run.toml names a schedule that does not exist" in facts["problems"][0]
+    assert facts["verdict"] is not None
 
 
 def test_report_facts_have_no_bottleneck_when_stage_records_are_missing(tmp_path):
     directory = copy_run(hybrid_run(), tmp_path)
     _remove_last_stage_records(directory)
-    found = report_facts(read_run(directory))
-    assert found["verdict"] is None
-    assert found["problems"][-1] == "no verdict is possible: no rank recorded 1 of 2 stages"
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
+    facts = report_facts(read_run(directory))
+    assert facts["verdict"] is None
+    assert facts["problems"][-1] == "no verdict is possible: no rank recorded 1 of 2 stages"
+    assert [rank["rank"] for rank in facts["ranks"]] == [0, 2]
 
 
 @pytest.mark.parametrize("run", [two_rank_run, hybrid_run])
@@ -149,18 +150,18 @@ def test_report_facts_list_no_problems_for_complete_run(run):
 def test_report_skips_corrupted_measured_memory_files(file, text, tmp_path):
     directory = copy_run(hybrid_run(), tmp_path)
     (directory / "measured" / file).write_text(text)
-    (found,) = command_json("report", directory)["runs"]
-    assert f"measured/{file} cannot be read" in found["problems"]
-    assert {row["role"] for row in found["comparison"]} == {"", "pp0", "pp1"}
+    (facts,) = command_json("report", directory)["runs"]
+    assert f"measured/{file} cannot be read" in facts["problems"]
+    assert {row["role"] for row in facts["comparison"]} == {"", "pp0", "pp1"}
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch])
 @pytest.mark.parametrize("command", ["report", "watch"])
 def test_report_and_watch_reject_directory_without_run(command, make, tmp_path):
     make(tmp_path / "run")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         command_output(command, tmp_path / "run")
-    assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path / "run"))
+    assert (error_info.value.field, error_info.value.value) == ("run directory", str(tmp_path / "run"))
     assert not list(tmp_path.rglob("*.html"))
 
 
@@ -173,28 +174,33 @@ def _rewrite_lines(file: Path, change: Callable[[dict], dict]) -> None:
     ("every", "last_step", "is_reported"), [(1, 0, True), (1, 8, False), (3, 6, False), (3, 3, True), (9, 0, False)]
 )
 def test_report_expects_only_steps_that_metrics_every_writes(every, last_step, is_reported, tmp_path):
-    """A run of 20 steps that a signal stopped after step 8."""
+    """A signal stopped a run of 20 steps after step 8."""
     directory = copy_run(two_rank_run(), tmp_path)
     table = tomllib.loads((directory / "run.toml").read_text())
     table["training"]["steps"] = 20
     table["metrics"]["every"] = every
     (directory / "run.toml").write_text(tomli_w.dumps(table))
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["step"] <= last_step and line["step"] % every == 0]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    said = f"metrics.jsonl ends at step {last_step}, but step 8 was reached: its last lines are lost"
-    assert (said in read_run(directory).problems) == is_reported
+    written_lines = [line for line in lines if line["step"] <= last_step and line["step"] % every == 0]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written_lines))
+    problem = f"metrics.jsonl ends at step {last_step}, but step 8 was reached: its last lines are lost"
+    assert (problem in read_run(directory).problems) == is_reported
 
 
 def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):
     directory = copy_run(hybrid_run(), tmp_path)
     for file in (directory / "trace").glob("*"):
         _rewrite_lines(file, lambda line: {name: value for name, value in line.items() if name != "wait_seconds"})
-    whole, blind = (report_facts(read_run(run)) for run in (hybrid_run(), directory))
-    bubbles = [row["measured"] for of in (whole, blind) for row in of["comparison"] if row["quantity"] == "bubble"]
+    complete, without_waits = (report_facts(read_run(run)) for run in (hybrid_run(), directory))
+    bubbles = [
+        row["measured"]
+        for facts in (complete, without_waits)
+        for row in facts["comparison"]
+        if row["quantity"] == "bubble"
+    ]
     assert bubbles[0] == bubbles[1] > 0
-    assert "exposed communication" not in {row["quantity"] for row in blind["comparison"]}
-    assert "communication" not in {finding["kind"] for finding in blind["findings"]}
+    assert "exposed communication" not in {row["quantity"] for row in without_waits["comparison"]}
+    assert "communication" not in {finding["kind"] for finding in without_waits["findings"]}
 
 
 def test_report_omits_predicted_vs_measured_rows_after_resume_on_fewer_ranks(tmp_path):
@@ -203,9 +209,9 @@ def test_report_omits_predicted_vs_measured_rows_after_resume_on_fewer_ranks(tmp
         opening = json.loads(file.read_text().splitlines()[0]) | {"step": 8, "ranks": 2}
         if opening["rank"] < 2:
             file.write_text(file.read_text() + json.dumps(opening) + "\n")
-    found = report_facts(read_run(directory))
-    assert found["run"]["ranks"] == 2
-    assert {row["role"] for row in found["comparison"]} == set()
+    facts = report_facts(read_run(directory))
+    assert facts["run"]["ranks"] == 2
+    assert {row["role"] for row in facts["comparison"]} == set()
 
 
 def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
@@ -213,17 +219,17 @@ def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
     table = tomllib.loads((directory / "run.toml").read_text())
     table["layout"] |= {"tp": 4}
     (directory / "run.toml").write_text(tomli_w.dumps(table))
-    found = report_facts(read_run(directory))
-    assert any("run.toml does not match the 2 ranks" in problem for problem in found["problems"])
-    assert found["curves"]["step"] == list(range(1, 9))
+    facts = report_facts(read_run(directory))
+    assert any("run.toml does not match the 2 ranks" in problem for problem in facts["problems"])
+    assert facts["curves"]["step"] == list(range(1, 9))
 
 
 def test_watch_exits_with_reason_of_rank_failure(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     stop_after(directory, 5)
     (directory / "failures").mkdir()
-    word = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
-    (directory / "failures" / "rank-00001.json").write_text(json.dumps(word))
+    failure = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
+    (directory / "failures" / "rank-00001.json").write_text(json.dumps(failure))
     assert report_facts(read_run(directory))["problems"] == ["rank 1 failed: OSError: the disk is full"]
     done = run_watch(directory)
     assert (done.returncode, "step 5/8" in done.stdout) == (1, True)
@@ -236,20 +242,20 @@ def run_watch(directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
-    """The others lost it, and wrote so before anybody wrote of it."""
+    """Ranks that lost their connection to the killed rank wrote failure records before the launcher did."""
     directory = copy_run(two_rank_run(), tmp_path)
     (directory / "failures").mkdir()
-    lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}
+    connection_lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}
     killed = {
         "rank": 1,
         "time": 2.0,
         "reason": "was killed by SIGKILL and wrote no failure record; possible cause: out of memory",
         "code": 1,
     }
-    for word in (lost, killed):
-        (directory / "failures" / f"rank-0000{word['rank']}.json").write_text(json.dumps(word))
-    said = read_run(directory).problems
-    assert said[0] == "rank 1 was killed by SIGKILL and wrote no failure record; possible cause: out of memory"
+    for failure in (connection_lost, killed):
+        (directory / "failures" / f"rank-0000{failure['rank']}.json").write_text(json.dumps(failure))
+    problems = read_run(directory).problems
+    assert problems[0] == "rank 1 was killed by SIGKILL and wrote no failure record; possible cause: out of memory"
 
 
 def test_read_run_reports_restarts_and_rollbacks(tmp_path):
@@ -274,11 +280,11 @@ def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
     directory = copy_run(two_rank_run(), tmp_path)
     stop_after(directory, 4)
     monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
-    held = acquire_run_lock(directory)
+    lock = acquire_run_lock(directory)
     assert read_run(directory).problems == ["step 4 of 8: the run is still active"]
     with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on"):
         acquire_run_lock(directory)
-    held.close()
+    lock.close()
     (directory / "lock").write_text("1 on another-host")
     assert read_run(directory).in_progress is None
     for name in ("lock", "launcher.lock"):

@@ -1,4 +1,4 @@
-"""Reports show the targets of a run next to its computed tokens, if some targets are ignored."""
+"""Reports show a run's targets next to its computed tokens if some targets are ignored."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.helpers.trained_runs import copy_run, two_rank_run
 
 
 def rewrite_steps(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
-    """Return a copy of a run's directory whose records of steps have changes."""
+    """Return a copy of a run directory with changed step records."""
     directory = copy_run(two_rank_run(), folder)
     file = directory / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(change(each) if "loss" in each else each) + "\n" for each in records))
+    file.write_text("".join(json.dumps(change(record) if "loss" in record else record) + "\n" for record in records))
     return directory
 
 

@@ -1,4 +1,4 @@
-"""Computations in time."""
+"""Start and end times of actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedules against their published makespans, bubbles, windows and peaks."""
+"""Schedules, compared with their published makespans, bubbles, windows and peaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def peak_activations_per_rank(schedule: Schedule) -> list[Frac]:
 
 
 def bubble_size(schedule: Schedule, times: ActionTimes) -> Frac:
-    """The longest window beyond a rank's computing: what the zero bubble paper calls the size of the bubble."""
+    """Return the longest window minus a rank's compute time: the size of the bubble in the zero bubble paper."""
     timeline = simulate(schedule, times)
     return max(Frac(timeline.rank_span(rank)) - Frac(timeline.busy(rank)) for rank in range(schedule.ranks))
 
@@ -124,7 +124,7 @@ def test_zb_h2_has_no_bubble_within_a_rank(p: int, m: int, window: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (2, 3), (3, 5)])
 def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
-    timeline = simulate(zb_v(p, m), HALF)  # two stages to a rank
+    timeline = simulate(zb_v(p, m), HALF)  # two stages per rank
     assert [timeline.rank_span(rank) for rank in range(p)] == [3 * m] * p
     assert timeline.bubble == Frac(p - 1, 6 * m + p - 1)
     assert peak_activations_per_rank(zb_v(p, m)) == [p] * p
@@ -142,21 +142,26 @@ def test_zb_v_has_bubble_when_pass_times_differ(times: tuple[int, int, int], bub
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0] - 1])
 def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
-    given, backward = ActionTimes(forward=forward, input_grad=input, weight_grad=weight), input + weight
-    assert bubble_size(gpipe(p, m), given) == bubble_size(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
+    action_times, backward = ActionTimes(forward=forward, input_grad=input, weight_grad=weight), input + weight
+    assert (
+        bubble_size(gpipe(p, m), action_times)
+        == bubble_size(one_f_one_b(p, m), action_times)
+        == (p - 1) * (forward + backward)
+    )
     if m % p == 0:
         for v in (2, 3):
             chunk = ActionTimes(forward=forward / v, input_grad=input / v, weight_grad=weight / v)
             assert bubble_size(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
-    if weight <= forward:  # longer weight halves hold up the input halves between which they were to fill the gaps
-        assert bubble_size(zb_h1(p, m), given) == (p - 1) * (forward + input - weight)
-        assert bubble_size(zb_h2(p, m), given) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
+    if weight <= forward:  # longer weight halves delay the input halves instead of filling gaps between them
+        assert bubble_size(zb_h1(p, m), action_times) == (p - 1) * (forward + input - weight)
+        assert bubble_size(zb_h2(p, m), action_times) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 0)])
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_dualpipe_v_makespan_and_memory_match_published_formulas(p: int, times: tuple[int, int, int]) -> None:
-    """The repository's formula, PP being its number of stages, two to a rank: (PP/2 - 1)(F&B + B - 3W), F = its I."""
+    """The repository's formula is (PP/2 - 1)(F&B + B - 3W). PP is the
+    number of stages, with two per rank, and F = its I."""
     forward, input, weight = (Frac(time) for time in times)
     for m in (2 * p, 2 * p + 3, 5 * p):
         for overlapped in (forward + input + weight, (forward + input + weight) * Frac(4, 5)):

@@ -1,4 +1,4 @@
-"""Schedules that PyTorch's pipelining makes and reads, compared with ours."""
+"""Schedules that PyTorch's pipelining creates and reads, compared with those of Phalanx."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.schedule.validate import violations
 
 
 def pytorch_orders(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, list[Any]]:
-    """The order of every rank that a schedule class of PyTorch works out."""
-    asked = SimpleNamespace(
+    """Return the order of every rank that a schedule class of PyTorch computes."""
+    settings = SimpleNamespace(
         pp_group_size=p,
         n_local_stages=stages_per_rank,
         _n_microbatches=m,
@@ -26,13 +26,13 @@ def pytorch_orders(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[
         microbatches_per_round=p,
     )
     order = getattr(torch_schedules, name)._calculate_single_rank_operations
-    return {rank: order(asked, rank) for rank in range(p)}
+    return {rank: order(settings, rank) for rank in range(p)}
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 7), (4, 8), (4, 11), (8, 32), (4, 3)])
 def test_zb_v_schedule_equals_pytorch(p: int, m: int) -> None:
-    made = pytorch_orders("ScheduleZBVZeroBubble", p, m)
-    assert to_csv(zb_v(p, m)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
+    orders = pytorch_orders("ScheduleZBVZeroBubble", p, m)
+    assert to_csv(zb_v(p, m)) == to_csv(Schedule.from_rows(orders.values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 8), (4, 8), (4, 11), (8, 32)])
@@ -42,8 +42,8 @@ def test_dualpipe_v_schedule_equals_pytorch(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (8, 16, 4)])
 def test_interleaved_1f1b_schedule_equals_pytorch(p: int, m: int, v: int) -> None:
-    made = pytorch_orders("ScheduleInterleaved1F1B", p, m, v)
-    assert to_csv(interleaved(p, m, v)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
+    orders = pytorch_orders("ScheduleInterleaved1F1B", p, m, v)
+    assert to_csv(interleaved(p, m, v)) == to_csv(Schedule.from_rows(orders.values()))  # type: ignore[arg-type]
 
 
 def test_schedule_csv_is_readable_by_pytorch() -> None:

@@ -1,4 +1,4 @@
-"""Searched schedules: valid, within memory, never worse than the published ones, and better where those idle."""
+"""Searched schedules are valid, within memory, never worse than the published ones, and better where those idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 
 WITH_HEAD = [0.5] * 7 + [0.9]
-"""Times of eight stages of which the last has the head."""
+"""Times of eight stages, of which the last has the head."""
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ WITH_HEAD = [0.5] * 7 + [0.9]
 )
 def test_search_schedule_beats_zb_v_at_equal_memory(times: ActionTimes) -> None:
     p, m = 4, 8
-    found = search_schedule(p, m, times, Fraction(p), moves=6_000)
-    assert max(peak_activations(found, rank) for rank in range(p)) <= p
-    assert simulate(found, times).bubble < simulate(zb_v(p, m), times).bubble
+    schedule = search_schedule(p, m, times, Fraction(p), moves=6_000)
+    assert max(peak_activations(schedule, rank) for rank in range(p)) <= p
+    assert simulate(schedule, times).bubble < simulate(zb_v(p, m), times).bubble
 
 
 @settings(deadline=None, max_examples=25)
@@ -43,17 +43,17 @@ def test_search_schedule_is_valid_and_not_slower_than_published(
     forward, input_grad, weight_grad = data.draw(st.tuples(*[st.integers(1, 5)] * 3))
     times = ActionTimes(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
     limit = data.draw(st.integers(1, 2 * p))
-    found = search_schedule(p, m, times, Fraction(limit), chunks, moves=200)
-    assert violations(found) == []
-    assert max(peak_activations(found, rank) for rank in range(p)) <= limit
+    schedule = search_schedule(p, m, times, Fraction(limit), chunks, moves=200)
+    assert violations(schedule) == []
+    assert max(peak_activations(schedule, rank) for rank in range(p)) <= limit
     if limit >= p:
-        known = [zb_v(p, m)] if chunks == 2 else [split_backward_passes(one_f_one_b(p, m)), zb_h1(p, m)]
-        assert simulate(found, times).makespan <= min(simulate(one, times).makespan for one in known)
+        published = [zb_v(p, m)] if chunks == 2 else [split_backward_passes(one_f_one_b(p, m)), zb_h1(p, m)]
+        assert simulate(schedule, times).makespan <= min(simulate(candidate, times).makespan for candidate in published)
 
 
 def test_search_schedule_respects_memory_limit_below_published() -> None:
-    found = search_schedule(4, 8, ActionTimes(), Fraction(2), moves=1_000)
-    assert max(peak_activations(found, rank) for rank in range(4)) <= 2
+    schedule = search_schedule(4, 8, ActionTimes(), Fraction(2), moves=1_000)
+    assert max(peak_activations(schedule, rank) for rank in range(4)) <= 2
     with pytest.raises(UserError, match="less than one micro-batch"):
         search_schedule(4, 8, ActionTimes(), Fraction(1, 2))
 
@@ -64,6 +64,6 @@ def test_search_schedule_is_deterministic() -> None:
 
 
 def test_split_backward_passes_lets_previous_stage_start_sooner() -> None:
-    whole = one_f_one_b(3, 5)
-    assert [str(action) for action in split_backward_passes(whole).actions(2)][:4] == ["2F0", "2I0", "2W0", "2F1"]
-    assert (simulate(split_backward_passes(whole)).makespan, simulate(whole).makespan) == (19, 21)
+    schedule = one_f_one_b(3, 5)
+    assert [str(action) for action in split_backward_passes(schedule).actions(2)][:4] == ["2F0", "2I0", "2W0", "2F1"]
+    assert (simulate(split_backward_passes(schedule)).makespan, simulate(schedule).makespan) == (19, 21)

@@ -1,4 +1,4 @@
-"""Wrong schedules are refused by what is wrong about them; valid ones keep what every schedule must."""
+"""Invalid schedules are rejected with their error, and valid ones satisfy the rules of every schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.schedule.simulate import ActionTimes, in_flight_by_step, peak_activ
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.errors import UserError
 
-# An article's drawings; on every rank the backward pass of micro-batch 0 runs in the same tick.
+# Drawings of an article with an error: the backward pass of micro-batch 0 runs in the same tick on every rank.
 WRONG_1F1B = """
 F0 F1 F2 F3 B0 B1 B2 B3
 - F0 F1 F2 B0 F3 B1 B2 B3
@@ -44,14 +44,14 @@ F0 - - - - - - B0
 
 
 def parse_drawing(picture: str) -> list[list[ScheduleStep | None]]:
-    """A picture's rows as a file would have them: one stage to a rank."""
+    """Return the rows of a picture as a file contains them, with one stage per rank."""
     rows = [row.split() for row in picture.strip().splitlines()]
     cells = [["" if cell == "-" else f"{rank}{cell}" for cell in row] for rank, row in enumerate(rows)]
     return read_csv("\n".join(",".join(row) for row in cells))
 
 
 def schedule_to_grid(schedule: Schedule, times: ActionTimes) -> Grid:
-    """A schedule on a grid of ticks."""
+    """Draw a schedule on a grid of ticks."""
     grid: list[list[ScheduleStep | None]] = []
     for spans in simulate(schedule, times).spans:
         row: list[ScheduleStep | None] = [None] * int(spans[-1].end)
@@ -63,9 +63,11 @@ def schedule_to_grid(schedule: Schedule, times: ActionTimes) -> Grid:
 
 @pytest.mark.parametrize("picture", [WRONG_1F1B, WRONG_ZERO_BUBBLE])
 def test_lockstep_violations_finds_broken_dependencies_in_drawings(picture: str) -> None:
-    found = lockstep_violations(parse_drawing(picture))
-    assert len(found) == 12
-    assert {(violation.rank, violation.action.kind) for violation in found} <= {(r, k) for r in range(3) for k in "BI"}
+    messages = lockstep_violations(parse_drawing(picture))
+    assert len(messages) == 12
+    assert {(violation.rank, violation.action.kind) for violation in messages} <= {
+        (r, k) for r in range(3) for k in "BI"
+    }
     assert not violations(Schedule.from_rows(parse_drawing(picture))), (
         "as orders, with ranks waiting for each other, they can run"
     )
@@ -96,8 +98,8 @@ def test_validate_names_each_kind_of_violation() -> None:
 
 
 def test_validate_reports_deadlocked_schedule() -> None:
-    found = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
-    assert [str(violation) for violation in found] == [
+    messages = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
+    assert [str(violation) for violation in messages] == [
         "rank 0: 0B0 (number 2 in its row) waits forever for 1B0",
         "rank 1: 1F1 (number 1 in its row) waits forever for 0F1",
     ]
@@ -138,9 +140,9 @@ def test_published_schedules_satisfy_dependencies_when_simulated(
     for rank, spans in enumerate(timeline.spans):
         for step, start, _ in spans:
             for action in [step] if isinstance(step, Action) else step:
-                for needed in schedule.dependencies(action):
-                    there = next(one for one in needed if one in ends)
-                    assert ends[there] + transfer * (schedule.rank_of[there.stage] != rank) <= start
+                for alternatives in schedule.dependencies(action):
+                    present = next(alternative for alternative in alternatives if alternative in ends)
+                    assert ends[present] + transfer * (schedule.rank_of[present.stage] != rank) <= start
     assert all(timeline.busy(rank) <= timeline.rank_span(rank) <= timeline.makespan for rank in range(schedule.ranks))
 
 
@@ -159,9 +161,9 @@ def test_schedule_round_trips_through_csv(schedule: Schedule) -> None:
 @given(schedules(), st.data())
 def test_validate_reports_removed_action(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
-    lost = data.draw(st.integers(0, len(schedule.orders[rank]) - 1))
+    removed = data.draw(st.integers(0, len(schedule.orders[rank]) - 1))
     orders = [list(order) for order in schedule.orders]
-    del orders[rank][lost]
+    del orders[rank][removed]
     if any(orders):
         assert violations(Schedule.from_rows(orders))
 

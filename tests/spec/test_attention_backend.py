@@ -1,4 +1,4 @@
-"""The choice of attention's kernel, and its description."""
+"""The choice of the attention kernel, and its description."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PLAIN = {"documents": False, "window": False, "sinks": False}
 def test_choose_backend(
     device: str, half_precision: bool, head_dim: int, changes: dict[str, bool], expected: AttentionBackend
 ) -> None:
-    chosen = choose_backend(device, half_precision=half_precision, head_dim=head_dim, **{**PLAIN, **changes})
-    assert chosen == expected
+    backend = choose_backend(device, half_precision=half_precision, head_dim=head_dim, **{**PLAIN, **changes})
+    assert backend == expected
 
 
 def test_window_counts_only_if_sequences_are_longer() -> None:

@@ -1,4 +1,4 @@
-"""The device that a cluster is planned for."""
+"""The device for which a cluster is planned."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_device_auto_is_planned_as_device_of_preset(preset):
     ("fields", "device"),
     [
         ({}, "cpu"),
-        ({"peak_flops": 1e12}, "cpu"),  # of a CPU, for its MFU
+        ({"peak_flops": 1e12}, "cpu"),  # peak FLOP/s of a CPU, for its MFU
         (SPEEDS, "cuda"),
         ({**SPEEDS, "cores": 4}, "cpu"),
         ({**SPEEDS, "device": "cpu"}, "cpu"),

@@ -1,4 +1,4 @@
-"""Descriptions of the user's own components, and the layouts that allow them."""
+"""Descriptions of custom components, and the layouts that support them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning needs no PyTorch; whatever else is missing is named with the command that installs it."""
+"""Planning needs no PyTorch, and errors about other missing packages contain the command that installs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISTRIBUTIONS = {
     "opentelemetry": "opentelemetry-sdk",
     "pynvml": "nvidia-ml-py",
 }
-"""Where the package that is imported has another name than what is installed."""
+"""Distributions whose name differs from that of the imported package."""
 
 
 @pytest.mark.parametrize("package", sorted(EXTRA_OF_PACKAGE))
@@ -33,8 +33,9 @@ def test_missing_package_names_extra_that_installs_it(package: str) -> None:
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\npreset = "tiny"\n')
     program = "import sys; sys.modules['torch'] = None; from phalanx.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "train", "run.toml"]  # anew: the warm process has torch
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert ended.stderr.endswith("requires torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")
-    assert "Traceback" not in ended.stderr
+    # Use a new process, because the warm process has imported torch.
+    command = [sys.executable, "-c", program, "train", "run.toml"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert process.stderr.endswith("requires torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")
+    assert "Traceback" not in process.stderr

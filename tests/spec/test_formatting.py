@@ -12,8 +12,8 @@ from phalanx.spec import formatting
 @given(st.floats(1, 9e17))
 def test_format_si_and_bytes_round_to_three_digits(number: float) -> None:
     digits, prefix = formatting.format_si(number).split(" ")
-    shown = float(digits) * 1000 ** formatting.SI_PREFIXES.index(prefix)
-    assert shown == pytest.approx(number, rel=0.005 if prefix else 0.5)
+    value = float(digits) * 1000 ** formatting.SI_PREFIXES.index(prefix)
+    assert value == pytest.approx(number, rel=0.005 if prefix else 0.5)
     assert len(digits.replace(".", "")) == 3 or not prefix
     short, aligned = formatting.format_bytes(number), formatting.format_bytes(number, trailing_zeros=True)
     assert short.split(" ")[1] == aligned.split(" ")[1] == f"{prefix}B"

@@ -1,4 +1,4 @@
-"""The learning rate that a run has if its file sets none: that of published runs, or of published fine-tuning."""
+"""The default learning rate: that of published runs, or of published fine-tuning."""
 
 import tomllib
 from collections.abc import Callable
@@ -70,12 +70,12 @@ def replace_model_by_table(run: RunSpec, model: ModelSpec) -> RunSpec:
 
 @pytest.mark.parametrize("change", [replace_model, replace_model_by_table])
 def test_default_learning_rate_follows_the_model_of_a_copy(change: Callable[[RunSpec, ModelSpec], RunSpec]) -> None:
-    other = load_model_spec("llama3-8b")
-    changed = change(run_of({"preset": "llama3-70b"}), other)
+    other_model = load_model_spec("llama3-8b")
+    changed = change(run_of({"preset": "llama3-70b"}), other_model)
     assert changed.optimizer.learning_rate == 3e-4
     assert describe_learning_rate(changed) == describe_learning_rate(run_of({"preset": "llama3-8b"}))
-    kept = change(run_of({"preset": "llama3-70b"}, learning_rate=1e-5), other)
-    assert describe_learning_rate(kept) == "optimizer.learning_rate = 1e-05: as set"
+    explicit = change(run_of({"preset": "llama3-70b"}, learning_rate=1e-5), other_model)
+    assert describe_learning_rate(explicit) == "optimizer.learning_rate = 1e-05: as set"
 
 
 def test_learning_rate_remains_unset_when_the_steps_of_a_time_budget_are_decided() -> None:
@@ -91,13 +91,13 @@ def test_learning_rate_of_another_optimizer_is_that_of_the_model() -> None:
 def test_muon_learning_rate_is_required_to_train_pretrained_weights() -> None:
     table = {**load_model_spec("tiny").model_dump(mode="json"), "from_hf": "weights"}
     run = run_of(table, name="muon").replace(data={"tokenizer": "bytes"})
-    written = run_from_table(tomllib.loads(to_toml(run)))  # as by `phalanx plan --out`
-    for unset in (run, written):
+    reread = run_from_table(tomllib.loads(to_toml(run)))  # as `phalanx plan --out` writes it
+    for unset in (run, reread):
         with pytest.raises(
             UserError, match=r"optimizer.muon_learning_rate = 0.02: is a rate for new weights"
-        ) as caught:
+        ) as error_info:
             require_settings_of_weights(unset)
-        assert caught.value.fix == "set optimizer.muon_learning_rate"
+        assert error_info.value.fix == "set optimizer.muon_learning_rate"
     require_settings_of_weights(run.replace(optimizer={"name": "muon", "muon_learning_rate": 1e-3}))
     require_settings_of_weights(run.replace(optimizer={"name": "adamw"}))
     require_settings_of_weights(run_of({"preset": "tiny"}, name="muon"))

@@ -1,4 +1,4 @@
-"""No field of a run file takes a URL for a local path."""
+"""No field of a run file accepts a URL instead of a local path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.spec.run import RunSpec
 
 URL = "s3://bucket/path"
 FREE_TEXTS = {"data.text_key", "evaluation.prompt", "metrics.wandb", "cluster.calibration.identified_constants"}
-"""Fields with text that names no file: of a record, of a project, or for a model to continue."""
+"""Text fields that name no file: of a record, of a project, or for a model to continue."""
 
 
 def _text_fields(spec_class: type[Spec], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -54,9 +54,9 @@ def test_url_is_refused_in_every_field_that_may_name_a_file(field: str) -> None:
 
 
 def test_url_error_names_the_source_and_what_is_supported() -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         run_from_table({"data": {"train": ["stdlib", "https://host/text.jsonl"]}})
-    assert str(caught.value) == (
+    assert str(error_info.value) == (
         "data.train[1] = 'https://host/text.jsonl': is a URL, but only local paths and hf:NAME are supported\n"
         "  fix: mount or copy the files, and use their local path"
     )
@@ -85,6 +85,6 @@ def test_file_url_is_replaced_by_its_path_in_the_fix() -> None:
 def test_functions_that_read_a_file_refuse_its_url(read: Any, suffix: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text("")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         read(f"{URL}{suffix}")
-    assert URL in str(caught.value)
+    assert URL in str(error_info.value)

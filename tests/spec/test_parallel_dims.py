@@ -23,14 +23,14 @@ from phalanx.spec.parallel_dims import effective_strategy, expert_parallel_group
     ],
 )
 def test_parallel_dims_rejects_invalid_degrees(layout: Any, world_size: int, field: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         parallel_dims(Layout(**layout), world_size)
-    assert caught.value.field == field
-    assert caught.value.fix
+    assert error_info.value.field == field
+    assert error_info.value.fix
 
 
 def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
-    """Neighbors first; with a pipeline a group leaps over the other stages, unless these are outermost."""
+    """Groups consist of neighbors. With a pipeline, a group skips the other stages, unless stages are outermost."""
     assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline_outer"), 8)) == [
@@ -41,7 +41,7 @@ def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
 
 
 def test_process_groups_match_published_example_on_16_ranks() -> None:
-    """4 stages x 2 tensor-parallel ranks x 2 copies: rank = dp x 8 + pp x 2 + tp."""
+    """The 16 ranks are 4 stages x 2 tensor-parallel ranks x 2 replicas: rank = dp x 8 + pp x 2 + tp."""
     sizes = parallel_dims(Layout(pp=4, tp=2), 16)
     assert process_groups(sizes, "tp") == [(2 * i, 2 * i + 1) for i in range(8)]
     assert process_groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
@@ -74,6 +74,6 @@ def test_process_groups_of_dp2_pp2_layout_match_expected_ranks() -> None:
     ],
 )
 def test_effective_strategy(layout: Any, world_size: int, precision: Any, expected: str) -> None:
-    described = Layout(**layout)
-    dims = parallel_dims(described, world_size).with_cp_as_data_parallel(described)
-    assert effective_strategy(described, dims, precision) == expected
+    run_layout = Layout(**layout)
+    dims = parallel_dims(run_layout, world_size).with_cp_as_data_parallel(run_layout)
+    assert effective_strategy(run_layout, dims, precision) == expected

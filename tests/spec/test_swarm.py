@@ -1,4 +1,4 @@
-"""What a swarm may be described as, and what is refused by name."""
+"""Valid descriptions of a swarm, and errors that name the invalid field."""
 
 import pytest
 
@@ -17,24 +17,24 @@ MODEL = {
 }
 
 
-def swarm_run(swarm: dict[str, object], **more: object) -> RunSpec:
+def swarm_run(swarm: dict[str, object], **sections: object) -> RunSpec:
     training = {"steps": 200, "seq_len": 64, "tokens_per_step": 1024}
-    return run_from_table({"model": MODEL, "training": training, "swarm": swarm, **more})
+    return run_from_table({"model": MODEL, "training": training, "swarm": swarm, **sections})
 
 
 def test_swarm_spec_methods_default_to_published_settings():
-    found = {method: swarm_run({"method": method}).swarm for method in ("fedavg", "diloco", "spes", "spes+")}
-    assert [swarm.effective_codec for swarm in found.values()] == ["fp32", "fp32", "fp32", "int8"]
-    outers = [(swarm.outer_optimizer.learning_rate, swarm.outer_optimizer.momentum) for swarm in found.values()]
+    specs = {method: swarm_run({"method": method}).swarm for method in ("fedavg", "diloco", "spes", "spes+")}
+    assert [swarm.effective_codec for swarm in specs.values()] == ["fp32", "fp32", "fp32", "int8"]
+    outers = [(swarm.outer_optimizer.learning_rate, swarm.outer_optimizer.momentum) for swarm in specs.values()]
     assert outers == [(1.0, 0.0), (0.7, 0.9), (1.0, 0.0), (1.0, 0.0)]
 
 
 def test_balance_spec_ratio_rises_linearly_to_one():
-    """SPES's decayed auxiliary loss: from 0.7 to 1 in the first 20 % of 1000 steps."""
+    """SPES decays its auxiliary loss: the ratio rises from 0.7 to 1 in the first 20 % of 1000 steps."""
     balance = swarm_run({"balance": {"local_expert_weight": 0.7}}).swarm.balance
-    found = [balance.ratio(step, 1000) for step in (0, 50, 100, 199, 200, 999)]
-    assert found == pytest.approx([0.7, 0.775, 0.85, 0.9985, 1.0, 1.0])
-    assert found[-2:] == [1.0, 1.0]
+    ratios = [balance.ratio(step, 1000) for step in (0, 50, 100, 199, 200, 999)]
+    assert ratios == pytest.approx([0.7, 0.775, 0.85, 0.9985, 1.0, 1.0])
+    assert ratios[-2:] == [1.0, 1.0]
     assert swarm_run({}).swarm.balance.ratio(0, 1000) == 1.0
 
 

@@ -49,10 +49,10 @@ def test_widths_of_16_per_rank_support_fp8(model: Table, layout: Table) -> None:
     ],
 )
 def test_other_widths_are_rejected_in_fp8(model: Table, layout: Table, field: str) -> None:
-    with pytest.raises(UserError, match=r"training\.precision = 'fp8'.*multiples of 16") as refused:
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8'.*multiples of 16") as error_info:
         check_divisibility(fp8_run(model, **layout), 4)
-    assert field in str(refused.value)
-    assert ("smaller layout.tp" in refused.value.fix) == bool(layout)
+    assert field in str(error_info.value)
+    assert ("smaller layout.tp" in error_info.value.fix) == bool(layout)
     bf16 = fp8_run(model, **layout).training.replace(precision="bf16")
     check_divisibility(fp8_run(model, **layout).model_copy(update={"training": bf16}), 4)
 

@@ -1,4 +1,4 @@
-"""Text that reaches a terminal: what it shows is what a file says, and nothing else."""
+"""Text of files in a terminal is shown exactly, without control sequences."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SHOWN = r"[red]node[/blue]\x1b[2J\x9b1m\u202ecod.exe\ud800:smile:"
 
 @given(st.text())
 def test_printable_keeps_letters_and_line_breaks_and_encodes(text: str) -> None:
-    shown = printable(text)
-    shown.encode()
-    assert printable(shown) == shown
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    printed = printable(text)
+    printed.encode()
+    assert printable(printed) == printed
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", printed)
     if text.isprintable():
-        assert shown == text
+        assert printed == text
 
 
 @pytest.mark.parametrize("renderable", [HOSTILE, Text(HOSTILE), [HOSTILE]])

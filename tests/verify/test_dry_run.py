@@ -1,4 +1,4 @@
-"""The one table of dry runs: what a traced rank sends and holds is what the real rank does, and what the plan says."""
+"""Dry runs: the traffic and memory of a traced rank equal those of the real rank and of the plan."""
 
 from __future__ import annotations
 
@@ -39,13 +39,19 @@ def _case_id(value: object) -> str:
         ("few-heads", FEW_HEADS),
         ("windows", WINDOWS),
     )
-    model = [name for name, one in models if value["model"] == {**one, "num_layers": value["model"]["num_layers"]}]
-    layout = [f"{key[7:]}={each}" for key, each in value.items() if key.startswith("layout.") and "micro" not in key]
+    model = [
+        name
+        for name, model_table in models
+        if value["model"] == {**model_table, "num_layers": value["model"]["num_layers"]}
+    ]
+    layout = [
+        f"{key[7:]}={setting}" for key, setting in value.items() if key.startswith("layout.") and "micro" not in key
+    ]
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
 
 
 def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:
-    """Calls and bytes by operation, what did it, and group."""
+    """Return calls and bytes by operation, purpose and group."""
     return {(r["operation"], r["executed_as"], tuple(r["group"])): (r["calls"], r["bytes"]) for r in rows}
 
 
@@ -53,21 +59,24 @@ def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, .
 def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     world_size: int, changes: Table, text: Path, tmp_path: Path
 ) -> None:
-    """Of real ranks and traced ones collectives are equal on every rank, and the peak of memory is within 5 %; of
-    traced ones and the plan collectives and state are equal on every rank, and the peak is within 5 %. Experts are not
-    balanced in the first steps of a real run: where ranks have different ones, sums over ranks are compared. Of four
-    others or more the corners are traced."""
+    """Collectives of traced and real ranks, and collectives and state of traced ranks and the plan, are equal
+    on every rank; peaks of memory are within 5 %.
+
+    Experts are not balanced in the first steps of a real run: with expert parallelism, sums over ranks are compared.
+    With four or more ranks and no expert parallelism, only corner ranks are traced."""
     run = small_run(text, tmp_path, changes)
     balanced = run.layout.ep == 1
-    which = corner_ranks(run, world_size) if world_size >= 4 and balanced else range(world_size)
-    traced = list(trace_ranks(run, world_size, which))
+    ranks = corner_ranks(run, world_size) if world_size >= 4 and balanced else range(world_size)
+    traced = list(trace_ranks(run, world_size, ranks))
     real = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
-    for mine in traced:
-        its = real[mine["rank"]]
+    for trace in traced:
+        measured = real[trace["rank"]]
         if balanced:
-            assert traffic_by_operation(mine["collectives"]) == traffic_by_operation(its["collectives"]), mine["rank"]
-            assert _peak_bytes(mine) == pytest.approx(_peak_bytes(its), rel=MEMORY_TOLERANCE), mine["rank"]
-        assert [line for line in compare_with_plan(run, world_size, mine) if not line.agrees] == [], mine["rank"]
+            assert traffic_by_operation(trace["collectives"]) == traffic_by_operation(measured["collectives"]), trace[
+                "rank"
+            ]
+            assert _peak_bytes(trace) == pytest.approx(_peak_bytes(measured), rel=MEMORY_TOLERANCE), trace["rank"]
+        assert [line for line in compare_with_plan(run, world_size, trace) if not line.agrees] == [], trace["rank"]
     if not balanced:
         assert _total_traffic(traced) == _total_traffic(real)
         # Recomputed blocks peak in an expert's backward pass, with the rows of real, unbalanced choices: 3.3 % more.
@@ -80,7 +89,7 @@ TRACED_IN_BF16 = (
     dry_run_case(4, pp=2, tp=2, schedule="zb-h1", **BF16),
     dry_run_case(4, TIED, pp=4, data_parallel="ddp", **BF16),
 )
-"""Real ranks compute bf16 number by number where there is no AVX-512."""
+"""Layouts in bf16, compared with the plan only: real ranks compute bf16 very slowly without AVX-512."""
 
 
 @pytest.mark.parametrize(("world_size", "changes"), TRACED_IN_BF16, ids=lambda value: _case_id(value) if value else "")
@@ -99,7 +108,7 @@ EXACT_PEAKS = {
     "zero3-pipeline-of-few-experts": (8, FEW_EXPERTS, {"data_parallel": "zero3", "pp": 2}, 0.005),
     "zero3-pipeline": (8, DENSE, {"data_parallel": "zero3", "pp": 2}, 0.005),
 }
-"""Ranks with so few tokens that the peak is where buffers and gradients are, which are counted exactly."""
+"""Layouts with few tokens per rank: memory peaks where buffers and gradients are, which are counted exactly."""
 
 
 @pytest.mark.parametrize("name", EXACT_PEAKS)
@@ -129,7 +138,7 @@ def _total_traffic(measured: list[Table]) -> dict[tuple[str, int], tuple[int, in
 
 @pytest.fixture(scope="module")
 def traced_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Traced]:
-    """A run of two tensor-parallel ranks, and its first."""
+    """Return a run of two tensor-parallel ranks, and its first traced rank."""
     run = small_run(
         text, tmp_path_factory.mktemp("traced"), dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1]
     )
@@ -145,18 +154,19 @@ MISMATCHED_PLANS: dict[str, tuple[Table, set[tuple[str, str]]]] = {
 
 @pytest.mark.parametrize("mismatch", MISMATCHED_PLANS)
 def test_compare_with_plan_detects_plan_of_different_run(mismatch: str, traced_rank: tuple[RunSpec, Traced]) -> None:
-    run, mine = traced_rank
-    assert all(line.agrees for line in compare_with_plan(run, 4, mine))
+    run, trace = traced_rank
+    assert all(line.agrees for line in compare_with_plan(run, 4, trace))
     changes, expected = MISMATCHED_PLANS[mismatch]
-    other = run.model_copy(
+    other_run = run.model_copy(
         update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
     )
-    found = {(line.kind, line.quantity) for line in compare_with_plan(other, 4, mine) if not line.agrees}
-    assert expected <= found
+    mismatches = {(line.kind, line.quantity) for line in compare_with_plan(other_run, 4, trace) if not line.agrees}
+    assert expected <= mismatches
 
 
 def test_corner_ranks_are_first_and_last_of_every_mesh_axis(text: Path, tmp_path: Path) -> None:
-    """Of 2 copies x 2 stages x 2 tensor-parallel ranks; of two servers and three workers; of two experts' ranks."""
+    """Compared for 2 replicas x 2 stages x 2 tensor-parallel ranks, two servers and
+    three workers, and two expert-parallel ranks."""
     run = small_run(text, tmp_path, dry_run_case(8, pp=2, tp=2)[1])
     assert corner_ranks(run, 8) == [0, 1, 2, 4, 7]
     assert corner_ranks(
@@ -182,8 +192,8 @@ def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -
     run = small_run(
         text, tmp_path, dry_run_case(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1]
     )
-    mine = next(trace_ranks(run, 2, [0]))
-    assert all(line.agrees for line in compare_with_plan(run, 2, mine))
+    trace = next(trace_ranks(run, 2, [0]))
+    assert all(line.agrees for line in compare_with_plan(run, 2, trace))
     assert list(directory.iterdir()) == []
 
 
@@ -206,8 +216,8 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> None:
-    out = cli_runner.command_output("dryrun", run_file, "--ranks", 2)
-    assert "plan and program agree on all 2 traced ranks of 2" in out
+    output = cli_runner.command_output("dryrun", run_file, "--ranks", 2)
+    assert "plan and program agree on all 2 traced ranks of 2" in output
     facts = cli_runner.command_json("dryrun", run_file, "--ranks", 4, "--trace", "3,0")
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]
@@ -217,7 +227,7 @@ def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> N
 
 
 def test_dryrun_command_exits_1_when_trace_differs_from_plan(run_file: Path) -> None:
-    """Muon's matrices, of which tensor-parallel ranks have shares, are sent: that is not planned."""
+    """Tensor-parallel ranks exchange their shards of Muon's matrices, which the plan does not contain."""
     facts = cli_runner.command_json(
         "dryrun", run_file, "--ranks", 2, "--trace", "0", "--set", "optimizer.name=muon", exit_code=1
     )
@@ -235,6 +245,6 @@ def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, run_file: Path)
 def test_dryrun_command_resolves_auto_layout(run_file: Path) -> None:
     automatic = run_file.with_name("automatic.toml")
     text = run_file.read_text().partition("[layout]")[0]
-    text = text.replace("tokens_per_step = 1024", "tokens_per_step = 8192")  # buffers are a smaller part
+    text = text.replace("tokens_per_step = 1024", "tokens_per_step = 8192")  # so that buffers are a smaller part
     automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc_per_node = 4\n')
     assert cli_runner.command_json("dryrun", automatic, "--trace", "0")["world_size"] == 4

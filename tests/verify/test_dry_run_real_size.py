@@ -1,4 +1,4 @@
-"""Models of real size: the traced program agrees with the plan."""
+"""The traced programs of models of real size agree with the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.real_dry_run_cases import QUICK_CASES, REAL_CASES, RealCase
 
 
 def _disagreements(case: RealCase, ranks: list[int]) -> list[tuple[int, PlanCheck]]:
-    """Return the differences from the plan of these ranks."""
+    """Return the differences of these ranks from the plan."""
     run = case.run()
     return [
         (traced["rank"], check)

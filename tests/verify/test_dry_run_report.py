@@ -60,7 +60,7 @@ def test_dryrun_command_prints_each_traced_rank_on_stderr_without_a_terminal(
 
     monkeypatch.setattr(f"{module}.trace_ranks", trace_nothing)
     checks_by_rank = {0: make_report(agrees=True), 7: make_report(agrees=False)}
-    monkeypatch.setattr(f"{module}.compare_with_plan", lambda *given: checks_by_rank[given[-1]["rank"]].checks)
+    monkeypatch.setattr(f"{module}.compare_with_plan", lambda *arguments: checks_by_rank[arguments[-1]["rank"]].checks)
     command = ["dryrun", str(tmp_path / "run.toml"), "--ranks", "8", "--trace", "0,7", "--json"]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.stderr.splitlines() == [

@@ -1,4 +1,4 @@
-"""The peak of a rank whose backward passes are split, at which deferred operands and one gradient of a weight exist."""
+"""Peak memory of a rank with split backward passes, when deferred operands and one weight gradient are alive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES: dict[str, tuple[tuple[int, Table], int]] = {
     "sequence parallel": (dry_run_case(4, pp=2, tp=2, schedule="zb-h1"), 2),
     "recomputed": (dry_run_case(2, pp=2, schedule="zb-v", activation_checkpointing="selective"), 0),
 }
-"""A run, and the rank of it to trace."""
+"""A run, and the rank to trace."""
 TOLERANCE = 0.015
 
 

@@ -1,4 +1,4 @@
-"""Work of PyTorch that dry runs leave out."""
+"""PyTorch work that dry runs leave out."""
 
 from __future__ import annotations
 

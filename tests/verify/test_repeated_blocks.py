@@ -1,4 +1,4 @@
-"""Equality of blocks, which decides what is traced once."""
+"""Equality of blocks, which decides which blocks are traced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scale_by_closure(part: nn.Module, factor: float) -> None:
 
 
 class Scale:
-    """A change of a module that knows the module."""
+    """Change of a module that has a reference to the module."""
 
     def __init__(self, part: nn.Module, factor: float) -> None:
         self.forward: Callable[[Tensor], Tensor] = part.forward
@@ -60,7 +60,7 @@ def test_blocks_are_equal_if_the_replaced_methods_of_their_submodules_are(
 
 
 def num_repeated(change: Callable[[int, nn.Module], object]) -> int:
-    """Return how many blocks repeat others after a change of each block's norm, given the block's index."""
+    """Return the number of blocks that repeat others after a change of each block's norm, given the block's index."""
     sizes = {"num_layers": NUM_BLOCKS, "hidden_size": 8, "num_heads": 1, "ffn_hidden_size": 8, "vocab_size": 16}
     training = {"seq_len": 8, "tokens_per_step": 8, "compile": False}
     run = run_from_table({"model": {**sizes, "max_seq_len": 8}, "training": training})

@@ -1,4 +1,4 @@
-"""Equal micro-batches, blocks and chunks are traced once: the result is that of tracing all."""
+"""Equal micro-batches, blocks and chunks are traced once, with the same result as a full trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WINDOWS = {
     "full_attention_layers": [1, 3, 5, 7, 9, 11],
     "attention_sinks": True,
 }
-"""Two kinds of blocks in turn, six of each."""
+"""Two kinds of blocks alternate, six of each."""
 DEEP = {**LONG, "num_layers": 24}
 FOURTEEN_LAYERS = {**LONG, "num_layers": 14}
 DEEP_EXPERTS = {**SIX_LAYERS, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}
@@ -124,8 +124,8 @@ BLOCK_CASES: dict[str, tuple[int, RunSpec]] = {
 
 @pytest.mark.parametrize("name", BLOCK_CASES)
 def test_trace_of_repeated_blocks_equals_full_trace(name: str) -> None:
-    once, full = _tracing_of_equal_results(*BLOCK_CASES[name])
-    assert once["traced_blocks"] < once["blocks"] == full["traced_blocks"]
+    repeated, full = _tracing_of_equal_results(*BLOCK_CASES[name])
+    assert repeated["traced_blocks"] < repeated["blocks"] == full["traced_blocks"]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_trace_of_repeated_blocks_equals_full_trace(name: str) -> None:
     ids=str,
 )
 def test_blocks_that_need_their_neighbors_are_all_traced(layout: dict[str, Any]) -> None:
-    """FSDP units inside blocks, inputs that another block fetches, copies of weights that autocast keeps until the end
-    of the forward pass, and graphs that a later pass continues."""
+    """FSDP units inside blocks, inputs that another block gathers, autocast copies that live until the end of the
+    forward pass, and graphs that a later pass continues."""
     model = DEEP_EXPERTS if "ep" in layout else {**SMALL, "num_layers": 12}
     run = repeated_run(4, 4, model, **layout)
     tracing = _trace_last_rank(run, 4, full=False)["tracing"]
@@ -150,17 +150,17 @@ def test_blocks_that_need_their_neighbors_are_all_traced(layout: dict[str, Any])
 
 @pytest.mark.parametrize("name", CASES)
 def test_trace_of_repeated_work_equals_full_trace(name: str) -> None:
-    """In bytes of every part, calls and bytes of every collective, and FLOPs."""
-    once, full = _tracing_of_equal_results(*CASES[name])
+    """Bytes of every part, calls and bytes of every collective, and FLOPs are equal."""
+    repeated, full = _tracing_of_equal_results(*CASES[name])
     if name != "chunks":
-        assert once["traced_micro_batches"] < full["traced_micro_batches"]
+        assert repeated["traced_micro_batches"] < full["traced_micro_batches"]
 
 
 def _tracing_of_equal_results(world_size: int, run: RunSpec) -> tuple[Traced, Traced]:
-    """Return how much was traced of the last rank, with repetition and without, after comparing all else."""
-    once, full = (_trace_last_rank(run, world_size, full=full) for full in (False, True))
-    tracing = once.pop("tracing"), full.pop("tracing")
-    assert once == full
+    """Return the traced amount of the last rank, with and without repetition, after comparing all other results."""
+    repeated, full = (_trace_last_rank(run, world_size, full=full) for full in (False, True))
+    tracing = repeated.pop("tracing"), full.pop("tracing")
+    assert repeated == full
     return tracing
 
 

@@ -42,8 +42,8 @@ def test_advise_json_lists_every_rule_once_with_verdict(run):
     assert facts["parameters"] == 8_030_261_248
     rules = [item["rule"] + item["kind"] for item in (*facts["advice"], *facts["silent"])]
     assert sorted(rules) == sorted(rule.name + rule.kind for rule in RULES)
-    described = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc_per_node=8"], environment={})
-    advised = advise(described, 32)
+    run_spec = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc_per_node=8"], environment={})
+    advised = advise(run_spec, 32)
     assert [item["verdict"] for item in facts["advice"]] == [advice.verdict for advice in advised.advice]
     first = facts["advice"][0]
     assert (first["verdict"], first["layout"]["layout"]["data_parallel"]) == ("costs", "zero2")
@@ -57,7 +57,7 @@ def test_advise_json_lists_every_rule_once_with_verdict(run):
 def test_advise_reports_zero3_pipeline_rule_as_not_searched_by_planner(run):
     large = ("model.preset=gpt3-175b", "training.seq_len=2048", "training.tokens_per_step=131072")
     text = advise_output(
-        run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change))
+        run, "--machine", "b200", "--nodes", 8, *(argument for change in large for argument in ("--set", change))
     )
     assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
     assert "the planner has no ZeRO-3 in pipelines" in text
@@ -96,16 +96,16 @@ def test_advise_oom_settings_make_run_fit_when_applied(run):
     facts = advise_json("oom", run, "--machine", "h100")
     assert not facts["now"]["fits"]
     assert facts["fits"]
-    needed = facts["needed"][-1]
-    settings = [word for setting in needed["settings"] for word in ("--set", setting)]
+    subset = facts["needed"][-1]
+    settings = [argument for setting in subset["settings"] for argument in ("--set", setting)]
     changed = advise_json("oom", run, "--machine", "h100", *settings)
-    assert changed["now"] == needed["after"]
+    assert changed["now"] == subset["after"]
     assert changed["now"]["fits"]
     assert (changed["steps"], changed["needed"]) == ([], [])
     assert "The run fits without changes." in advise_output("oom", run, "--machine", "h100", *settings)
     cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
-    held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
-    assert held.total == changed["now"]["memory"]["total"] < 80 * 2**30
+    memory = rank_memory(load_run(run, [*cluster, *subset["settings"]], environment={}), 8)["rank"]
+    assert memory.total == changed["now"]["memory"]["total"] < 80 * 2**30
 
 
 def test_advise_oom_reports_when_no_remedy_sequence_fits(run):
@@ -136,10 +136,10 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
 )
 def test_advise_raises_user_error_with_fix_for_invalid_arguments(run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    words = [run if word == "RUN" else word for word in arguments]
-    with pytest.raises(UserError, match=message) as caught:
-        advise_output(*words)
-    assert caught.value.fix
+    command = [run if argument == "RUN" else argument for argument in arguments]
+    with pytest.raises(UserError, match=message) as error_info:
+        advise_output(*command)
+    assert error_info.value.fix
 
 
 def test_advise_help_shows_usage_of_advise_and_advise_oom():

@@ -1,4 +1,4 @@
-"""The command as it is typed: which parts, which sizes, what is said of mistakes, and what real ranks find."""
+"""`phalanx bench` on the command line: its parts, its sizes, its error messages, and measurements of real ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
 )
 def test_bench_raises_user_error_for_invalid_arguments(arguments: tuple[object, ...], message: str, run: Path) -> None:
     with pytest.raises(UserError, match=message):
-        measure_output(*(str(word).format(run=run) for word in arguments))
+        measure_output(*(str(argument).format(run=run) for argument in arguments))
 
 
 def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
@@ -79,40 +79,41 @@ def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
         "try: app(sys.argv[1:], standalone_mode=False)\n"
         "except UserError: print('torch' in sys.modules)"
     )
-    words = "bench", str(run), "--nproc", "3", "--set", "layout.tp=2"
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+    arguments = "bench", str(run), "--nproc", "3", "--set", "layout.tp=2"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
 
 
 # -- in processes of their own, as ranks are started -------------------------------------------------------------------
 
 
-def measure_process_output(*words: object) -> str:
-    command = [sys.executable, "-m", "phalanx", "bench", *map(str, words)]
+def measure_process_output(*arguments: object) -> str:
+    command = [sys.executable, "-m", "phalanx", "bench", *map(str, arguments)]
     return run_python(command, check=True, text=True, timeout=120).stdout
 
 
 def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    words = "--nproc", 2, "--iterations", 2, "--sweep", "1KiB:4KiB", "--out", file
-    text = measure_process_output("collectives", run, *words)
-    ways = json.loads(file.read_text())["collectives"]
-    assert [way["operation"] for way in ways] == ["reduce_scatter", "all_gather"]
-    assert all(way["groups"] == [[0, 1]] for way in ways)
+    arguments = "--nproc", 2, "--iterations", 2, "--sweep", "1KiB:4KiB", "--out", file
+    text = measure_process_output("collectives", run, *arguments)
+    collectives = json.loads(file.read_text())["collectives"]
+    assert [entry["operation"] for entry in collectives] == ["reduce_scatter", "all_gather"]
+    assert all(entry["groups"] == [[0, 1]] for entry in collectives)
     rows = ROW.findall(text)
-    assert [int(row[0]) for row in rows] == [each["size"] for way in ways for each in way["nccl_tests"]["results"]]
+    sizes = [result["size"] for entry in collectives for result in entry["nccl_tests"]["results"]]
+    assert [int(row[0]) for row in rows] == sizes
     assert {row[8] for row in rows} == {row[12] for row in rows} == {"0"}
-    assert len(AVERAGE.findall(text)) == len(ways)
-    assert len(re.findall(r"^# t = .* maximum \d+%$", text, re.MULTILINE)) == len(ways)
+    assert len(AVERAGE.findall(text)) == len(collectives)
+    assert len(re.findall(r"^# t = .* maximum \d+%$", text, re.MULTILINE)) == len(collectives)
     assert all(line.startswith("#") or not line.strip() or ROW.match(line) for line in text.splitlines())
 
 
 def test_bench_on_one_rank_skips_collectives(run: Path) -> None:
-    found = json.loads(measure_process_output(run, "--nproc", 1, "--iterations", 1, "--json"))
-    assert found["collectives"] == []
-    assert {row["kernel"] for row in found["bandwidth"]} == {"copy", "triad"}
-    assert [row["layers"] for row in found["matmul"]] == [["wq", "wk", "wv", "wo"], ["gate", "up"], ["down"], ["head"]]
-    assert [row["heads"] for row in found["attention"]] == [2]
+    result = json.loads(measure_process_output(run, "--nproc", 1, "--iterations", 1, "--json"))
+    assert result["collectives"] == []
+    assert {row["kernel"] for row in result["bandwidth"]} == {"copy", "triad"}
+    assert [row["layers"] for row in result["matmul"]] == [["wq", "wk", "wv", "wo"], ["gate", "up"], ["down"], ["head"]]
+    assert [row["heads"] for row in result["attention"]] == [2]
 
 
 def test_bench_matmul_table_names_layers(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""`phalanx calibrate` on a run that was trained, and plans with what it wrote."""
+"""`phalanx calibrate` on a trained run, and plans that use its result."""
 
 import json
 from functools import partial
@@ -23,53 +23,55 @@ def run_directory(tmp_path_factory) -> Path:
     changes = {"training.precision": "fp32", "training.steps": STEPS}
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
     directory = create_run(run, 1, resume=False)
-    under_way = make_trainer(run)
-    train_to_end(under_way, {"metrics": JsonLines()})
+    trainer = make_trainer(run)
+    train_to_end(trainer, {"metrics": JsonLines()})
     return directory
 
 
 def test_plan_uses_machine_file_written_by_calibrate(run_directory, tmp_path):
-    out = tmp_path / "here.toml"
-    text = wide_output("calibrate", run_directory, "--out", out)
+    machine_file = tmp_path / "here.toml"
+    text = wide_output("calibrate", run_directory, "--out", machine_file)
     assert "by the others" in text
-    assert f"--machine {out}" in text
-    machine = load_machine(str(out))
+    assert f"--machine {machine_file}" in text
+    machine = load_machine(str(machine_file))
     assert (machine.device, machine.calibration.runs, machine.calibration.precision) == ("cpu", 1, "fp32")
-    table = wide_output("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
+    table = wide_output("plan", run_directory / "run.toml", "--machine", machine_file, "--nproc", 2)
     assert "measured by 1 runs on this machine" in table
-    found = command_json("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
-    assert found["measured"] == machine.calibration.identified_constants
-    # The same as the preset of a run file.
-    named = command_json("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2)
-    assert named["layouts"] == found["layouts"]
+    plan = command_json("plan", run_directory / "run.toml", "--machine", machine_file, "--nproc", 2)
+    assert plan["measured"] == machine.calibration.identified_constants
+    # The machine file as the preset of a run file gives the same plan.
+    plan_by_preset = command_json(
+        "plan", run_directory / "run.toml", "--set", f"cluster.preset={machine_file}", "--nproc", 2
+    )
+    assert plan_by_preset["layouts"] == plan["layouts"]
 
 
 def test_calibrated_prediction_matches_calibration_run_within_10_percent(run_directory, tmp_path):
-    found = command_json("calibrate", run_directory, "--out", tmp_path / "here.toml")
-    (row,) = found["runs"]
+    result = command_json("calibrate", run_directory, "--out", tmp_path / "here.toml")
+    (row,) = result["runs"]
     assert row["after_seconds"] == pytest.approx(row["step_seconds"], rel=0.1)
     assert row["predicted_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.1)
-    assert found["machine"]["calibration"]["runs"] == 1
+    assert result["machine"]["calibration"]["runs"] == 1
 
 
 def test_calibrate_accepts_benchmark_file_of_bench_command(run_directory, tmp_path):
-    file, out = tmp_path / "measured.json", tmp_path / "here.toml"
+    file, machine_file = tmp_path / "measured.json", tmp_path / "here.toml"
     cli_runner.command_output("bench", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
-    found = command_json("calibrate", run_directory, file, "--out", out)
-    assert [each["kind"] for each in found["operations"]] == ["matrix products", "attention", "memory"]
-    assert {each["of"] for each in found["operations"]} == {"measured.json"}
-    assert "measured.json" in out.read_text().partition("\n")[0]
-    text = wide_output("calibrate", run_directory, file, "--out", out)
+    result = command_json("calibrate", run_directory, file, "--out", machine_file)
+    assert [operation["kind"] for operation in result["operations"]] == ["matrix products", "attention", "memory"]
+    assert {operation["of"] for operation in result["operations"]} == {"measured.json"}
+    assert "measured.json" in machine_file.read_text().partition("\n")[0]
+    text = wide_output("calibrate", run_directory, file, "--out", machine_file)
     assert "timed apart" in text
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_calibrate_warns_when_prediction_interval_is_too_wide(run_directory, tmp_path, monkeypatch, options):
-    said = "are too wide to choose a layout: add longer runs"
+    warning = "are too wide to choose a layout: add longer runs"
     for least, wide in ((0.0, True), (100.0, False)):
         monkeypatch.setattr("phalanx.cli.commands.calibrate.MAX_LOG_HALF_WIDTH", least)
         assert (
-            said in cli_runner.command_stderr("calibrate", run_directory, "--out", tmp_path / "here.toml", *options)
+            warning in cli_runner.command_stderr("calibrate", run_directory, "--out", tmp_path / "here.toml", *options)
         ) is wide
 
 
@@ -94,6 +96,6 @@ def test_plan_notes_that_machine_preset_is_not_calibrated(run_directory):
 )
 def test_calibrate_raises_user_error_for_invalid_arguments(run_directory, tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
-    words = [word.format(run=run_directory) for word in arguments]
+    command = [argument.format(run=run_directory) for argument in arguments]
     with pytest.raises(UserError, match=problem):
-        wide_output(*words)
+        wide_output(*command)

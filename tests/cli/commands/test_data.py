@@ -1,4 +1,4 @@
-"""`phalanx data`, as a user calls it."""
+"""`phalanx data` on the command line."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from phalanx.spec.errors import UserError
 
 
 def run_data_command(*arguments):
-    """The output of a call that must go well; a UserError comes through as it does to `main`."""
+    """Return the output of a successful call; a UserError is raised, as in `main`."""
     result = CliRunner().invoke(command.app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -27,28 +27,28 @@ def test_data_tokenizer_prepare_inspect_report_consistent_json(corpus, tmp_path)
     tokenizer, prefix = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens" / "corpus"
     trained = json.loads(run_data_command("tokenizer", corpus, "--out", tokenizer, "--vocab", 300, "--json"))
     assert (trained["vocab"], load_tokenizer(tokenizer).vocab) == (300, 300)
-    written = json.loads(
+    summary = json.loads(
         run_data_command("prepare", corpus, "--out", prefix, "--tokenizer", tokenizer, "--workers", 1, "--json")
     )
     text = [document.text for document in documents([str(corpus)])]
     dataset = IndexedDataset(prefix)
-    assert written["documents"] == len(dataset) == 40
-    assert written["tokens"] == dataset.size
-    assert written["text_bytes"] == sum(map(len, text))
-    assert written["bytes_per_token"] == pytest.approx(written["text_bytes"] / written["tokens"], abs=1e-3)
-    assert written["tokens_per_second"] > 0
-    seen = json.loads(run_data_command("inspect", prefix, "--tokenizer", tokenizer, "--tokens", 12, "--json"))
-    assert (seen["documents"], seen["tokens"], seen["dtype"]) == (40, dataset.size, "uint16")
-    assert seen["first_tokens"] == dataset.tokens[:12].tolist()
-    assert "".join(text).startswith(seen["first_text"])
-    assert seen["longest_document"] == max(len(dataset.document(i)) for i in range(40))
+    assert summary["documents"] == len(dataset) == 40
+    assert summary["tokens"] == dataset.size
+    assert summary["text_bytes"] == sum(map(len, text))
+    assert summary["bytes_per_token"] == pytest.approx(summary["text_bytes"] / summary["tokens"], abs=1e-3)
+    assert summary["tokens_per_second"] > 0
+    inspected = json.loads(run_data_command("inspect", prefix, "--tokenizer", tokenizer, "--tokens", 12, "--json"))
+    assert (inspected["documents"], inspected["tokens"], inspected["dtype"]) == (40, dataset.size, "uint16")
+    assert inspected["first_tokens"] == dataset.tokens[:12].tolist()
+    assert "".join(text).startswith(inspected["first_text"])
+    assert inspected["longest_document"] == max(len(dataset.document(i)) for i in range(40))
 
 
 def test_data_commands_print_summaries(corpus, tmp_path):
-    shown = run_data_command("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes")
-    assert "documents          40\n" in shown
-    shown = run_data_command("inspect", f"{tmp_path / 'tokens'}.idx", "--tokenizer", "bytes")
-    assert "first text           def function_0(x):" in shown
+    output = run_data_command("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes")
+    assert "documents          40\n" in output
+    output = run_data_command("inspect", f"{tmp_path / 'tokens'}.idx", "--tokenizer", "bytes")
+    assert "first text           def function_0(x):" in output
 
 
 def test_data_prepare_no_end_omits_end_tokens(corpus, tmp_path):
@@ -69,9 +69,9 @@ def test_data_commands_overwrite_files_only_with_force(corpus, tmp_path, name):
     arguments = [name, corpus, "--out", tmp_path / "made", *(["--tokenizer", "bytes"] if name == "prepare" else [])]
     run_data_command(*arguments)
     before = {path: path.read_bytes() for path in tmp_path.glob("made*")}
-    with pytest.raises(UserError, match="already exists") as caught:
+    with pytest.raises(UserError, match="already exists") as error_info:
         run_data_command(*arguments)
-    assert "--force" in caught.value.fix
+    assert "--force" in error_info.value.fix
     assert {path: path.read_bytes() for path in tmp_path.glob("made*")} == before
     run_data_command(*arguments, "--force")
 
@@ -89,22 +89,22 @@ def test_data_commands_overwrite_files_only_with_force(corpus, tmp_path, name):
 )
 def test_data_commands_reject_invalid_arguments(corpus, monkeypatch, arguments, field):
     monkeypatch.chdir(corpus.parent)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         run_data_command(*arguments)
-    assert caught.value.field == field
-    assert caught.value.fix
+    assert error_info.value.field == field
+    assert error_info.value.fix
     assert not list(corpus.parent.glob("out*"))
 
 
 def test_data_progress_prints_periodic_lines_without_terminal(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    shown = []
-    print_counts = command._print_periodically(shown.append)
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    output = []
+    print_counts = command._print_periodically(output.append)
     for second, count in ((1, 5), (10, 1000), (11, 2000), (19, 3000), (20, 4000)):
-        now[0] = second
+        clock[0] = second
         print_counts(TokenizationCounts(count, 10 * count, 0))
-    assert shown == ["1,000 documents, 10,000 tokens", "4,000 documents, 40,000 tokens"]
+    assert output == ["1,000 documents, 10,000 tokens", "4,000 documents, 40,000 tokens"]
 
 
 def test_data_command_import_does_not_load_torch_or_numpy():

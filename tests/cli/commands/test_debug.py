@@ -1,4 +1,4 @@
-"""`phalanx debug` on what ranks left behind."""
+"""`phalanx debug` on the files that ranks wrote."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def hung_run_directory(tmp_path: Path) -> Path:
     dumps = simulate_hang([program, program[1:], program], sizes)
     assert dumps is not None
     (tmp_path / "run.toml").write_text(RUN)
-    for told in dumps.values():
-        write_dump(tmp_path, told)
+    for dump in dumps.values():
+        write_dump(tmp_path, dump)
     return tmp_path
 
 
@@ -44,9 +44,9 @@ def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(hung_ru
 
 
 def test_debug_json_has_same_verdict_as_text(hung_run_directory: Path) -> None:
-    found = command_json("debug", hung_run_directory)
-    assert (found["verdict"]["kind"], found["verdict"]["ranks"], found["step"]) == ("mismatch", [1], 3)
-    assert found["verdict"]["summary"] == command_output("debug", hung_run_directory).splitlines()[0]
+    report = command_json("debug", hung_run_directory)
+    assert (report["verdict"]["kind"], report["verdict"]["ranks"], report["step"]) == ("mismatch", [1], 3)
+    assert report["verdict"]["summary"] == command_output("debug", hung_run_directory).splitlines()[0]
 
 
 def test_debug_rejects_directory_without_run_toml(tmp_path: Path) -> None:
@@ -60,23 +60,23 @@ def test_debug_reports_that_no_failure_records_exist(tmp_path: Path) -> None:
 
 
 def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_path: Path) -> None:
-    """Ranks that were started again have taken their words away."""
+    """Restarted ranks delete their hang dumps and failure records."""
     (tmp_path / "run.toml").write_text(RUN)
     append_event(tmp_path, STARTED, ranks=2, step=0)
     verdict = ["why: rank 1 (dp=1) was stopped (SIGSTOP)", "details: phalanx debug runs/first"]
     append_event(tmp_path, FAILED, rank=0, step=41, reason="RuntimeError: Timed out", verdict=verdict)
     append_event(tmp_path, STARTED, ranks=2, step=40)
-    held = acquire_run_lock(tmp_path)
-    assert held is not None
-    first, _, before, *_ = command_output("debug", tmp_path).splitlines()
-    assert first == "the run is active, and no rank has hung since it started"
+    lock = acquire_run_lock(tmp_path)
+    assert lock is not None
+    state, _, earlier_failure, *_ = command_output("debug", tmp_path).splitlines()
+    assert state == "the run is active, and no rank has hung since it started"
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "rank-00000.jsonl").write_text("")
     assert re.search(r"; the last step was recorded \d+ s ago\nwhat to do: wait: ", command_output("debug", tmp_path))
-    told = ": rank 0 RuntimeError: Timed out, step 41; why: rank 1 (dp=1) was stopped (SIGSTOP)"
-    assert before.startswith("before: ")
-    assert before.endswith(told)
-    held.close()
+    failure = ": rank 0 RuntimeError: Timed out, step 41; why: rank 1 (dp=1) was stopped (SIGSTOP)"
+    assert earlier_failure.startswith("before: ")
+    assert earlier_failure.endswith(failure)
+    lock.close()
     assert command_output("debug", tmp_path).startswith("the run ended without a record: its launcher was killed, or")
     fault = tmp_path / "hangs" / "rank-00001.fault"
     fault.parent.mkdir()
@@ -84,8 +84,8 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
         "Fatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call first):\n"
         '  File "/x/train/worker.py", line 3 in work\n'
     )
-    said = command_output("debug", tmp_path)
-    assert said.startswith("rank 1 was killed by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
+    output = command_output("debug", tmp_path)
+    assert output.startswith("rank 1 was killed by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
     fault.unlink()
     append_event(tmp_path, QUARANTINED, checkpoint="step-00000040", problem="checksum is wrong")
     assert ": step-00000040 was damaged and quarantined: checksum is wrong" in command_output("debug", tmp_path)
@@ -105,26 +105,25 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
 
 
 def test_debug_reports_hang_and_earlier_failure_of_restarted_run(hung_run_directory: Path) -> None:
-    """An earlier failure does not say where the ranks wait now."""
     append_event(hung_run_directory, STARTED, ranks=3, step=0)
     append_event(hung_run_directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
     assert "before: " not in command_output("debug", hung_run_directory)
     append_event(hung_run_directory, STARTED, ranks=3, step=5)
-    said = command_output("debug", hung_run_directory)
-    assert "rank 1 (dp=1) called all_gather" in said
-    assert "before: " in said
-    assert ": rank 2 was killed by SIGKILL, step 7" in said
+    output = command_output("debug", hung_run_directory)
+    assert "rank 1 (dp=1) called all_gather" in output
+    assert "before: " in output
+    assert ": rank 2 was killed by SIGKILL, step 7" in output
 
 
 def test_debug_uses_layout_of_last_start(hung_run_directory: Path) -> None:
-    """Which may have had fewer ranks than the run was meant for, in another layout."""
+    """The last start may have fewer ranks than the run file, in another layout."""
     (hung_run_directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
     write_effective_layout(hung_run_directory, Layout(tp=3))
     assert "rank 1 (tp=1) called all_gather" in command_output("debug", hung_run_directory)
 
 
 def test_debug_prints_coordinates_of_single_failed_rank(tmp_path: Path) -> None:
-    """It says nothing of how many ranks there were."""
+    """A failure record does not contain the number of ranks."""
     (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
     write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
     append_event(tmp_path, STARTED, ranks=4, step=0)

@@ -1,4 +1,4 @@
-"""`phalanx doctor`: what it prints, writes and returns."""
+"""`phalanx doctor`: its output, its files and its exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINDING_KEYS = {"id", "severity", "host", "device", "measured", "unit", "thresho
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """16 ranks of llama3-8b on two nodes like the record."""
+    """Write a run of llama3-8b with 16 ranks on two nodes like the recorded one."""
     path = tmp_path / "run.toml"
     path.write_text(
         f'output_dir = "{tmp_path}"\n[model]\npreset = "llama3-8b"\n'
@@ -49,13 +49,13 @@ def cpu_run(tmp_path: Path) -> Path:
 
 
 def test_doctor_exits_0_for_healthy_node(h100: Path, run: Path) -> None:
-    out = doctor_output(run, "--from-snapshot", h100)
-    assert re.fullmatch(r"node1: 0 failures, 0 warnings, \d+ passed, \d+ not checked", out.splitlines()[-1])
-    assert re.search(r"^passed checks: gpu \d+, ecc 4, ", out, re.MULTILINE)
-    found = doctor_json(run, "--from-snapshot", h100)
-    assert found["exit_code"] == 0
-    assert all(set(each) == FINDING_KEYS for each in found["findings"])
-    assert {each["host"] for each in found["findings"]} == {"node1"}
+    output = doctor_output(run, "--from-snapshot", h100)
+    assert re.fullmatch(r"node1: 0 failures, 0 warnings, \d+ passed, \d+ not checked", output.splitlines()[-1])
+    assert re.search(r"^passed checks: gpu \d+, ecc 4, ", output, re.MULTILINE)
+    report = doctor_json(run, "--from-snapshot", h100)
+    assert report["exit_code"] == 0
+    assert all(set(finding) == FINDING_KEYS for finding in report["findings"])
+    assert {finding["host"] for finding in report["findings"]} == {"node1"}
 
 
 def test_doctor_prints_failures_first_with_remedy(h100: Path) -> None:
@@ -86,16 +86,18 @@ def test_doctor_exits_1_for_warnings_and_3_when_all_checks_are_skipped(h100: Pat
     assert doctor_json("--from-snapshot", h100, exit_code=1)["exit_code"] == 1
     nothing = tmp_path / "nothing"
     nothing.mkdir()
-    assert {each["severity"] for each in doctor_json("--from-snapshot", nothing, exit_code=3)["findings"]} == {"SKIP"}
+    assert {finding["severity"] for finding in doctor_json("--from-snapshot", nothing, exit_code=3)["findings"]} == {
+        "SKIP"
+    }
 
 
 def test_doctor_fails_when_run_exceeds_gpu_memory_or_node_has_no_gpus(run: Path, h100: Path) -> None:
-    """On two GPUs zero3 does not fit; and the run asks for GPUs where the captured machine has none."""
-    two = ("--nproc", 1, "--set", "cluster.nodes=2")
-    found = doctor_json(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
-    assert {each["id"] for each in found if each["severity"] == "FAIL"} == {"gpu.headroom"}
-    found = doctor_json(run, "--from-snapshot", CPU_SNAPSHOT, exit_code=2)["findings"]
-    assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
+    """ZeRO-3 does not fit on two GPUs. The captured machine has no GPUs, but the run asks for some."""
+    two_nodes = ("--nproc", 1, "--set", "cluster.nodes=2")
+    findings = doctor_json(run, "--from-snapshot", h100, *two_nodes, exit_code=2)["findings"]
+    assert {finding["id"] for finding in findings if finding["severity"] == "FAIL"} == {"gpu.headroom"}
+    findings = doctor_json(run, "--from-snapshot", CPU_SNAPSHOT, exit_code=2)["findings"]
+    assert ("gpu.answers", "not installed") in {(finding["id"], finding["measured"]) for finding in findings}
 
 
 def test_doctor_rejects_missing_nccl_log(tmp_path: Path) -> None:
@@ -122,11 +124,13 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
         doctor_output(run, "--compare-reports", health)
     assert (health / "failing_nodes.txt").read_text() == "of mine"
     (health / "failing_nodes.txt").unlink()
-    said = doctor_output(run, "--compare-reports", health, exit_code=2)
-    assert "leave out: --exclude=node3" in said
+    output = doctor_output(run, "--compare-reports", health, exit_code=2)
+    assert "leave out: --exclude=node3" in output
     assert (health / "failing_nodes.txt").read_text() == "node3\n"
-    found = json.loads((health / "findings.json").read_text())
-    wrong = [(each["id"], each["host"], each["device"]) for each in found if each["severity"] == "FAIL"]
+    findings = json.loads((health / "findings.json").read_text())
+    wrong = [
+        (finding["id"], finding["host"], finding["device"]) for finding in findings if finding["severity"] == "FAIL"
+    ]
     assert wrong == [("nodes.drift_breaks", "node3", "RDMA MTU"), ("mtu.same", "node3", "ens3np0")]
     page = (health / "findings.md").read_text()
     assert "| FAIL | mtu.same | node3 | ens3np0 | 4200 bytes | 9000 |" in page
@@ -136,9 +140,9 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
 
 def test_doctor_topology_file_is_accepted_by_placement(h100: Path, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.txt"
-    for _ in range(2):  # it replaces an earlier one
-        said = cli_runner.command_stderr("doctor", "--from-snapshot", h100, "--topology", file)
-    assert f"phalanx placement RUN.toml --topology {file}" in said
+    for _ in range(2):  # the second call replaces the file of the first
+        stderr = cli_runner.command_stderr("doctor", "--from-snapshot", h100, "--topology", file)
+    assert f"phalanx placement RUN.toml --topology {file}" in stderr
     node = read_topology(file)
     assert (len(node.gpus), node.nics[0], node.nvlinks[0]) == (8, "mlx5_0", 18)
     facts = cli_runner.command_json("placement", run, "--ranks", 16, "--topology", file)
@@ -148,37 +152,37 @@ def test_doctor_topology_file_is_accepted_by_placement(h100: Path, run: Path, tm
 
 
 def test_doctor_collectives_check_passes_with_two_local_ranks(cpu_run: Path) -> None:
-    found = {each["id"]: each for each in doctor_json(cpu_run, "--collectives", "--nproc", 2)["findings"]}
-    assert found["between.wrong"]["severity"] == "OK"
-    assert found["counters.tcp"]["host"]
-    assert found["between.slow_node"]["measured"] == "one node"
+    findings = {finding["id"]: finding for finding in doctor_json(cpu_run, "--collectives", "--nproc", 2)["findings"]}
+    assert findings["between.wrong"]["severity"] == "OK"
+    assert findings["counters.tcp"]["host"]
+    assert findings["between.slow_node"]["measured"] == "one node"
 
 
 def test_doctor_reports_killed_rank_of_collectives_check_as_finding(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the exit code of warnings, without a word for programs."""
+    """A killed rank once caused the exit code of warnings, without a finding in the JSON."""
 
-    def killed(_: int, words: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
+    def killed(_: int, arguments: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
         return report({1: ProcessFailure(local_rank=1, pid=4711, exitcode=-9, error_file="")}, 0)
 
     monkeypatch.setattr("phalanx.doctor.multi_node_benchmark.launch_ranks", killed)
     options = ("--set", "cluster.nodes=1", "--set", "cluster.device=cpu", "--out", tmp_path / "out")
-    found = doctor_json(run, "--collectives", *options, exit_code=2)["findings"]
-    (failed,) = found
-    assert (failed["id"], failed["device"], failed["host"]) == ("between.failed", "rank 1", Machine().host)
-    assert "SIGKILL" in failed["measured"]
+    findings = doctor_json(run, "--collectives", *options, exit_code=2)["findings"]
+    (finding,) = findings
+    assert (finding["id"], finding["device"], finding["host"]) == ("between.failed", "rank 1", Machine().host)
+    assert "SIGKILL" in finding["measured"]
     assert (tmp_path / "out/failing_nodes.txt").read_text() == f"{Machine().host}\n"
 
 
 def test_doctor_collectives_rejects_invalid_rank_count_nodes_and_layout(cpu_run: Path) -> None:
-    for words, problem in (
+    for arguments, problem in (
         (["--nproc", "1"], "leaves no peer"),
         (["--nproc", "2", "--set", "cluster.nodes=2"], "torchrun"),
         (["--nproc", "2", "--set", "layout.tp=7"], "layout.tp"),
     ):
         with pytest.raises(UserError, match=problem):
-            CliRunner().invoke(app, ["doctor", str(cpu_run), "--collectives", *words], catch_exceptions=False)
+            CliRunner().invoke(app, ["doctor", str(cpu_run), "--collectives", *arguments], catch_exceptions=False)
 
 
 def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
@@ -186,7 +190,7 @@ def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
 
 
 def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
-    for words, problem in (
+    for arguments, problem in (
         (["--collectives"], "requires a run file"),
         (["--from-snapshot", CPU_SNAPSHOT, "--compare-reports", tmp_path], "cannot be combined"),
         (["--from-snapshot", tmp_path / "nowhere"], "is not a directory"),
@@ -194,9 +198,9 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
         ([tmp_path / "nothing.toml"], "nothing.toml"),
     ):
         with pytest.raises(UserError, match=problem):
-            CliRunner().invoke(app, ["doctor", *map(str, words)], catch_exceptions=False)
+            CliRunner().invoke(app, ["doctor", *map(str, arguments)], catch_exceptions=False)
 
 
 def test_doctor_does_not_import_torch() -> None:
-    """A process of its own imports it, in its own time."""
+    """PyTorch is imported by a separate process with a time limit."""
     assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_SNAPSHOT)

@@ -1,4 +1,4 @@
-"""`phalanx experts`: its table of a run, and that a run with renumbered experts trains as before."""
+"""`phalanx experts`: its table, and training after it has renumbered the experts of a run."""
 
 from __future__ import annotations
 
@@ -33,55 +33,59 @@ def moe_run(out: Path, **changes: Any) -> RunSpec:
 
 @pytest.fixture
 def stopped_run(tmp_path: Path) -> Path:
-    """The directory of a run that was stopped in the middle, after an evaluation."""
+    """Return the directory of a run that was stopped halfway, after an evaluation."""
     return train_until_stop(tmp_path, STOP_STEP)
 
 
-def train_until_stop(out: Path, every: int) -> Path:
-    """The same, with an evaluation every few steps."""
-    run = moe_run(out, **{"evaluation.every": every})
+def train_until_stop(out: Path, eval_every: int) -> Path:
+    """Train until a stop signal, with an evaluation every few steps, and return the run directory."""
+    run = moe_run(out, **{"evaluation.every": eval_every})
     create_run(run, 1, resume=False)
-    under_way = make_trainer(run)
-    under_way.stop_after_step = STOP_STEP
-    train_to_end(under_way, {"metrics": JsonLines()})
-    return under_way.directory
+    trainer = make_trainer(run)
+    trainer.stop_after_step = STOP_STEP
+    train_to_end(trainer, {"metrics": JsonLines()})
+    return trainer.directory
 
 
 def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
-    """The second half, from the checkpoint, and what each expert had to do until its end."""
-    under_way = make_trainer(run)
-    assert under_way.resume()[0]
-    losses = train_until(under_way, TOTAL_STEPS)
-    under_way.experts.start_interval()
-    return losses, under_way.evaluate()["expert_tokens"]
+    """Train the second half from the checkpoint; return losses and gradient norms, and the tokens of each expert."""
+    trainer = make_trainer(run)
+    assert trainer.resume()[0]
+    losses = train_until(trainer, TOTAL_STEPS)
+    trainer.experts.start_interval()
+    return losses, trainer.evaluate()["expert_tokens"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data_parallel": "zero3"}], ids=str)
 def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict[str, Any], stopped_run: Path) -> None:
-    """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
-    whole, tokens = resume_to_end(moe_run(stopped_run.parent))
-    counted = [record for record in read_metrics(stopped_run) if "expert_tokens" in record][-1]["expert_tokens"]
-    found = experts_json(stopped_run, "--ep", 2, "--balance")
-    assert [row["tokens"] for row in found["layers"]] == counted
-    assert all(1 <= row["busiest_rank_after"] <= row["busiest_rank"] for row in found["layers"])
-    again = experts_json(stopped_run, "--ep", 2)
-    assert [row["busiest_rank"] for row in again["layers"]] == [row["busiest_rank_after"] for row in found["layers"]]
-    given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
-    (stopped_run.parent / "order.json").write_text(json.dumps(given))
+    """With a given or a balanced order, the model is the same, and each expert has its tokens under its new number."""
+    reference, tokens = resume_to_end(moe_run(stopped_run.parent))
+    expert_tokens = [record for record in read_metrics(stopped_run) if "expert_tokens" in record][-1]["expert_tokens"]
+    table = experts_json(stopped_run, "--ep", 2, "--balance")
+    assert [row["tokens"] for row in table["layers"]] == expert_tokens
+    assert all(1 <= row["busiest_rank_after"] <= row["busiest_rank"] for row in table["layers"])
+    renumbered = experts_json(stopped_run, "--ep", 2)
+    assert [row["busiest_rank"] for row in renumbered["layers"]] == [
+        row["busiest_rank_after"] for row in table["layers"]
+    ]
+    order = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
+    (stopped_run.parent / "order.json").write_text(json.dumps(order))
     experts_output(stopped_run, "--ep", 2, "--order", stopped_run.parent / "order.json")
     world_size = 4 if "layout.data_parallel" in changes else changes.get("layout.ep", 1)
     run = moe_run(stopped_run.parent, **changes)
-    for losses, then in rank_pool(world_size).run(resume_to_end, run) if world_size > 1 else [resume_to_end(run)]:
-        assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
-        for layer, row in enumerate(found["layers"]):
-            assert then[layer] == [tokens[layer][row["order"][number]] for number in given[str(layer)]]
+    for losses, resumed_tokens in (
+        rank_pool(world_size).run(resume_to_end, run) if world_size > 1 else [resume_to_end(run)]
+    ):
+        assert losses == [pytest.approx(step, rel=1e-10) for step in reference]
+        for layer, row in enumerate(table["layers"]):
+            assert resumed_tokens[layer] == [tokens[layer][row["order"][number]] for number in order[str(layer)]]
 
 
 @pytest.mark.parametrize(
     ("every", "expected_steps"), [(STOP_STEP, TOTAL_STEPS - STOP_STEP), (TOTAL_STEPS, TOTAL_STEPS)]
 )
 def test_expert_token_counts_continue_after_resume(every: int, expected_steps: int, tmp_path: Path) -> None:
-    """Since the evaluation before, which may have been at the step of the stop."""
+    """Tokens are counted since the last evaluation, which may be at the step of the stop."""
     _, tokens = resume_to_end(moe_run(train_until_stop(tmp_path, every).parent))
     assert [sum(layer) for layer in tokens] == [expected_steps * 8 * 32 * MOE["moe"]["top_k"]] * 2
 
@@ -92,9 +96,9 @@ def test_reorder_experts_permutes_only_expert_and_router_tensors(stopped_run: Pa
     order = stopped_run.parent / "order.json"
     order.write_text(json.dumps({"1": [3, 1, 0, 2]}))
     assert "step-00000004.before" in experts_output(stopped_run, "--ep", 4, "--order", order)
-    after, kept = load_full_tensors(checkpoint), load_full_tensors(checkpoint.with_suffix(".before"))
+    after, backup = load_full_tensors(checkpoint), load_full_tensors(checkpoint.with_suffix(".before"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert all(torch.equal(before[name], kept[name]) for name in before)
+    assert all(torch.equal(before[name], backup[name]) for name in before)
     assert moved == {name for name in before if "blocks.1.mlp.experts" in name or "blocks.1.mlp.router" in name} - {
         name for name in before if "step" in name
     }

@@ -1,4 +1,4 @@
-"""`phalanx generate` and `phalanx export`, on a run that was trained and saved."""
+"""`phalanx generate` and `phalanx export` on a trained and saved run."""
 
 import json
 import math
@@ -25,13 +25,13 @@ SHORT_TRAINING = {"training.precision": "fp32", "training.steps": 12}
 
 @pytest.fixture(scope="module")
 def finished_trainer(tmp_path_factory):
-    """A trainer that has done its steps, with the directory it left."""
+    """Return a trainer that has finished, and whose run directory exists."""
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT_TRAINING)
     create_run(run, 1, resume=False)
-    under_way = make_trainer(run)
-    train_to_end(under_way)
-    under_way.module.eval()
-    return under_way
+    trainer = make_trainer(run)
+    train_to_end(trainer)
+    trainer.module.eval()
+    return trainer
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_generate_command_samples_from_trained_weights(finished_trainer):
         expected = generate(
             finished_trainer.module, tokens, 30, temperature=0, context=finished_trainer.run.training.seq_len
         )
-    assert 256 not in expected  # the end of the text
+    assert 256 not in expected  # 256 is the end of a text
     text = command_output(
         "generate", finished_trainer.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0
     )
@@ -69,13 +69,13 @@ def test_exported_model_logits_match_when_loaded_by_transformers(finished_traine
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert "parameters of step 12 in fp32" in command_output("export", finished_trainer.directory, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out").encode("import json")])
     assert ids.tolist() == [list(b"import json")]
     with torch.no_grad():
-        logits = theirs(ids).logits
+        logits = reloaded(ids).logits
         torch.testing.assert_close(logits, finished_trainer.module(ids)[0], rtol=0, atol=2e-5)
-    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # it has learned
+    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # the model has learned
 
 
 def test_export_writes_config_json_and_rejects_non_empty_directory(run_directory, tmp_path):
@@ -93,7 +93,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>
 
 
 def save_chat_model(directory):
-    """A Mistral with a sliding window, and a tokenizer with tokens of its own for turns."""
+    """Save a Mistral with a sliding window, and a tokenizer with special tokens for chat turns."""
     from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
     bpe = train_bpe([Path(json.__file__).read_text()] * 9, 300).model
@@ -120,7 +120,7 @@ def test_export_hands_on_files_of_the_model_that_training_started_from(tmp_path)
     directory = create_run(run, 1, resume=False)
     train_to_end(make_trainer(run))
     source.rename(moved)
-    create_run(run, 1, resume=True)  # which does not need the source, and keeps its files
+    create_run(run, 1, resume=True)  # resuming does not need the source, and keeps its files
     command_output("export", directory, tmp_path / "out")
     handed_on = {file.name for file in moved.iterdir()} - {"README.md", "model.safetensors"}
     assert {"chat_template.jinja", "generation_config.json", "LICENSE", "tokenizer_config.json"} < handed_on
@@ -152,7 +152,7 @@ def test_export_with_another_tokenizer_replaces_that_of_the_source(tmp_path, fin
 
 
 def save_source(directory, spec, special_tokens):
-    """The files of a chat model of this shape, but its weights, in a directory that a run keeps them in."""
+    """Save the files of a chat model of this shape, except its weights, where a run keeps those of its source."""
     from transformers import PreTrainedTokenizerFast
 
     bpe = train_bpe([Path(json.__file__).read_text()] * 9, 257).model
@@ -179,8 +179,8 @@ def save_source(directory, spec, special_tokens):
 
 @pytest.fixture
 def run_from_hf(run_directory, tmp_path, finished_trainer):
-    """A copy of the run as if it had started from a chat model, and that model's tokenizer, which has no token that we
-    know as the end of a text."""
+    """Return a copy of the run as if it had started from a chat model, and the tokenizer of this model. Phalanx does
+    not know any of its tokens as the end of a text."""
     shutil.copytree(run_directory, tmp_path / "run")
     model = save_source(tmp_path / "run" / "from_hf", finished_trainer.module.spec, ["<|turn|>"])
     return tmp_path / "run", model
@@ -228,7 +228,7 @@ def test_export_with_another_tokenizer_says_what_it_leaves_out(run_from_hf, tmp_
 
 def test_generate_and_export_reject_directory_without_checkpoint(tmp_path):
     for command in (["generate", tmp_path], ["export", tmp_path, tmp_path / "out"]):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error_info:
             command_output(*command)
-        assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path))
-        assert caught.value.fix
+        assert (error_info.value.field, error_info.value.value) == ("run directory", str(tmp_path))
+        assert error_info.value.fix

@@ -44,10 +44,10 @@ def test_info_list_prints_model_and_machine_presets():
     assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
     assert re.search(r"l4 +121 +24 +300 +31.5 +node +1.562 +72\n", text)
     assert max(map(len, text.splitlines())) <= 80
-    listed = info_json("--list")
-    assert listed["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
-    assert listed["machines"]["a100"]["link_bytes_per_second"] == 300e9
-    assert "watts_per_device" not in listed["machines"]["tpuv5e"]
+    presets = info_json("--list")
+    assert presets["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
+    assert presets["machines"]["a100"]["link_bytes_per_second"] == 300e9
+    assert "watts_per_device" not in presets["machines"]["tpuv5e"]
 
 
 def test_info_accepts_run_file_and_hugging_face_config(tmp_path):

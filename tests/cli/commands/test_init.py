@@ -40,15 +40,15 @@ def test_init_rejects_missing_directory(tmp_path):
 
 def test_init_file_starts_with_path_of_existing_json_schema(tmp_path):
     init_output(str(tmp_path / "a.toml"))
-    named = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
-    schema = Path(named[1]).read_text()
+    schema_line = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
+    schema = Path(schema_line[1]).read_text()
     init_output(str(tmp_path / "b.toml"), "--schema")
     assert (tmp_path / "b.toml").read_text().startswith("#:schema ./run.schema.json\n")
     assert (tmp_path / "run.schema.json").read_text() == schema
 
 
 def test_run_file_template_commented_keys_equal_defaults():
-    """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
+    """Each key, uncommented, leaves the run unchanged, or is an example of a field without a default."""
     examples = {
         "from_hf",
         "compile",
@@ -86,7 +86,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")
     moe = slice(begin, lines.index("", begin))
-    swarm = lines.index("# [swarm]")  # and what stands below, which are tables of it
+    swarm = lines.index("# [swarm]")  # [swarm] and its tables below
     for number, line in enumerate(lines[:swarm]):
         key = re.match(r"# (\w+) = ", line)
         if key and key[1] not in examples and not moe.start <= number < moe.stop:

@@ -1,4 +1,5 @@
-"""What `phalanx launch` writes: for Slurm as text (test_slurm.py runs it), for Kubernetes by its client's models."""
+"""`phalanx launch`: the Slurm script as text (test_slurm.py runs it), and
+Kubernetes objects read by the client's models."""
 
 from __future__ import annotations
 
@@ -44,23 +45,23 @@ def run_file(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-def launch_output(file: Path, to: str, *options: str) -> str:
-    """What it writes, of nodes of 8 ranks."""
-    return command_output("launch", file, "--to", to, "--nproc", 8, *options)
+def launch_output(file: Path, target: str, *options: str) -> str:
+    """Return the output of `phalanx launch` for nodes of 8 ranks."""
+    return command_output("launch", file, "--to", target, "--nproc", 8, *options)
 
 
 def sbatch_options(script: str) -> dict[str, str]:
-    """What a batch script asks Slurm for."""
+    """Return the #SBATCH options of a batch script."""
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def exported_variables(script: str, **given: str) -> dict[str, str]:
-    """What a batch script exports, where the user has set these."""
+def exported_variables(script: str, **variables: str) -> dict[str, str]:
+    """Return the variables that a batch script exports if the user has set these."""
     lines = [line for line in script.splitlines() if line[:7] == "export "]
     cores = {"PATH": os.environ["PATH"], "cores": "96", "nproc": "8"}
     shell = subprocess.run(
-        ["bash", "-c", "\n".join([*lines, "env -0"])], env=cores | given, capture_output=True, text=True
+        ["bash", "-c", "\n".join([*lines, "env -0"])], env=cores | variables, capture_output=True, text=True
     )
     return dict(line.split("=", 1) for line in shell.stdout.split("\0")[:-1])
 
@@ -75,20 +76,26 @@ FAKE_COMMANDS = {
             *) mkdir -p $SAVES; printf '%s\\n' $CODES ;;
         esac""",
 }
-"""Of a cluster whose two nodes are well, and whose training ends with CODES, and SAVES directories."""
+"""Slurm commands of a cluster with two healthy nodes. Training ends with CODES and saves the checkpoints in SAVES."""
 
 
 def run_batch_script(
     script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)"
 ) -> tuple[int, str]:
-    """The exit code and the words of a batch script there."""
+    """Run a batch script with the fake commands, and return its exit code and output."""
     for name, body in FAKE_COMMANDS.items():
         (directory / name).write_text(f"#!/bin/bash\n{body}\n")
         (directory / name).chmod(0o755)
-    given = {"CODES": codes, "SAVES": saves, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    given |= {"SLURM_JOB_CPUS_PER_NODE": cpus, "SLURM_CPUS_ON_NODE": "16", "PATH": f"{directory}:{os.environ['PATH']}"}
-    ended = subprocess.run(["bash", "-c", script], cwd=directory, env=given, capture_output=True, text=True, timeout=20)
-    return ended.returncode, ended.stdout + ended.stderr
+    variables = {"CODES": codes, "SAVES": saves, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    variables |= {
+        "SLURM_JOB_CPUS_PER_NODE": cpus,
+        "SLURM_CPUS_ON_NODE": "16",
+        "PATH": f"{directory}:{os.environ['PATH']}",
+    }
+    process = subprocess.run(
+        ["bash", "-c", script], cwd=directory, env=variables, capture_output=True, text=True, timeout=20
+    )
+    return process.returncode, process.stdout + process.stderr
 
 
 def test_example_slurm_script_equals_launch_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +106,12 @@ def test_example_slurm_script_equals_launch_output(monkeypatch: pytest.MonkeyPat
 
 
 def test_slurm_script_requests_resources_of_the_run(run_file: Path) -> None:
-    asked = sbatch_options(
+    options = sbatch_options(
         launch_output(run_file, "slurm", "--nodes", "3:4", "--time", "1-00", "--partition", "gpu", "--account", "lab")
     )
     expected = {"job-name": "first", "nodes": "3-4", "gpus-per-node": "8", "exclusive": "", "mem": "0", "time": "1-00"}
     expected |= {"partition": "gpu", "account": "lab", "signal": "TERM@660", "requeue": "", "open-mode": "append"}
-    assert asked == expected | {"output": "%x-%j.log", "no-kill": ""}
+    assert options == expected | {"output": "%x-%j.log", "no-kill": ""}
     shared = sbatch_options(launch_output(run_file, "slurm", "--cpus", "16", "--memory", "64"))
     assert (shared["nodes"], shared["cpus-per-task"], shared["mem"]) == ("1", "16", "64G")
     assert "exclusive" not in shared
@@ -114,9 +121,9 @@ def test_slurm_script_runs_same_train_command_on_every_node(run_file: Path) -> N
     several = launch_output(run_file, "slurm", "--nodes", "2:4")
     assert '"$run" "${rendezvous[@]}" --nproc 8 --resume' in several
     assert '--nodes "$min_nodes:${#healthy[@]}" --rendezvous "${healthy[0]}:' in several
-    one = launch_output(run_file, "slurm")
-    assert '"$run" --nproc 8 --resume)' in one
-    assert "--rendezvous" not in one
+    script = launch_output(run_file, "slurm")
+    assert '"$run" --nproc 8 --resume)' in script
+    assert "--rendezvous" not in script
     assert '"$run" --nodes 1 --nproc 8 --resume --set cluster.nodes=4)' in launch_output(
         run_file, "slurm", "--nodes", "1", "--set", "cluster.nodes=4"
     )
@@ -129,15 +136,15 @@ def test_slurm_script_is_valid_bash(run_file: Path, options: tuple[str, ...]) ->
 
 
 def test_slurm_script_quotes_overrides_as_single_arguments(run_file: Path) -> None:
-    """What follows the run file in the commands, read by bash as Slurm's tasks would."""
+    """bash parses the words after the run file as it does in Slurm's tasks."""
     override = "data.text_key='it is $(id) `id` \"'"
     script = launch_output(run_file, "slurm", "--set", override)
-    for words, expected in zip(
+    for arguments, expected in zip(
         re.findall(r' "\$run" (.*?)(?: --print-config .*| \| sort -V\)|\))$', script, re.MULTILINE),
         (["--nproc", "8"], ["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
         strict=True,
     ):
-        read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20)
+        read = subprocess.run(["bash", "-c", f"printf '%s\\0' {arguments}"], text=True, capture_output=True, timeout=20)
         assert read.stdout.split("\0")[:-1] == [*expected, "--set", override]
 
 
@@ -153,11 +160,11 @@ def test_slurm_script_writes_flight_recorder_dumps_to_run_directory(run_file: Pa
 
 def test_slurm_script_preserves_environment_variables_set_by_user(run_file: Path) -> None:
     script = launch_output(run_file, "slurm", "--set", "output_dir='a b/$x'")
-    found = exported_variables(script)
-    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
-    given = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/a b"}
-    assert exported_variables(script, **given).items() >= given.items()
+    exported = exported_variables(script)
+    assert (exported["NCCL_DEBUG"], exported["OMP_NUM_THREADS"]) == ("WARN", "12")
+    assert exported["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
+    user_variables = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/a b"}
+    assert exported_variables(script, **user_variables).items() >= user_variables.items()
 
 
 @pytest.mark.parametrize(
@@ -177,13 +184,13 @@ def test_slurm_script_preserves_environment_variables_set_by_user(run_file: Path
 def test_slurm_script_requeues_only_stopped_run_with_new_checkpoint(
     run_file: Path, codes: str, saved_path: str, expected: tuple[int, str]
 ) -> None:
-    """After a start from step 7."""
+    """The run was started from step 7."""
     (run_file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
-    code, said = run_batch_script(
+    code, output = run_batch_script(
         launch_output(run_file, "slurm", "--nodes", "1:2"), run_file.parent, codes, saved_path or "."
     )
     assert code == expected[0]
-    assert expected[1] in said if expected[1] else said == ""
+    assert expected[1] in output if expected[1] else output == ""
 
 
 @pytest.mark.parametrize(("cpus", "min_cpus"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
@@ -221,13 +228,13 @@ def test_parse_nodes_accepts_only_number_or_range(min_nodes: int, extra_nodes: i
 
 
 def parse_kubernetes_objects(text: str) -> dict[str, Any]:
-    """Those of a file by kind, each as the client's model; a field that the models do not know would be lost."""
-    api, found = kubernetes.client.ApiClient(), {}
+    """Return the objects of a file by kind, as the client's models, which would lose unknown fields."""
+    api, objects = kubernetes.client.ApiClient(), {}
     for table in yaml.safe_load_all(text):
         kind = table["kind"]
-        found[kind] = api.deserialize(json.dumps(table), f"V1{kind}", "application/json")
-        assert api.sanitize_for_serialization(found[kind]) == table
-    return found
+        objects[kind] = api.deserialize(json.dumps(table), f"V1{kind}", "application/json")
+        assert api.sanitize_for_serialization(objects[kind]) == table
+    return objects
 
 
 def test_kubernetes_models_reject_unknown_and_missing_fields(run_file: Path) -> None:
@@ -241,15 +248,15 @@ def test_kubernetes_models_reject_unknown_and_missing_fields(run_file: Path) -> 
 
 
 def test_kubernetes_job_starts_one_pod_per_node(run_file: Path) -> None:
-    found = parse_kubernetes_objects(
+    objects = parse_kubernetes_objects(
         launch_output(run_file, "kubernetes", "--nodes", "2:4", "--cpus", "32", "--memory", "256", *IMAGE)
     )
-    job, service = found["Job"].spec, found["Service"].spec
+    job, service = objects["Job"].spec, objects["Service"].spec
     pod = job.template.spec
     [train], [check] = pod.containers, pod.init_containers
     assert (job.completion_mode, job.completions, job.parallelism) == ("Indexed", 4, 4)
     assert job.success_policy.rules[0].succeeded_indexes == "0"
-    first = f"{found['Job'].metadata.name}-0.{pod.subdomain}"
+    first_pod = f"{objects['Job'].metadata.name}-0.{pod.subdomain}"
     assert train.command == [
         "phalanx",
         "train",
@@ -257,14 +264,14 @@ def test_kubernetes_job_starts_one_pod_per_node(run_file: Path) -> None:
         "--nodes",
         "2:4",
         "--rendezvous",
-        f"{first}:29500",
+        f"{first_pod}:29500",
         "--nproc",
         "8",
         "--resume",
     ]
-    assert pod.subdomain == found["Service"].metadata.name
+    assert pod.subdomain == objects["Service"].metadata.name
     assert (service.cluster_ip, service.publish_not_ready_addresses) == ("None", True)
-    assert service.selector == {"batch.kubernetes.io/job-name": found["Job"].metadata.name}
+    assert service.selector == {"batch.kubernetes.io/job-name": objects["Job"].metadata.name}
     for container in (train, check):
         assert container.resources.limits == {"nvidia.com/gpu": "8", "cpu": "32", "memory": "256Gi"}
         assert {env.name: env.value for env in container.env}["OMP_NUM_THREADS"] == "4"
@@ -277,11 +284,11 @@ def test_kubernetes_job_starts_one_pod_per_node(run_file: Path) -> None:
 
 def test_kubernetes_job_maps_exit_codes_to_pod_failure_policy(run_file: Path) -> None:
     job = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
-    *by_code, gone = job.pod_failure_policy.rules
+    *by_code, disruption = job.pod_failure_policy.rules
     [train], [check] = job.template.spec.containers, job.template.spec.init_containers
     codes = [(rule.action, rule.on_exit_codes.container_name, rule.on_exit_codes.values) for rule in by_code]
     assert codes == [("FailJob", train.name, [2]), ("FailJob", check.name, [2]), ("Ignore", train.name, [75])]
-    assert (gone.action, gone.on_pod_conditions[0].type) == ("Ignore", "DisruptionTarget")
+    assert (disruption.action, disruption.on_pod_conditions[0].type) == ("Ignore", "DisruptionTarget")
     assert job.template.spec.restart_policy == "Never"
     assert job.success_policy is None
 
@@ -292,13 +299,13 @@ def test_kubernetes_config_map_contains_full_run_file(run_file: Path) -> None:
     )
     with pytest.raises(UserError, match="must start with a letter"):
         launch_output(run_file, "kubernetes", *IMAGE)
-    found = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--set", "name=on", *IMAGE))
-    assert found["ConfigMap"].data == {"run.toml": run_file.read_text().strip() + "\n"}
-    assert found["Job"].metadata.name == "on"
+    objects = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--set", "name=on", *IMAGE))
+    assert objects["ConfigMap"].data == {"run.toml": run_file.read_text().strip() + "\n"}
+    assert objects["Job"].metadata.name == "on"
 
 
 def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path) -> None:
-    """Of a run that eight ranks could not have, on a node that is well."""
+    """The run is invalid for eight ranks in total, on a healthy node of eight."""
     run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
     h100_snapshot.write_h100_snapshot(tmp_path / "node")
     [check] = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--nodes", "2", *IMAGE))[
@@ -308,26 +315,26 @@ def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path
     assert "0 failures" in command_output(
         "doctor", run_file, *check.args[1:], "--quick", "--from-snapshot", tmp_path / "node"
     )
-    for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
-        assert f" {shlex.join(check.args[1:])}" in launch_output(run_file, to, "--nodes", "2", *options)
+    for target, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
+        assert f" {shlex.join(check.args[1:])}" in launch_output(run_file, target, "--nodes", "2", *options)
 
 
 def test_launch_refuses_what_memory_says_does_not_fit(run_file: Path) -> None:
     run_file.write_text(RUN.replace("tiny", "llama3-70b").replace("pp = 2", "") + "[cluster]\npreset = 'h100'\n")
     count = ("--ranks", 16, "--set", "cluster.nodes=2")
-    [own] = [row for row in command_json("memory", run_file, *count)["layouts"] if row["own"]]
-    assert own["p_oom"] > 0.99
-    planned = f"{own['memory']['device'] / 2**30:.1f} GiB"
+    [layout] = [row for row in command_json("memory", run_file, *count)["layouts"] if row["own"]]
+    assert layout["p_oom"] > 0.99
+    planned_memory = f"{layout['memory']['device'] / 2**30:.1f} GiB"
     fitting = ("--set", "layout.data_parallel=zero3", "--set", "layout.tp=8")
-    for to, options in (("slurm", ()), ("kubernetes", IMAGE), ("skypilot", ("--accelerator", "H100", *IMAGE))):
-        with pytest.raises(UserError) as caught:
-            launch_output(run_file, to, "--nodes", "2", *options)
-        assert (caught.value.field, caught.value.value) == ("planned memory", planned)
-        assert caught.value.problem == "with 2 nodes of 8 ranks: does not fit in the 80.0 GiB of a GPU (h100)"
-        assert f"phalanx advise oom {run_file} --nodes 2 --nproc 8" in caught.value.fix
-        forced = launch_output(run_file, to, "--nodes", "2", "--force", *options)
+    for target, options in (("slurm", ()), ("kubernetes", IMAGE), ("skypilot", ("--accelerator", "H100", *IMAGE))):
+        with pytest.raises(UserError) as error_info:
+            launch_output(run_file, target, "--nodes", "2", *options)
+        assert (error_info.value.field, error_info.value.value) == ("planned memory", planned_memory)
+        assert error_info.value.problem == "with 2 nodes of 8 ranks: does not fit in the 80.0 GiB of a GPU (h100)"
+        assert f"phalanx advise oom {run_file} --nodes 2 --nproc 8" in error_info.value.fix
+        forced = launch_output(run_file, target, "--nodes", "2", "--force", *options)
         assert forced.count("--force") == 3  # in the header, the check of the run file, and the start
-        assert "--force" not in launch_output(run_file, to, "--nodes", "2", *fitting, *options)
+        assert "--force" not in launch_output(run_file, target, "--nodes", "2", *fitting, *options)
     errors = command_stderr("launch", run_file, "--to", "slurm", "--nproc", 8, "--nodes", "2:4", *fitting)
     assert re.search(r"memory: with 2 nodes of 8 ranks, [\d.]+ GiB on the fullest rank; may not fit \(P\(OOM", errors)
     assert re.search(r"memory: with 4 nodes of 8 ranks, [\d.]+ GiB on the fullest rank; fits in the 80", errors)
@@ -338,10 +345,10 @@ def test_launch_refuses_what_memory_says_does_not_fit(run_file: Path) -> None:
 def test_launch_names_the_memory_that_is_too_small(run_file: Path) -> None:
     run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "") + "[cluster]\npreset = 'h100'\n")
     offload = ("layout.data_parallel=zero3", "layout.offload=cpu", "cluster.host_memory_bytes=8000000000")
-    options = [word for change in offload for word in ("--set", change)]
-    with pytest.raises(UserError, match="CPU memory: a node of 8 ranks needs up to 209") as caught:
+    options = [argument for change in offload for argument in ("--set", change)]
+    with pytest.raises(UserError, match="CPU memory: a node of 8 ranks needs up to 209") as error_info:
         launch_output(run_file, "slurm", *options)
-    assert caught.value.field == "cluster.host_memory_bytes"
+    assert error_info.value.field == "cluster.host_memory_bytes"
     unknown = ("--set", "model.implementation=torch.nn:Linear")
     assert "memory: not checked, because model.implem" in command_stderr(
         "launch", run_file, "--to", "slurm", "--nproc", 8, *unknown
@@ -364,9 +371,11 @@ def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
         f"layout: not set; by default (ddp) each rank holds the whole model. Choose one with `phalanx plan {run_file}"
         in errors
     )
-    chosen = {"data.train": "books.txt", "data.tokenizer": "llama.json", "training.steps": 9, "checkpoint.every": 9}
-    chosen["optimizer.warmup_steps"] = 1
-    errors = command_stderr(*launch, *(word for item in chosen.items() for word in ("--set", "{}={}".format(*item))))
+    choices = {"data.train": "books.txt", "data.tokenizer": "llama.json", "training.steps": 9, "checkpoint.every": 9}
+    choices["optimizer.warmup_steps"] = 1
+    errors = command_stderr(
+        *launch, *(argument for item in choices.items() for argument in ("--set", "{}={}".format(*item)))
+    )
     assert [line.split(":")[1] for line in errors.splitlines()] == [" layout", " memory"]
     automatic = ("--set", "layout=auto", "--set", "cluster.preset=h100", "--set", "data.train=books.txt")
     errors = command_stderr(*launch, *automatic, "--set", "data.tokenizer=llama.json")
@@ -374,9 +383,12 @@ def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
     assert 'layout = "auto": the layout is chosen at the start' in errors
 
 
-def expand_kubernetes_variables(word: str) -> str:
-    """What a container is given for it, where only NODE_NAME is set (k8s.io/kubernetes, expansion.go)."""
-    return re.sub(r"\$(?:(\$)|\((\w+)\))", lambda found: found[1] or {"NODE_NAME": "n7"}.get(found[2], found[0]), word)
+def expand_kubernetes_variables(argument: str) -> str:
+    """Return a container's argument after Kubernetes' expansion, with only
+    NODE_NAME set (k8s.io/kubernetes, expansion.go)."""
+    return re.sub(
+        r"\$(?:(\$)|\((\w+)\))", lambda match: match[1] or {"NODE_NAME": "n7"}.get(match[2], match[0]), argument
+    )
 
 
 def test_kubernetes_job_does_not_expand_user_values(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,8 +398,8 @@ def test_kubernetes_job_does_not_expand_user_values(run_file: Path, monkeypatch:
         "Job"
     ].spec.template.spec
     [train], [check] = pod.containers, pod.init_containers
-    assert [expand_kubernetes_variables(word) for word in train.command[-2:]] == ["--set", override]
-    assert [expand_kubernetes_variables(word) for word in check.args[-2:]] == ["--set", override]
+    assert [expand_kubernetes_variables(argument) for argument in train.command[-2:]] == ["--set", override]
+    assert [expand_kubernetes_variables(argument) for argument in check.args[-2:]] == ["--set", override]
     assert [expand_kubernetes_variables(env.value) for env in train.env if env.name == "PHALANX_DATA__TRAIN"] == [
         "['$(NODE_NAME)',\n'$$']"
     ]
@@ -411,17 +423,17 @@ def test_kubernetes_job_extends_rendezvous_timeout_for_several_nodes(
 
 
 def test_kubernetes_failed_check_names_node_to_cordon(run_file: Path) -> None:
-    """The shell of the init container, with a doctor that ends as each of its exit codes says."""
+    """Runs the shell of the init container with a fake doctor that returns each of the documented exit codes."""
     job = parse_kubernetes_objects(launch_output(run_file, "kubernetes", *IMAGE))["Job"].spec
     [check] = job.template.spec.init_containers
     assert check.command[:2] == ["sh", "-c"]
     for run_code, code, expected in ((0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 0), (2, 2, 2), (1, 2, 1)):
         script = f"phalanx() {{ [ $1 = doctor ] && return {code} || return {run_code}; }}\n{check.command[2]}"
-        ended = subprocess.run(
+        process = subprocess.run(
             ["sh", "-c", script], env={"NODE_NAME": "n7"}, capture_output=True, text=True, timeout=20
         )
-        assert ended.returncode == expected
-        assert ("kubectl cordon n7" in ended.stderr) == (code == 2 and not run_code)
+        assert process.returncode == expected
+        assert ("kubectl cordon n7" in process.stderr) == (code == 2 and not run_code)
     unchecked = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
     assert unchecked.template.spec.init_containers is None
     assert {rule.on_exit_codes.container_name for rule in unchecked.pod_failure_policy.rules[:-1]} == {"train"}
@@ -431,7 +443,7 @@ def test_kubernetes_failed_check_names_node_to_cordon(run_file: Path) -> None:
 def test_job_node_check_does_not_blame_node_when_run_file_is_invalid(
     run_file: Path, target: str, options: tuple[str, ...]
 ) -> None:
-    """What checks a node, with the command itself, on a run file that was edited since."""
+    """Runs the node check with the real command, on a run file that was edited after the launch file was written."""
     text = launch_output(run_file, target, *options, *IMAGE)
     run_file.write_text(RUN + "[evaluation]\nstep = 3\n")
     if target == "kubernetes":
@@ -439,12 +451,12 @@ def test_job_node_check_does_not_blame_node_when_run_file_is_invalid(
         command = [*check.command, *check.args]
     else:
         command = ["bash", "-c", yaml.safe_load(text)["run"].replace("cd /work", ":")]
-    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(run_file), word) for word in command]
+    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(run_file), argument) for argument in command]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ended = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2, ended.stderr
-    assert "evaluation.step" in ended.stderr
-    assert not re.search("cordon|failed phalanx doctor", ended.stderr)
+    process = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2, process.stderr
+    assert "evaluation.step" in process.stderr
+    assert not re.search("cordon|failed phalanx doctor", process.stderr)
 
 
 def test_skypilot_task_has_nodes_accelerators_and_train_command(run_file: Path) -> None:
@@ -496,9 +508,9 @@ def test_launch_rejects_invalid_options(run_file: Path, options: tuple[str, ...]
 
 
 def zero3_range(nodes: str, *settings: str) -> tuple[str, ...]:
-    """Return the options of a run of 512 sequences with zero3 on a range of nodes of eight ranks."""
+    """Return the options of a run of 512 sequences with ZeRO-3 on a range of nodes of eight ranks."""
     fields = ("layout.pp=1", "layout.data_parallel=zero3", "training.tokens_per_step=32768", *settings)
-    return ("--nodes", nodes, *(word for field in fields for word in ("--set", field)))
+    return ("--nodes", nodes, *(argument for field in fields for argument in ("--set", field)))
 
 
 @pytest.mark.parametrize(
@@ -517,7 +529,7 @@ def zero3_range(nodes: str, *settings: str) -> tuple[str, ...]:
 def test_launch_suggests_value_that_suits_a_range_of_nodes(
     run_file: Path, nodes: str, settings: tuple[str, ...]
 ) -> None:
-    """The run with the advised value is written; no second error advises something else."""
+    """The run with the suggested value is accepted, without a second error that suggests another value."""
     options = zero3_range(nodes, *settings)
     with pytest.raises(UserError) as raised:
         launch_output(run_file, "slurm", *options)
@@ -536,8 +548,8 @@ def test_launch_says_why_no_value_suits_a_range_of_nodes(run_file: Path) -> None
 
 
 def test_launch_writes_script_to_out_file(run_file: Path) -> None:
-    place = run_file.with_name("run.sbatch")
-    assert str(place) in command_output("launch", run_file, "--to", "slurm", "--nproc", "8", "--out", place).replace(
-        "\n", ""
-    )
-    assert place.read_text().startswith("#!/bin/bash\n")
+    script_file = run_file.with_name("run.sbatch")
+    assert str(script_file) in command_output(
+        "launch", run_file, "--to", "slurm", "--nproc", "8", "--out", script_file
+    ).replace("\n", "")
+    assert script_file.read_text().startswith("#!/bin/bash\n")

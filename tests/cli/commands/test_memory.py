@@ -65,11 +65,11 @@ def test_memory_shows_only_fullest_rank_of_each_strategy_without_all(run):
 def test_memory_json_equals_rank_memory(run):
     rows = rows_by_strategy_and_role(run, "--ranks", "4")
     predicted = rank_memory(load_run(run, environment={}), 4)["rank"]
-    own = rows["zero2 rank"]
-    assert own["own"]
+    row = rows["zero2 rank"]
+    assert row["own"]
     assert not rows["ddp rank"]["own"]
-    assert own["micro_batch"] == 16
-    assert {part: own["memory"][part] for part in COLUMNS} == {part: getattr(predicted, part) for part in COLUMNS}
+    assert row["micro_batch"] == 16
+    assert {part: row["memory"][part] for part in COLUMNS} == {part: getattr(predicted, part) for part in COLUMNS}
     assert rows["parameter_server worker"]["memory"]["optimizer"] == 0
     facts = memory_json(run, "--ranks", "4")
     assert (facts["model"], facts["ranks"], facts["precision"]) == ("tiny", 4, "bf16")
@@ -96,8 +96,8 @@ def test_memory_hsdp_row_uses_dp_shard_of_run_or_defaults_to_two_replicas(run):
         rows_by_strategy_and_role(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4")
     )
     assert eight < four
-    own = ["--set", "layout.data_parallel=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
-    assert rows_by_strategy_and_role(run, *own)["hsdp rank"]["memory"]["parameters"] == four
+    options = ["--set", "layout.data_parallel=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
+    assert rows_by_strategy_and_role(run, *options)["hsdp rank"]["memory"]["parameters"] == four
 
 
 def test_memory_reports_why_strategy_cannot_run(run):
@@ -119,7 +119,7 @@ def test_memory_reports_why_strategy_cannot_run(run):
 def test_memory_prints_one_row_per_pipeline_stage(run):
     stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
     rows = rows_by_strategy_and_role(run, *stages)
-    first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
+    first, last = (rows[f"zero2 pp{stage}"]["memory"]["activations"] for stage in (0, 1))
     assert first > last > 0, "1F1B holds more micro-batches on its first rank"
     assert "4 ranks (--ranks), pp 2" in memory_output(run, *stages)
 
@@ -127,42 +127,53 @@ def test_memory_prints_one_row_per_pipeline_stage(run):
 def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
     rows = rows_by_strategy_and_role(run, "--ranks", "4")
     assert rows["ddp rank"]["fits"] is None
-    total, libraries = rows["hsdp rank"]["memory"]["total"], 0  # planned as CPUs, which have no context
+    total, libraries = rows["hsdp rank"]["memory"]["total"], 0  # planned for CPUs, which have no CUDA context
     small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(min_safe_memory_bytes(total, libraries))}"]
     rows = rows_by_strategy_and_role(run, *small)
     assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)
     assert rows["parameter_server server"]["fits"] is None
-    marked = [line for line in memory_output(run, *small).splitlines() if " not fit" in line and ":" not in line]
-    assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
+    marked_lines = [line for line in memory_output(run, *small).splitlines() if " not fit" in line and ":" not in line]
+    assert [line.split()[0] for line in marked_lines] == ["ddp", "parameter_server"]
 
 
 def min_safe_memory_bytes(held_bytes: int, context_bytes: float) -> float:
-    """Memory of a device on which this many bytes almost surely fit, with a driver's context."""
+    """Return the memory of a device on which this many bytes almost certainly fit, including the driver's context."""
     return (held_bytes + context_bytes) / exp(-1.645 * memory_constants().spread)
 
 
 def test_memory_says_may_not_fit_as_advise_oom_between_the_thresholds_of_the_planner(run):
     machine = ["--machine", "h100"]
-    held = rows_by_strategy_and_role(run, *machine, "--ranks", "2")["zero2 rank"]["memory"]["device"]
-    tight = [*machine, "--set", f"cluster.memory_bytes={round(0.99 * min_safe_memory_bytes(held, CONTEXT_BYTES))}"]
+    device_bytes = rows_by_strategy_and_role(run, *machine, "--ranks", "2")["zero2 rank"]["memory"]["device"]
+    tight = [
+        *machine,
+        "--set",
+        f"cluster.memory_bytes={round(0.99 * min_safe_memory_bytes(device_bytes, CONTEXT_BYTES))}",
+    ]
     p_oom = rows_by_strategy_and_role(run, *tight, "--ranks", "2")["zero2 rank"]["p_oom"]
     assert SAFE_OOM_PROBABILITY <= p_oom < MAX_OOM_PROBABILITY
     verdict = f"may not fit (P(OOM) {p_oom:.0%})"
-    own = next(line for line in memory_output(run, *tight, "--ranks", "2").splitlines() if line.startswith("*"))
-    assert own.endswith(verdict)
+    own_line = next(line for line in memory_output(run, *tight, "--ranks", "2").splitlines() if line.startswith("*"))
+    assert own_line.endswith(verdict)
     assert cli_runner.command_output("advise", "oom", run, *tight, "--nproc", "2").splitlines()[0].endswith(verdict)
 
 
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 def test_memory_fits_verdict_matches_advise_oom(run, machine):
-    """Two ranks, which on a CPU share its memory."""
-    there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
-    held = rows_by_strategy_and_role(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["device"]
-    enough = min_safe_memory_bytes(held, CONTEXT_BYTES) if machine == "h100" else 2 * min_safe_memory_bytes(held, 0)
+    """Two ranks on a CPU share its memory."""
+    machine_options = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
+    device_bytes = rows_by_strategy_and_role(run, *machine_options, "--ranks", "2")["zero2 rank"]["memory"]["device"]
+    enough = (
+        min_safe_memory_bytes(device_bytes, CONTEXT_BYTES)
+        if machine == "h100"
+        else 2 * min_safe_memory_bytes(device_bytes, 0)
+    )
     for factor, fits in ((1.001, True), (0.98, False)):
         memory = ["--set", f"cluster.memory_bytes={round(factor * enough)}"]
-        assert rows_by_strategy_and_role(run, *there, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
-        assert cli_runner.command_json("advise", "oom", run, *there, *memory, "--nproc", "2")["now"]["fits"] is fits
+        assert rows_by_strategy_and_role(run, *machine_options, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
+        assert (
+            cli_runner.command_json("advise", "oom", run, *machine_options, *memory, "--nproc", "2")["now"]["fits"]
+            is fits
+        )
 
 
 def test_memory_prints_offloaded_column_when_offload_is_set(run):
@@ -184,8 +195,10 @@ def test_memory_describes_limit_of_a_rank_and_cpu_memory_of_a_node(run):
     for options, is_offloaded in ((zero1, False), ([*zero1, "--set", "layout.offload=cpu"], True)):
         memory = rows_by_strategy_and_role(run, *options)["zero1 rank"]["memory"]
         assert (memory["offloaded"] > 0) == is_offloaded
-        needed = f"{4 * (memory['offloaded'] + memory['checkpoint_copy']) / 2**30:.1f} GiB"
-        assert f"CPU memory: a node of 4 ranks needs up to {needed} for checkpoint" in memory_output(run, *options)
+        needed_memory = f"{4 * (memory['offloaded'] + memory['checkpoint_copy']) / 2**30:.1f} GiB"
+        assert f"CPU memory: a node of 4 ranks needs up to {needed_memory} for checkpoint" in memory_output(
+            run, *options
+        )
 
 
 def test_memory_drops_strategy_specific_options_for_other_strategies(run):

@@ -16,12 +16,12 @@ SIZES = ("--stages", "4", "--microbatches", "8")
 
 
 def test_pipeline_show_prints_timeline_makespan_and_bubble():
-    out = pipeline_output("show", "1f1b", *SIZES)
-    assert re.search(r"^rank 3 +F0 *B0 +F1 *B1", out, re.MULTILINE)
-    assert "makespan  33" in out
-    assert "27.27% of the makespan, 37.50% over the ideal" in out
-    assert "by rank 4 3 2 1" in out
-    assert "\x1b" not in out, "colors only on a terminal"
+    output = pipeline_output("show", "1f1b", *SIZES)
+    assert re.search(r"^rank 3 +F0 *B0 +F1 *B1", output, re.MULTILINE)
+    assert "makespan  33" in output
+    assert "27.27% of the makespan, 37.50% over the ideal" in output
+    assert "by rank 4 3 2 1" in output
+    assert "\x1b" not in output, "colors only on a terminal"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_pipeline_show_times_are_per_rank_and_include_transfer():
 def test_pipeline_searched_schedule_respects_memory_limit_and_reloads_from_csv(tmp_path: Path):
     file = tmp_path / "found.csv"
     times = ("--times", "2,3,1,0.5")
-    found = pipeline_json("show", "searched", *SIZES, *times, "--memory", "3", "--out", str(file))
-    assert max(found["peak_activations"]) <= 3
-    assert pipeline_json("show", str(file), *times)["makespan"] == pytest.approx(found["makespan"])
+    result = pipeline_json("show", "searched", *SIZES, *times, "--memory", "3", "--out", str(file))
+    assert max(result["peak_activations"]) <= 3
+    assert pipeline_json("show", str(file), *times)["makespan"] == pytest.approx(result["makespan"])
     assert "valid as orders: 4 ranks, 8 stages, 8 micro-batches" in pipeline_output("check", str(file))
 
 
@@ -93,11 +93,11 @@ def test_pipeline_show_writes_svg_png_chrome_trace_and_pytorch_csv(tmp_path: Pat
 def test_pipeline_check_reports_every_violation(tmp_path: Path):
     picture = tmp_path / "drawn.csv"
     picture.write_text("0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
-    out = pipeline_output("check", str(picture), exit_code=1)
-    assert "rejected as drawn, a tick per cell: 2 violations (2 ranks, 2 stages, 2 micro-batches)" in out
-    assert "rank 0: 0B0 runs in tick 2, before 1B0 is done, in tick 2" in out
-    assert "rank 0: 0B1 runs in tick 3, before 1B1 is done, in tick 4" in out
-    assert "see --order" in out
+    output = pipeline_output("check", str(picture), exit_code=1)
+    assert "rejected as drawn, a tick per cell: 2 violations (2 ranks, 2 stages, 2 micro-batches)" in output
+    assert "rank 0: 0B0 runs in tick 2, before 1B0 is done, in tick 2" in output
+    assert "rank 0: 0B1 runs in tick 3, before 1B1 is done, in tick 4" in output
+    assert "see --order" in output
     assert pipeline_json("check", str(picture), "--order")["valid"] is True
     picture.write_text("0F0,0B0\n1B0,1F0\n")
     assert pipeline_json("check", str(picture), exit_code=1)["violations"] == [
@@ -109,14 +109,14 @@ def test_pipeline_check_reports_every_violation(tmp_path: Path):
 def test_pipeline_split_balances_stages_better_than_equal_layer_counts(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 2048\ntokens_per_step = 16384\n')
-    found = pipeline_json("split", str(path), "--stages", "4")
-    assert found["layers"] == [8, 9, 9, 6]
-    assert found["slowest_over_mean"] < found["by_layers_alone"]["slowest_over_mean"]
-    assert found["by_layers_alone"]["layers"] == [8, 8, 8, 8]
-    out = pipeline_output("split", str(path), "--set", "layout.pp=2")
-    assert "embedding, 0-16" in out
-    assert "17-31, head" in out
-    assert "by layers alone (16 16)" in out
+    result = pipeline_json("split", str(path), "--stages", "4")
+    assert result["layers"] == [8, 9, 9, 6]
+    assert result["slowest_over_mean"] < result["by_layers_alone"]["slowest_over_mean"]
+    assert result["by_layers_alone"]["layers"] == [8, 8, 8, 8]
+    output = pipeline_output("split", str(path), "--set", "layout.pp=2")
+    assert "embedding, 0-16" in output
+    assert "17-31, head" in output
+    assert "by layers alone (16 16)" in output
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_pipeline_show_rejects_inapplicable_options(arguments: tuple[str, ...], 
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     with pytest.raises(UserError, match=f"{arguments[-2]} = {arguments[-1]}.*: does not apply to"):
-        pipeline_output("show", *(file if word == "FILE" else word for word in arguments))
+        pipeline_output("show", *(file if argument == "FILE" else argument for argument in arguments))

@@ -1,4 +1,4 @@
-"""`phalanx placement`: what it prints, and the pictures it draws."""
+"""`phalanx placement`: its output and its pictures."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ def run(tmp_path: Path) -> Path:
 
 
 def layout_options(**degrees: object) -> list[str]:
-    return [word for axis, value in degrees.items() for word in ("--set", f"layout.{axis}={value}")]
+    return [argument for axis, value in degrees.items() for argument in ("--set", f"layout.{axis}={value}")]
 
 
 def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) -> None:
-    out = placement_output(run, "--ranks", "8", "--nproc", "4", *layout_options(tp=2, pp=2))
-    lines = out.splitlines()
+    output = placement_output(run, "--ranks", "8", "--nproc", "4", *layout_options(tp=2, pp=2))
+    lines = output.splitlines()
     assert lines[0] == "model, ddp dp 2, pp 2, tp 2: 8 ranks on 2 nodes of 4"
     assert "  node 0: dp_replicate 0, pp 0-1, tp 0-1" in lines
     assert "  node 1: dp_replicate 1, pp 0-1, tp 0-1" in lines
     assert "assumed: every device has its own NIC, on the rail of its index" in lines
     table = {line.split()[0]: line for line in lines if line[:6].strip() in ("tp", "pp", "dp", "total", "share")}
     assert list(table) == ["tp", "pp", "dp", "total", "share"]
-    assert "0.0% cross rails" in out
+    assert "0.0% cross rails" in output
     assert "good every tp group is inside a fast domain (4 devices)" in lines
 
 
 def test_placement_bytes_equal_cost_model_traffic(run: Path) -> None:
-    """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
+    """The run has 4 replicas of 2 tensor-parallel ranks on 8 ranks. Only gradients leave a node."""
     facts = placement_json(run, "--ranks", "8", "--nproc", "2", *layout_options(tp=2))
-    counted = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
+    traffic = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
     total = facts["bytes"]["total"]
-    assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in counted))
-    gradients = sum(row.bytes for row in counted if "once per update" in row.purpose)
+    assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in traffic))
+    gradients = sum(row.bytes for row in traffic if "once per update" in row.purpose)
     assert total["rail"] == pytest.approx(8 * gradients)
     assert (total["node"], total["spine"]) == (0, 0)
     assert sum(facts["share_of_all"].values()) == pytest.approx(1)
@@ -82,7 +82,8 @@ def test_placement_flags_tp_group_that_leaves_fast_link_domain(run: Path) -> Non
 
 
 def test_pxn_moves_all_to_all_traffic_off_the_spine(run: Path) -> None:
-    """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
+    """4 ranks on 2 x 2 exchange tokens for heads. Each sends a third of
+    its bytes to the other rail of the other node."""
     exchanged = [
         "--ranks",
         "4",
@@ -96,9 +97,9 @@ def test_pxn_moves_all_to_all_traffic_off_the_spine(run: Path) -> None:
         placement_json(run, *exchanged)["bytes"]["cp"],
         placement_json(run, *exchanged, "--pxn")["bytes"]["cp"],
     )
-    third = direct["spine"]
-    assert direct == pytest.approx({"fast": third, "node": 0, "rail": third, "spine": third})
-    assert relayed == pytest.approx({"fast": 2 * third, "node": 0, "rail": 2 * third, "spine": 0})
+    third_bytes = direct["spine"]
+    assert direct == pytest.approx({"fast": third_bytes, "node": 0, "rail": third_bytes, "spine": third_bytes})
+    assert relayed == pytest.approx({"fast": 2 * third_bytes, "node": 0, "rail": 2 * third_bytes, "spine": 0})
 
 
 def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
@@ -116,29 +117,29 @@ def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
 
 
 def test_placement_busiest_nic_seconds_equal_bytes_over_bandwidth(run: Path) -> None:
-    """NCCL's file gives the speed: 400 Gb/s for each of 8 GPUs; a run file may, too."""
+    """The speed is in NCCL's topology file (400 Gb/s for each of 8 GPUs) or in the run file."""
     facts = placement_json(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
     busiest = max(nic["sent_bytes"] for nic in facts["nics"])
     assert facts["busiest_nic_seconds"] == pytest.approx(busiest / 50e9)
-    given = placement_json(run, "--ranks", "4", "--nproc", "2", "--set", "cluster.network_bytes_per_second=1e9")
-    assert given["busiest_nic_seconds"] == pytest.approx(max(nic["sent_bytes"] for nic in given["nics"]) / 1e9)
+    placement = placement_json(run, "--ranks", "4", "--nproc", "2", "--set", "cluster.network_bytes_per_second=1e9")
+    assert placement["busiest_nic_seconds"] == pytest.approx(max(nic["sent_bytes"] for nic in placement["nics"]) / 1e9)
     assert placement_json(run, "--ranks", "4", "--nproc", "2")["busiest_nic_seconds"] is None
 
 
 def test_placement_heatmap_aggregates_ranks_to_nodes_and_node_blocks(run: Path, tmp_path: Path) -> None:
-    """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
-    256 nodes in pairs."""
+    """With 4 ranks, both tensor-parallel pairs and both rails are drawn, in both directions. 256 ranks
+    are drawn as 32 nodes, and 256 nodes as pairs."""
     file = tmp_path / "heat.svg"
-    said = cli_runner.command_stderr(
+    stderr = cli_runner.command_stderr(
         "placement", run, "--ranks", "4", "--nproc", "2", *layout_options(tp=2), "--out", file
     )
-    assert said == f"wrote {file}\n"
+    assert stderr == f"wrote {file}\n"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
     assert len(cells) == 8
     facts = placement_json(run, "--ranks", "256", *layout_options(tp=4), "--out", str(file))
     assert facts["sent"]["unit"] == "node"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
-    assert len(cells) == len(facts["sent"]["cells"]) == 64  # each with itself, and with the next on the ring
+    assert len(cells) == len(facts["sent"]["cells"]) == 64  # each block with itself, and with the next one on the ring
     assert placement_json(run, "--ranks", "256", "--nproc", "2", *layout_options(tp=4))["sent"]["unit"] == "node"
     facts = placement_json(run, "--ranks", "256", "--nproc", "1", *layout_options(tp=4))
     assert facts["sent"]["unit"] == "block of 2 nodes"
@@ -154,11 +155,11 @@ def test_placement_assigns_parameter_servers_to_nodes(run: Path) -> None:
 
 
 def test_placement_ranks_per_node_follow_option_then_run_file_then_default(run: Path) -> None:
-    """By the option, else the run file, else 8; without --ranks every node is full."""
-    two = ["--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=3"]
+    """The default is 8; without --ranks, all nodes are full."""
+    two_per_node = ["--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=3"]
     for arguments, expected in (
-        (two, (6, 2, 3)),
-        ([*two, "--nproc", "3"], (9, 3, 3)),
+        (two_per_node, (6, 2, 3)),
+        ([*two_per_node, "--nproc", "3"], (9, 3, 3)),
         (["--ranks", "16"], (16, 8, 2)),
         ([], (8, 8, 1)),
     ):
@@ -199,8 +200,8 @@ def test_placement_does_not_import_torch(run: Path) -> None:
 
 
 def test_placement_shows_collectives_over_all_ranks_of_gpus(run: Path) -> None:
-    out = placement_output(run, "--ranks", "16", "--set", "cluster.preset=h100")
-    row = next(line for line in out.splitlines() if line.startswith("all-reduce, hierarchical"))
+    output = placement_output(run, "--ranks", "16", "--set", "cluster.preset=h100")
+    row = next(line for line in output.splitlines() if line.startswith("all-reduce, hierarchical"))
     assert row.split()[2:] == ["125", "MB", "1.75", "GB", "0.0%", "2.50", "ms"]
-    assert "  tree: LL 25.2 µs, LL128 48.5 µs, Simple 92.4 µs" in out
+    assert "  tree: LL 25.2 µs, LL128 48.5 µs, Simple 92.4 µs" in output
     assert "NCCL" not in placement_output(run, "--ranks", "16", "--set", "cluster.device=cpu")

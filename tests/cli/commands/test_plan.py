@@ -46,16 +46,16 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_plan_ranks_runnable_layouts_by_step_time(run):
-    found = plan_json(run, *H100, "--top", 5)
-    assert found["devices"] == 16
-    assert len(found["layouts"]) == 5
-    times = [option["step_seconds"] for option in found["layouts"]]
+    plan = plan_json(run, *H100, "--top", 5)
+    assert plan["devices"] == 16
+    assert len(plan["layouts"]) == 5
+    times = [option["step_seconds"] for option in plan["layouts"]]
     assert times[-1] >= times[0]
-    for option in found["layouts"]:
-        chosen = [f"layout.{key}={value}" for key, value in option["layout"].items()]
-        check_layout(load_run(run, [*chosen, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16)
+    for option in plan["layouts"]:
+        settings = [f"layout.{key}={value}" for key, value in option["layout"].items()]
+        check_layout(load_run(run, [*settings, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16)
     table = plan_output(run, *H100, "--top", 5)
-    assert found["layouts"][0]["candidate"] in table
+    assert plan["layouts"][0]["candidate"] in table
     assert "llama3-8b on 16 x h100" in table
     assert " kWh" in table
     narrow = plan_output(run, *H100, "--top", 5, width=80).splitlines()
@@ -65,15 +65,18 @@ def test_plan_ranks_runnable_layouts_by_step_time(run):
 
 
 def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
-    """Before the machine's data sheet, and after --set: here 12 of its 18 NVLinks are there."""
+    """The file is stronger than the machine's data sheet, and weaker than
+    --set. It has 12 of the 18 NVLinks of the machine."""
     node = Path(__file__).parents[2] / "spec/topology/topologies/h100-nv18.txt"
-    fewer = run.parent / "node.txt"
-    fewer.write_text(node.read_text().replace("NV18", "NV12"))
-    described, ranks = run_on_cluster(run, "h100", 2, None, [], fewer)
-    assert (described.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
-    described, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
-    assert (described.cluster.link_bytes_per_second, described.cluster.nproc_per_node) == (1e9, 4)
-    slower, usual = (plan_json(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
+    topology_file = run.parent / "node.txt"
+    topology_file.write_text(node.read_text().replace("NV18", "NV12"))
+    run_spec, ranks = run_on_cluster(run, "h100", 2, None, [], topology_file)
+    assert (run_spec.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
+    run_spec, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], topology_file)
+    assert (run_spec.cluster.link_bytes_per_second, run_spec.cluster.nproc_per_node) == (1e9, 4)
+    slower, usual = (
+        plan_json(run, *H100, *options, "--top", 1)["layouts"][0] for options in (("--topology", topology_file), ())
+    )
     assert slower["step_seconds"] > usual["step_seconds"]
 
 
@@ -85,17 +88,17 @@ def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys)
 
 
 def test_plan_states_every_assumption_in_one_line(run):
-    """Under the table, under comparisons and explanations, and in JSON; what is given is not in it."""
+    """The line is under the table, comparisons and explanations, and in the JSON. Given values are not assumptions."""
     machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=131072")
-    found = plan_json(run, *machine, "--top", 1)
+    plan = plan_json(run, *machine, "--top", 1)
     text = plan_output(run, *machine, "--top", 1)
-    assert text.splitlines()[-1] == f"assumed: {'; '.join(found['assumed'])}"
+    assert text.splitlines()[-1] == f"assumed: {'; '.join(plan['assumed'])}"
     expected = (
         "nproc_per_node = 8",
         "fast_link_domain = 8, a node",
         "host_memory_bytes = 275 GB of CPU memory per device",
     )
-    assert {f"cluster.{field}" for field in expected} <= set(found["assumed"])
+    assert {f"cluster.{field}" for field in expected} <= set(plan["assumed"])
     assert "cluster.nproc_per_node = 8" not in plan_json(run, *machine, "--nproc", 8)["assumed"]
     layout = "data_parallel=zero3,offload=cpu,activation_checkpointing=full"
     for command, *layouts in (("explain",), ("compare", layout), ("compare", layout, f"{layout},micro_batch_size=1")):
@@ -106,15 +109,15 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
-    """Two cards with a slow network and long sequences: what fits is about a third as fast, as the named commands
-    show."""
+    """Two GPUs with a slow network train long sequences. The best layout that fits is
+    about a third as fast, as the printed commands show."""
     slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=524288")
     memory = ("--set", f"cluster.memory_bytes={28 * GIB}", "--set", "training.seq_len=131072")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
-    found = plan_json(run, *cards)
-    faster = found["faster_but_too_large"]
+    plan = plan_json(run, *cards)
+    faster = plan["faster_but_too_large"]
     option = faster["option"]
-    best = min(layout["step_seconds"] for layout in found["layouts"])
+    best = min(layout["step_seconds"] for layout in plan["layouts"])
     assert faster["speedup"] == pytest.approx(best / option["step_seconds"])
     assert faster["speedup"] > 2.5
     assert option["p_oom"] > 0.9
@@ -126,34 +129,38 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
     (text,) = re.findall(r'phalanx plan compare RUN\.toml "(.*)" compares', lines[number + 1])
     assert f"{option['step_seconds']:.3f} s" in plan_output("compare", run, text, *cards)
     (setting,) = re.findall(r"It fits with --set (training\.seq_len=\d+) ", lines[number + 1])
-    shown = plan_json(run, *cards, "--set", setting)
-    assert shown["layouts"][0]["step_seconds"] <= 1.001 * faster["fitting_step_seconds"]
+    faster_plan = plan_json(run, *cards, "--set", setting)
+    assert faster_plan["layouts"][0]["step_seconds"] <= 1.001 * faster["fitting_step_seconds"]
 
 
 @pytest.mark.parametrize("given_bytes", [None, 200 * GIB])
 def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
-    """Of 16 bytes a parameter 12 are offloaded, and 12 copied for checkpoints; by node and layout in the table, and
-    compared with what the node has."""
-    more = ("--set", f"cluster.host_memory_bytes={given_bytes}") if given_bytes else ()
-    cards = ("--machine", "rtx4090", "--nproc", 2, "--set", "training.tokens_per_step=131072", *more)
-    found, text = plan_json(run, *cards, "--top", 3), plan_output(run, *cards, "--top", 3)
-    needs = [layout["node_host_bytes"] for layout in found["layouts"]]
-    assert needs == [2 * layout["host_bytes"] for layout in found["layouts"]]
-    assert max(needs) / GIB > 24 * 8.03e9 / GIB > 160
-    for layout, need in zip(found["layouts"], needs, strict=True):
+    """Of 16 bytes per parameter, 12 are offloaded, and checkpoints copy 12. The table shows them per node and
+    layout, compared with the CPU memory of the node."""
+    host_memory = ("--set", f"cluster.host_memory_bytes={given_bytes}") if given_bytes else ()
+    cards = ("--machine", "rtx4090", "--nproc", 2, "--set", "training.tokens_per_step=131072", *host_memory)
+    plan, text = plan_json(run, *cards, "--top", 3), plan_output(run, *cards, "--top", 3)
+    host_bytes = [layout["node_host_bytes"] for layout in plan["layouts"]]
+    assert host_bytes == [2 * layout["host_bytes"] for layout in plan["layouts"]]
+    assert max(host_bytes) / GIB > 24 * 8.03e9 / GIB > 160
+    for layout, need in zip(plan["layouts"], host_bytes, strict=True):
         assert f" {layout['memory_bytes'] / GIB:.1f} + {need / GIB:.0f} " in text
-    assert found["node_host_memory_bytes"] == 2 * (given_bytes or 256 * GIB)
-    given = "cluster.host_memory_bytes provides 400.0 GiB"
+    assert plan["node_host_memory_bytes"] == 2 * (given_bytes or 256 * GIB)
+    reported = "cluster.host_memory_bytes provides 400.0 GiB"
     if not given_bytes:
-        given = "cluster.host_memory_bytes is not set, so 512.0 GiB is assumed"
+        reported = "cluster.host_memory_bytes is not set, so 512.0 GiB is assumed"
     purpose = "for checkpoint copies and offload"
-    assert f"\nCPU memory: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB {purpose}; {given}.\n" in text
-    limit = f"limit: a rank can use {found['rank_limit_bytes'] / GIB:.1f} GiB ("
+    assert (
+        f"\nCPU memory: a node of 2 ranks needs up to {max(host_bytes) / GIB:.1f} GiB {purpose}; {reported}.\n" in text
+    )
+    limit = f"limit: a rank can use {plan['rank_limit_bytes'] / GIB:.1f} GiB ("
     reserve = "of 24.0 GiB, including the memory that PyTorch's allocator and NCCL reserve; the reserve is 0.4 GiB for "
     reserve += "the CUDA context, 1.0 GiB for errors of the prediction"
     assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
     explained = plan_output("explain", run, *cards)
-    assert f"CPU memory: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB {purpose}; {given}\n" in explained
+    assert (
+        f"CPU memory: a node of 2 ranks needs up to {host_bytes[0] / GIB:.1f} GiB {purpose}; {reported}\n" in explained
+    )
     assert limit in explained
 
 
@@ -173,18 +180,18 @@ def test_plan_of_cpus_shows_no_other_cpu_memory(run):
 
 
 def test_plan_all_shows_each_schedule(run):
-    """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
+    """The run has 8 stages on two nodes: one row per layout, or one row per schedule."""
     options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=16000000000", "--top", 20)
-    grouped, every = (
-        [row["layout"] for row in plan_json(run, *options, *more)["layouts"]] for more in ((), ("--all",))
+    grouped, all_rows = (
+        [row["layout"] for row in plan_json(run, *options, *all_option)["layouts"]] for all_option in ((), ("--all",))
     )
     without_schedule = [
         [{key: value for key, value in row.items() if key not in ("schedule", "virtual_stages")} for row in rows]
-        for rows in (grouped, every)
+        for rows in (grouped, all_rows)
     ]
-    once, repeated = ([rows.count(row) for row in rows] for rows in without_schedule)
-    assert max(repeated) > 2
-    assert max(once) < max(repeated)
+    counts_grouped, counts_all = ([rows.count(row) for row in rows] for rows in without_schedule)
+    assert max(counts_all) > 2
+    assert max(counts_grouped) < max(counts_all)
 
 
 def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
@@ -201,7 +208,7 @@ def test_plan_prints_rent_of_training_when_price_is_set(run):
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     text = plan_output("explain", run, *H100)
-    for words in (
+    for arguments in (
         "the optimizer",
         "activations",
         "other layouts, compared with this one",
@@ -209,20 +216,20 @@ def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
         "P(OOM)",
         "HFU",
     ):
-        assert words in text
-    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+        assert arguments in text
+    one_gpu = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(UserError, match=r"K = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"):
-        plan_output("explain", run, 500, *alone)
+        plan_output("explain", run, 500, *one_gpu)
 
 
 def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
     layouts = plan_json(run, *H100)["layouts"]
-    for words, at in (((), 0), ((2,), 1)):
+    for arguments, index in (((), 0), ((2,), 1)):
         file = tmp_path / "step.html"
-        text = plan_output("explain", run, *words, *H100, "--picture", file)
-        picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[at]
-        assert f"{at + 1}. {option['candidate']}" in text
-        assert texts_of_class(picture, "title") == [f"llama3-8b on 16 x h100, layout {at + 1}"]
+        text = plan_output("explain", run, *arguments, *H100, "--picture", file)
+        picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[index]
+        assert f"{index + 1}. {option['candidate']}" in text
+        assert texts_of_class(picture, "title") == [f"llama3-8b on 16 x h100, layout {index + 1}"]
         assert texts_of_class(picture, "layout") == [option["candidate"]]
         assert texts_of_class(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
         parts = option["parts"]
@@ -231,9 +238,11 @@ def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
         shares = [f"{parts[part] / option['step_seconds']:.1%}" for part in PART_DESCRIPTIONS]
         figures = texts_of_class(picture, "figure")
         assert (figures[: 6 * len(parts) : 6], figures[1 : 6 * len(parts) : 6]) == (seconds, shares)
-        others = [f"{place}. {other['candidate']}" for place, other in enumerate(layouts, 1) if place != at + 1]
-        assert texts_of_class(picture, "name")[1:5] == others[:4]
-        last = [f"{held / GIB:.2f}" for held in option["stages"]["last"].values()]
+        alternatives = [
+            f"{position}. {other['candidate']}" for position, other in enumerate(layouts, 1) if position != index + 1
+        ]
+        assert texts_of_class(picture, "name")[1:5] == alternatives[:4]
+        last = [f"{part_bytes / GIB:.2f}" for part_bytes in option["stages"]["last"].values()]
         stages = len(figures[6 * len(parts) :]) // len(last)
         assert figures[6 * len(parts) :][stages - 1 :: stages] == last
         assert texts_of_class(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
@@ -243,7 +252,7 @@ def test_plan_explain_memory_parts_add_up_to_table(run):
     option = plan_json(run, *H100)["layouts"][0]
     text = plan_output("explain", run, *H100)
     table = text[text.index("memory, GiB") : text.index("parts: ")].splitlines()[1:]
-    rows = {words[0]: float(words[-1]) for line in table if (words := line.rstrip("█ ").split())}
+    rows = {arguments[0]: float(arguments[-1]) for line in table if (arguments := line.rstrip("█ ").split())}
     total = rows.pop("total")
     assert sum(rows.values()) == pytest.approx(total, abs=0.03)
     assert total == pytest.approx(option["memory_bytes"] / GIB, abs=0.01)
@@ -251,30 +260,30 @@ def test_plan_explain_memory_parts_add_up_to_table(run):
 
 
 def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(run, monkeypatch):
-    described, world_size = run_on_cluster(run, "h100", 2, 8, [])
-    evaluated = partial(evaluate_layout, described, world_size)
-    chosen = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
+    run_spec, world_size = run_on_cluster(run, "h100", 2, 8, [])
+    evaluated = partial(evaluate_layout, run_spec, world_size)
+    option = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
     exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
-    plan = Plan(layouts=[chosen], candidates=[], fitting=1, fastest=chosen, closest_to_fitting=None)
+    plan = Plan(layouts=[option], candidates=[], fitting=1, fastest=option, closest_to_fitting=None)
     monkeypatch.setattr("phalanx.cli.commands.plan_export.rank_layouts", lambda *_: plan)
-    (note,) = _explain_not_best(described, world_size, exported, "torchtitan")
-    assert str(chosen.candidate) in note
+    (note,) = _explain_not_best(run_spec, world_size, exported, "torchtitan")
+    assert str(option.candidate) in note
     assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
-    assert _explain_not_best(described, world_size, exported, "megatron") == []
-    assert _explain_not_best(described, world_size, chosen, "torchtitan") == []
+    assert _explain_not_best(run_spec, world_size, exported, "megatron") == []
+    assert _explain_not_best(run_spec, world_size, option, "torchtitan") == []
 
 
 def test_plan_export_has_no_verdict_on_the_other_trainer(run):
-    said = cli_runner.command_stderr("plan", "export", run, "--to", "megatron", *H100).splitlines()
-    (figures,) = (line for line in said if " s a step" in line)
+    stderr_lines = cli_runner.command_stderr("plan", "export", run, "--to", "megatron", *H100).splitlines()
+    (figures,) = (line for line in stderr_lines if " s a step" in line)
     assert figures.endswith("are Phalanx's figures for this layout; those of Megatron-LM are not predicted")
-    assert not any("P(OOM)" in line for line in said)
-    assert any(line.startswith("note: Megatron-LM keeps in addition to what Phalanx does: ") for line in said)
+    assert not any("P(OOM)" in line for line in stderr_lines)
+    assert any(line.startswith("note: Megatron-LM keeps in addition to what Phalanx does: ") for line in stderr_lines)
 
 
 def test_plan_names_the_predicted_trainer_in_its_first_line(run, tmp_path):
-    for words in ((run, "--top", 1), ("compare", run, "tp=8", "tp=4")):
-        first, *_ = plan_output(*words, *H100).splitlines()
+    for arguments in ((run, "--top", 1), ("compare", run, "tp=8", "tp=4")):
+        first, *_ = plan_output(*arguments, *H100).splitlines()
         assert first.startswith("Phalanx's own trainer: llama3-8b on 16 x h100")
     assert plan_json(run, *H100, "--top", 1)["trainer"] == "Phalanx"
     path = tmp_path / "runs.csv"
@@ -291,9 +300,9 @@ def test_plan_names_the_predicted_trainer_in_its_first_line(run, tmp_path):
 
 
 def test_plan_reports_written_files_on_stderr(run, tmp_path):
-    picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
-    for file, *words in ((planned, run, "--out", planned), (picture, "explain", run, "--picture", picture)):
-        assert f"wrote {file}" in cli_runner.command_stderr("plan", *words, *H100)
+    picture, run_file = tmp_path / "step.svg", tmp_path / "planned.toml"
+    for file, *arguments in ((run_file, run, "--out", run_file), (picture, "explain", run, "--picture", picture)):
+        assert f"wrote {file}" in cli_runner.command_stderr("plan", *arguments, *H100)
         assert file.exists()
 
 
@@ -324,7 +333,7 @@ def test_plan_rejects_invalid_values_before_search(run, monkeypatch, words, mess
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=message):
-        plan_output(*("run.toml" if word == "RUN" else word for word in words), *H100)
+        plan_output(*("run.toml" if argument == "RUN" else argument for argument in words), *H100)
 
 
 def test_plan_compare_explains_slower_layout(run):
@@ -342,30 +351,35 @@ def test_plan_compare_explains_slower_layout(run):
     ],
 )
 def test_plan_compare_says_which_strategy_it_evaluates_instead(run, layout, evaluated, reason):
-    asked = layout.partition(",")[0].partition("=")[2]
+    strategy = layout.partition(",")[0].partition("=")[2]
     text = plan_output("compare", run, layout, "tp=8", *H100)
-    (said,) = (line for line in text.splitlines() if reason in line)
-    assert said.startswith(f"A: data_parallel = {asked} {reason} trains as {evaluated}, which is evaluated here: ")
+    (note,) = (line for line in text.splitlines() if reason in line)
+    assert note.startswith(f"A: data_parallel = {strategy} {reason} trains as {evaluated}, which is evaluated here: ")
 
 
 def test_plan_compare_attributes_step_time_difference_of_two_layouts(run):
-    two = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
-    text = plan_output("compare", run, *two, *H100)
+    layouts = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
+    text = plan_output("compare", run, *layouts, *H100)
     assert "A: zero1 dp 8" in text
     assert "B: zero3 dp 16" in text
-    said = text.splitlines()[-1]
-    share, longer = re.match(r"A takes ([\d.]+)% longer than B, \+(\d+) ms: ", said).groups()
-    mine, its, apart = re.search(r"^step +([\d.]+) s +([\d.]+) s +\+([\d.]+) s", text, re.MULTILINE).groups()
-    assert float(share) == pytest.approx(100 * (float(mine) / float(its) - 1), abs=0.1)
-    assert float(apart) == int(longer) / 1e3
-    parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
+    last_line = text.splitlines()[-1]
+    share, longer = re.match(r"A takes ([\d.]+)% longer than B, \+(\d+) ms: ", last_line).groups()
+    first_seconds, second_seconds, difference = re.search(
+        r"^step +([\d.]+) s +([\d.]+) s +\+([\d.]+) s", text, re.MULTILINE
+    ).groups()
+    assert float(share) == pytest.approx(100 * (float(first_seconds) / float(second_seconds) - 1), abs=0.1)
+    assert float(difference) == int(longer) / 1e3
+    parts = [int(size) for size in re.findall(r"([+-]\d+) ms", last_line)][1:]
     assert sum(parts) == pytest.approx(int(longer), rel=0.02)  # small parts are not listed
-    assert plan_output("compare", run, *reversed(two), *H100).splitlines()[-1] == said.translate({65: 66, 66: 65})
-    assert plan_output("compare", run, two[0], two[0], *H100).splitlines()[-1] == "A and B are equally fast"
+    assert plan_output("compare", run, *reversed(layouts), *H100).splitlines()[-1] == last_line.translate(
+        {65: 66, 66: 65}
+    )
+    assert plan_output("compare", run, layouts[0], layouts[0], *H100).splitlines()[-1] == "A and B are equally fast"
     short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
-    two = ("micro_batch_size=2", "micro_batch_size=2,activation_checkpointing=selective")
+    layouts = ("micro_batch_size=2", "micro_batch_size=2,activation_checkpointing=selective")
     assert re.match(
-        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", plan_output("compare", run, *two, *short).splitlines()[-1]
+        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs",
+        plan_output("compare", run, *layouts, *short).splitlines()[-1],
     )
 
 
@@ -378,11 +392,11 @@ def test_plan_compare_accepts_layout_numbers_of_table(run):
     text = plan_output("compare", run, "data_parallel=ddp,tp=16,micro_batch_size=1", 3, *H100)
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
-    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+    one_gpu = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(
         UserError, match=r"layout = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"
     ):
-        plan_output("compare", run, 1, 500, *alone)
+        plan_output("compare", run, 1, 500, *one_gpu)
 
 
 def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
@@ -410,20 +424,20 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
 def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp_path):
     out = tmp_path / "planned.toml"
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
-    said = (
+    notes = (
         "not set: data.train (stdlib), data.tokenizer (bpe), data.tokenizer_vocab (2048; the model has 128256), "
         "training.steps (1000), optimizer.warmup_steps (50), checkpoint.every (500). These defaults are for small "
         "runs; set the fields before you train."
     )
-    assert said in " ".join(errors.split())
+    assert notes in " ".join(errors.split())
     assert f"start it with phalanx train {out} --rendezvous FIRST_NODE:29500 on each node, or phalanx launch" in errors
-    assert f"# {said}" in out.read_text()
-    written = tomllib.loads(out.read_text())
+    assert f"# {notes}" in out.read_text()
+    run_table = tomllib.loads(out.read_text())
     unset = {"data": ("train", "tokenizer", "tokenizer_vocab"), "training": ("steps",)}
     unset |= {"optimizer": ("warmup_steps",), "checkpoint": ("every",)}
-    assert [name for table, names in unset.items() for name in names if name in written[table]] == []
-    given = ("--set", "training.steps=9000", "--set", "checkpoint.every=70", "--set", "data.tokenizer=llama.json")
-    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *given, "--out", out)
+    assert [name for table, names in unset.items() for name in names if name in run_table[table]] == []
+    settings = ("--set", "training.steps=9000", "--set", "checkpoint.every=70", "--set", "data.tokenizer=llama.json")
+    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *settings, "--out", out)
     assert "not set: data.train (stdlib), optimizer.warmup_steps (50). These" in " ".join(errors.split())
     planned = load_run(out)
     assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
@@ -434,12 +448,11 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
 
 
 def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
-    """Not that of a tiny model."""
-    out = tmp_path / "planned.toml"
-    said = "optimizer.learning_rate = 0.0003: not set; the default is that of Llama 3 8B (arXiv 2407.21783, table 3)"
-    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
-    assert (load_run(out).optimizer.learning_rate, out.read_text().splitlines()[1]) == (3e-4, f"# {said}")
-    assert said in errors.splitlines()
+    run_file = tmp_path / "planned.toml"
+    note = "optimizer.learning_rate = 0.0003: not set; the default is that of Llama 3 8B (arXiv 2407.21783, table 3)"
+    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", run_file)
+    assert (load_run(run_file).optimizer.learning_rate, run_file.read_text().splitlines()[1]) == (3e-4, f"# {note}")
+    assert note in errors.splitlines()
 
 
 def test_plan_predict_predicts_rows_of_csv_file(tmp_path):
@@ -475,21 +488,21 @@ def test_plan_raises_user_error_for_unknown_machine(run):
 
 
 def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
-    run, written = tmp_path / "run.toml", tmp_path / "written.toml"
+    run, out_file = tmp_path / "run.toml", tmp_path / "written.toml"
     run.write_text(
         '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
     )
     machine = ("--machine", "h100", "--nodes", 8, "--set", f"cluster.memory_bytes={70 * GIB}")
-    said = " ".join(plan_output(run, *machine, "--top", 1, "--out", written).split())
+    output = " ".join(plan_output(run, *machine, "--top", 1, "--out", out_file).split())
     facts = json.loads(plan_output(run, *machine, "--json"))
     first, *others = facts["layouts"]
     sure = next(layout for layout in others if layout["p_oom"] < 0.05)
     assert 0.05 <= first["p_oom"] < 0.2
-    assert f"Layout 1 may not fit (P(OOM) {first['p_oom']:.0%})" in said
-    assert sure["candidate"] in said
+    assert f"Layout 1 may not fit (P(OOM) {first['p_oom']:.0%})" in output
+    assert sure["candidate"] in output
     assert facts["taken"] == sure["candidate"]
-    taken = load_run(written, environment={}).layout.model_dump(exclude_defaults=True)
-    assert sure["layout"].items() <= taken.items()
+    written_layout = load_run(out_file, environment={}).layout.model_dump(exclude_defaults=True)
+    assert sure["layout"].items() <= written_layout.items()
 
 
 def test_plan_imports_numpy_and_pydantic_but_not_torch(run):
@@ -500,22 +513,22 @@ def test_plan_draws_progress_bar_only_on_terminal(run):
     command = [sys.executable, "-m", "phalanx", "plan", str(run), *map(str, H100), "--json"]
     quiet = run_python(command, text=True, timeout=120, check=True)
     assert quiet.stderr == ""
-    ours, its = pty.openpty()
-    with tempfile.TemporaryFile("w+") as answer:  # a pipe would be full before the bar is read
-        with start_python(command, stdout=answer, stderr=its, text=True):
-            os.close(its)
-            drawn = b"".join(iter(partial(read_terminal, ours), b"")).decode()
-        answer.seek(0)
-        assert answer.read() == quiet.stdout
-    assert re.search(r"counting memory of the fastest.* \d+/10", drawn)
+    controller, terminal = pty.openpty()
+    with tempfile.TemporaryFile("w+") as stdout_file:  # a pipe would be full before the bar is read
+        with start_python(command, stdout=stdout_file, stderr=terminal, text=True):
+            os.close(terminal)
+            screen = b"".join(iter(partial(read_terminal, controller), b"")).decode()
+        stdout_file.seek(0)
+        assert stdout_file.read() == quiet.stdout
+    assert re.search(r"counting memory of the fastest.* \d+/10", screen)
     assert len(json.loads(quiet.stdout)["layouts"]) == 10
 
 
 def read_terminal(terminal: int) -> bytes:
-    """What a program wrote to it since it was last asked; nothing when the program has ended."""
+    """Return the output since the last call; an empty string when the program has ended."""
     try:
         return os.read(terminal, 4096)
-    except OSError:  # so Linux says that the other end was closed
+    except OSError:  # Linux raises this when the other end is closed
         return b""
 
 
@@ -538,13 +551,13 @@ def test_plan_names_command_of_option_that_has_moved(option):
     ) as error:
         plan_output("run.toml", f"{option}=1", "--machine", "h100")
     *_, command = error.value.fix.partition("phalanx plan ")
-    name, *words = command.split()
-    known = {option for parameter in get_command(plan_app).commands[name].params for option in parameter.opts}
-    assert {word for word in words if word.startswith("--")} <= known
+    name, *arguments = command.split()
+    options = {option for parameter in get_command(plan_app).commands[name].params for option in parameter.opts}
+    assert {argument for argument in arguments if argument.startswith("--")} <= options
 
 
 def test_plan_of_run_file_with_name_of_command(run, monkeypatch):
-    """`explain` is the run file where the command would have none."""
+    """`explain` is a run file, in the position of a command."""
     monkeypatch.chdir(run.parent)
     small = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(UserError, match=r"^RUN\.toml: is missing\n  fix: write: .*plan explain "):
@@ -608,9 +621,9 @@ def test_plan_and_auto_layout_predict_fp32_on_cpu(tmp_path):
         for name in ("bf16", "fp32")
     )
     assert double["step_seconds"] > single["step_seconds"]  # twice the bytes
-    printed = tomllib.loads(cli_runner.command_output("train", path, "--print-config"))
-    check_layout(run_from_table(printed), 2)
-    assert printed["training"]["precision"] == "fp32"
+    config = tomllib.loads(cli_runner.command_output("train", path, "--print-config"))
+    check_layout(run_from_table(config), 2)
+    assert config["training"]["precision"] == "fp32"
     with pytest.raises(UserError, match=r"training\.precision = 'fp32'"):
         cli_runner.command_output("plan", path, "--machine", "h100", "--set", "cluster.device=cuda")
 
@@ -638,7 +651,7 @@ def test_plan_table_fits_in_100_columns_and_has_one_line_a_row_in_a_pipe(run, mo
     assert any(row.startswith("    ") for row in rows)
     monkeypatch.delenv("COLUMNS", raising=False)
     with redirect_stdout(StringIO()) as piped:
-        app([str(word) for word in command], standalone_mode=False)
+        app([str(argument) for argument in command], standalone_mode=False)
     layouts = [option["candidate"] for option in plan_json(run, *H100, "--top", 3)["layouts"]]
     lines = [line for line in piped.getvalue().splitlines() if re.match(r"\d[* ] ", line)]
     assert [layout in line for layout, line in zip(layouts, lines, strict=True)] == [True] * 3
@@ -665,9 +678,9 @@ def test_plan_of_a_range_shows_best_layout_of_each_number_of_nodes(run):
     small = ("--machine", "h100", "--nproc", 2, "--set", "model.num_layers=4")
     counts = plan_json(run, *small, "--nodes", "1:2")["node_counts"]
     assert [(count["nodes"], count["devices"]) for count in counts] == [(1, 2), (2, 4)]
-    alone = plan_json(run, *small, "--nodes", 2)
-    assert counts[1]["best"]["candidate"] == alone["taken"]
-    assert counts[1]["best"]["step_seconds"] == alone["layouts"][0]["step_seconds"]
+    two_nodes = plan_json(run, *small, "--nodes", 2)
+    assert counts[1]["best"]["candidate"] == two_nodes["taken"]
+    assert counts[1]["best"]["step_seconds"] == two_nodes["layouts"][0]["step_seconds"]
     table = plan_output(run, *small, "--nodes", "1:2")
     for count in counts:
         best = count["best"]

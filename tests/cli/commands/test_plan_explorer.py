@@ -66,7 +66,7 @@ def test_plan_explore_writes_page_with_first_choices_of_plan(run_file, monkeypat
     facts = parse_embedded_json(file.read_text(), "facts")
     plan = command_json("plan", run_file, "--machine", "h100")
     ranked = [facts["counted"][str(index)] for index in facts["ranked"]]
-    assert [one["step_seconds"] for one in ranked[:10]] == [one["step_seconds"] for one in plan["layouts"]]
+    assert [option["step_seconds"] for option in ranked[:10]] == [option["step_seconds"] for option in plan["layouts"]]
     assert facts["setup"]["summary"][-1].startswith(f"{plan['considered']:,} layouts")
     assert set(facts["details"]) == {str(index) for index in (*facts["ranked"], *facts["front"])}
 
@@ -89,8 +89,8 @@ def ask(address: str, path: str, table: object, **headers: str) -> tuple[int, di
         address + path, json.dumps(table).encode(), {"Content-Type": "application/json", **headers}
     )
     try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.status, json.load(answer)
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         text = error.read().decode()
         return error.code, json.loads(text) if text.startswith("{") else {"text": text}
@@ -102,9 +102,9 @@ def test_plan_explore_answers_new_choices_and_refuses_bad_ones(run_file):
         facts = parse_embedded_json(page, "facts")
         assert (facts["web"], facts["details"]) == (True, {})
         assert ask(address, "layout", {**CHOICES, "layout": facts["ranked"][0]})[1]["memory"]
-        code, other = ask(address, "plan", {**CHOICES, "machine": "a100", "nodes": 2})
-        assert (code, other["setup"]["title"]) == (200, "gpt2-124m on 8 x a100")
-        assert other["setup"]["commands"]["compare"].endswith("--machine a100 --nodes 2")
+        code, other_plan = ask(address, "plan", {**CHOICES, "machine": "a100", "nodes": 2})
+        assert (code, other_plan["setup"]["title"]) == (200, "gpt2-124m on 8 x a100")
+        assert other_plan["setup"]["commands"]["compare"].endswith("--machine a100 --nodes 2")
         for table, expected_code, problem in (
             ({**CHOICES, "machine": "/etc/passwd"}, 400, "is not a known machine"),
             ({**CHOICES, "run": "other.toml"}, 400, "does not have the fields"),
@@ -126,8 +126,8 @@ def test_plan_explore_answers_new_choices_and_refuses_bad_ones(run_file):
 
 def test_train_command_trains_the_run_on_its_cluster(run_file):
     run = load_run(run_file, machine="h100")
-    words = shlex.split(arguments_for(run_file).train_command(run))
-    assert words == ["phalanx", "train", str(run_file), "--nproc", "4", "--set", "cluster.preset=h100"]
+    arguments = shlex.split(arguments_for(run_file).train_command(run))
+    assert arguments == ["phalanx", "train", str(run_file), "--nproc", "4", "--set", "cluster.preset=h100"]
     nodes = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nodes": 4})})
     assert "--nodes 4 --rendezvous HOST:29500" in arguments_for(run_file).train_command(nodes)
     assert replace(arguments_for(run_file), run=Path("config.json")).train_command(run) == ""
@@ -145,8 +145,8 @@ def test_with_choices_changes_only_what_was_chosen(run_file):
 
 
 def test_parse_choices_returns_numbers_beside_choices():
-    choices, more = parse_choices({**CHOICES, "layout": 3}, ("layout",), FIRST)
-    assert (asdict(choices), more) == (CHOICES, {"layout": 3})
+    choices, numbers = parse_choices({**CHOICES, "layout": 3}, ("layout",), FIRST)
+    assert (asdict(choices), numbers) == (CHOICES, {"layout": 3})
     with pytest.raises(InvalidChoiceError, match="nodes = True: is not a valid number"):
         parse_choices({**CHOICES, "nodes": True}, (), FIRST)
 
@@ -155,12 +155,12 @@ def test_parse_choices_returns_numbers_beside_choices():
 def test_parse_choices_refuses_numbers_above_those_of_real_clusters(field, number):
     with pytest.raises(InvalidChoiceError, match=rf"{field} = {number}: .*\n.*fix: use a whole number from 1 to"):
         parse_choices({**CHOICES, field: number}, (), FIRST)
-    parse_choices({**CHOICES, field: number}, (), replace(FIRST, **{field: number}))  # of the command line
+    parse_choices({**CHOICES, field: number}, (), replace(FIRST, **{field: number}))  # the values of the command line
     parse_choices({**CHOICES, "nodes": 16_384, "batch": 65_536, "seq_len": 2**20}, (), FIRST)
 
 
 class WaitingPlan:
-    """A plan that is made once it is released."""
+    """Plan that returns after it is released."""
 
     made: ClassVar[list[WaitingPlan]] = []
 
@@ -203,16 +203,18 @@ def test_explorer_server_answers_other_requests_during_a_plan(run_file, monkeypa
         _, first, *others = WaitingPlan.made
         first.released.set()
         wait_until(lambda: not first.num_users, "the first request was answered")
-        other = threads.submit(plan, 100)
+        other_plan = threads.submit(plan, 100)
         wait_until(lambda: len(WaitingPlan.made) == 2 + plan_explorer.MAX_PLANS, "it makes room for another")
         assert not first.is_running
-        assert all(each.is_running for each in others)
-        for each in WaitingPlan.made:
-            each.released.set()
-        assert [request.result()[0] for request in (*slow, other)] == [200] * (len(slow) + 1)
-    assert [each.is_limited for each in WaitingPlan.made] == [False] + [True] * (1 + plan_explorer.MAX_PLANS)
+        assert all(plan_process.is_running for plan_process in others)
+        for plan_process in WaitingPlan.made:
+            plan_process.released.set()
+        assert [request.result()[0] for request in (*slow, other_plan)] == [200] * (len(slow) + 1)
+    assert [plan_process.is_limited for plan_process in WaitingPlan.made] == [False] + [True] * (
+        1 + plan_explorer.MAX_PLANS
+    )
     explorer.close()
-    assert not any(each.is_running for each in WaitingPlan.made)
+    assert not any(plan_process.is_running for plan_process in WaitingPlan.made)
 
 
 def test_explorer_server_plans_for_no_unknown_path(run_file, monkeypatch):

@@ -1,4 +1,4 @@
-"""Plans in processes of their own: answers, errors and limits."""
+"""Plans in separate processes: results, errors and limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ nproc_per_node = 8
 
 
 def large_arguments(folder: Path, nodes: int) -> dict[str, object]:
-    """Arguments of a plan of 405B that takes tens of seconds."""
+    """Return the arguments of a plan of 405B that takes tens of seconds."""
     file = folder / "large.toml"
     file.write_text(RUN.format(model="llama3-405b", seq_len=8192, tokens=16 * 2**20))
     return arguments(file, nodes)
@@ -73,7 +73,7 @@ def test_plan_process_ends_at_its_limits(
 
 
 def test_plan_process_plans_within_limits_that_are_set_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may raise its limits, so the process gives up that capability."""
+    """Root can raise its limits, so the process drops that capability."""
     file = tmp_path / "run.toml"
     file.write_text(RUN.format(model="gpt2-124m", seq_len=1024, tokens=2**14))
     unprivileged = "" if os.geteuid() else "setpriv --bounding-set -sys_resource"
@@ -101,7 +101,7 @@ def test_plan_process_reports_error_of_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [512, 2048])
 def test_large_clusters_are_planned_within_the_limits(nodes: int, tmp_path: Path) -> None:
-    """405B on 4,096 and 16,384 GPUs."""
+    """The plans are for 405B on 4,096 and 16,384 GPUs."""
     plan = PlanProcess(large_arguments(tmp_path, nodes))
     try:
         assert f"on {8 * nodes:,} x h100" in plan.facts()["setup"]["title"].replace("16384", "16,384")

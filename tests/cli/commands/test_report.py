@@ -1,4 +1,4 @@
-"""`phalanx report` on runs that were trained."""
+"""`phalanx report` on trained runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_report_prints_bottleneck_and_all_compared_numbers(hybrid_facts):
     assert f"change first: {hybrid_facts['verdict']['suggestion']}" in text
     for _, rows in formatting.group_rows(hybrid_facts["comparison"]):
         for row in rows:
-            numbers = [formatting.format_number(row[which], row["unit"]) for which in ("predicted", "measured")]
+            numbers = [formatting.format_number(row[column], row["unit"]) for column in ("predicted", "measured")]
             assert f"{formatting.row_label(row)} {' '.join(numbers)} {format_ratio(row['ratio'])}" in lines
     for rank in hybrid_facts["ranks"]:
         assert any(
@@ -46,9 +46,9 @@ def test_report_prints_table_of_gpus_from_step_records(tmp_path):
     last_step["gpu"] = profile_gpu_step(trace.events, trace.annotations["step"])
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     text = command_output("report", directory, width=160)
-    printed = [" ".join(line.split()) for line in text.splitlines()]
-    assert f"times of the GPUs in step {last_step['step']}" in printed
-    assert "exposed communication of mesh_tp 50.0 µs 5.0 %" in printed
+    printed_lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"times of the GPUs in step {last_step['step']}" in printed_lines
+    assert "exposed communication of mesh_tp 50.0 µs 5.0 %" in printed_lines
     assert "times of the GPUs" not in command_output("report", two_rank_run())
 
 
@@ -62,10 +62,10 @@ def test_report_prints_sensors_of_gpus_from_step_records(tmp_path):
             if "stages" in line:
                 line["gpu_sample"] = {**USUAL, "clock_mhz": clock}
         file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    printed = [" ".join(line.split()) for line in command_output("report", directory, width=160).splitlines()]
-    assert "SM clock, median 1,755 MHz 1,200 MHz" in printed
-    assert any("SM clock of 1,200 MHz (median of the other ranks: 1,755 MHz)" in line for line in printed)
-    assert any(line.startswith("mean power 600 W per GPU, maximum temperature 60 °C, ") for line in printed)
+    printed_lines = [" ".join(line.split()) for line in command_output("report", directory, width=160).splitlines()]
+    assert "SM clock, median 1,755 MHz 1,200 MHz" in printed_lines
+    assert any("SM clock of 1,200 MHz (median of the other ranks: 1,755 MHz)" in line for line in printed_lines)
+    assert any(line.startswith("mean power 600 W per GPU, maximum temperature 60 °C, ") for line in printed_lines)
     facts = command_json("report", directory)["runs"][0]["gpu_samples"]
     assert [rank["clock_mhz"] for rank in facts["ranks"]] == [1755, 1200]
     assert facts["joules_per_token"] > 0
@@ -76,8 +76,8 @@ def test_report_prints_no_ansi_colors_when_not_on_terminal():
 
 
 def test_report_json_equals_facts(hybrid_facts):
-    printed = command_json("report", hybrid_run())
-    assert printed == {"runs": [json.loads(json.dumps(hybrid_facts))], "comparison": None}
+    report = command_json("report", hybrid_run())
+    assert report == {"runs": [json.loads(json.dumps(hybrid_facts))], "comparison": None}
 
 
 def test_report_html_path_defaults_to_run_or_working_directory(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""`phalanx train --print-config`, and what the command costs before it works."""
+"""`phalanx train --print-config`, and the imports and CPU time of commands before they start their work."""
 
 from __future__ import annotations
 
@@ -53,18 +53,21 @@ def print_config_output(*arguments: str) -> str:
 
 
 def test_train_print_config_round_trips_run_and_writes_no_files(run_file: Path) -> None:
-    described = load_run(run_file, ["training.steps=7", "cluster.nproc_per_node=4"], environment={})
+    run_spec = load_run(run_file, ["training.steps=7", "cluster.nproc_per_node=4"], environment={})
     text = print_config_output("--nproc", "4", "--set", "training.steps=7")
-    assert run_from_table(tomllib.loads(text)) == described
+    assert run_from_table(tomllib.loads(text)) == run_spec
     assert [path.name for path in run_file.parent.iterdir()] == ["run.toml"]
-    again = run_file.with_name("again.toml")
-    again.write_text(text)
-    assert load_run(again, environment={}) == described
+    second_file = run_file.with_name("again.toml")
+    second_file.write_text(text)
+    assert load_run(second_file, environment={}) == run_spec
 
 
 def test_train_print_config_shows_batch_plan(run_file: Path) -> None:
-    for nproc, cut in ((1, "8 sequences x 1 ranks x 8 accumulated"), (4, "8 sequences x 4 ranks x 2 accumulated")):
-        assert print_config_output("--nproc", str(nproc)).splitlines()[0] == f"# per update: {cut}"
+    for nproc, batch_plan in (
+        (1, "8 sequences x 1 ranks x 8 accumulated"),
+        (4, "8 sequences x 4 ranks x 2 accumulated"),
+    ):
+        assert print_config_output("--nproc", str(nproc)).splitlines()[0] == f"# per update: {batch_plan}"
     assert print_config_output("--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=4").startswith(
         "# per update: 8 sequences x 8 "
     )
@@ -82,7 +85,7 @@ def test_train_print_config_names_origin_of_learning_rate(run_file: Path) -> Non
 
 def test_train_print_config_names_attention_kernel(run_file: Path) -> None:
     settings = ("data.mask_documents=false", "model.sliding_window=16")
-    output = [print_config_output(), print_config_output(*(word for x in settings for word in ("--set", x)))]
+    output = [print_config_output(), print_config_output(*(argument for x in settings for argument in ("--set", x)))]
     kernels = [text.splitlines()[1] for text in output]
     assert kernels == [f"# attention kernel: flash by document{window}" for window in ("", ", window 16")]
 
@@ -118,15 +121,15 @@ print(json.dumps({"heavy": heavy, "seconds": used.ru_utime + used.ru_stime}), fi
     ids=" ".join,
 )
 def test_cli_commands_start_without_importing_torch(command: list[str], run_file: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-    cost = json.loads(ended.stderr.splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    cost = json.loads(process.stderr.splitlines()[-1])
     assert cost["heavy"] == []
     print(f"phalanx {' '.join(command)}: {cost['seconds']:.2f} s of CPU time")
 
 
 def test_replan_layout_is_unchanged_when_machine_memory_is_unknown(tmp_path: Path) -> None:
-    """A node may be lost before the run has measured anything; the planner could not choose then."""
+    """A node may be lost before the run has measured anything, and the planner cannot choose a layout then."""
     cluster, layout = {"peak_flops": 1e12}, {"data_parallel": "zero2"}
     run = run_from_table(
         {"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout}
@@ -159,7 +162,7 @@ def test_replan_layout_is_equal_on_nodes_that_chose_other_recomputation(tmp_path
 def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
     run_file: Path, options: tuple[str, ...], code: int, message: str
 ) -> None:
-    """Others may train on, for which Kubernetes is to start it again."""
+    """After a local error the other nodes may continue, and Kubernetes should restart this one."""
     unfit = (
         "--set",
         "cluster.device=cuda",
@@ -169,9 +172,9 @@ def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
         "layout.micro_batch_size=1",
     )
     command = [sys.executable, "-m", "phalanx", "train", str(run_file), *options, *unfit]
-    none = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = run_python(command, env=none, text=True, timeout=60)
-    assert (ended.returncode, message in ended.stderr) == (code, True), ended.stderr
+    no_gpus = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = run_python(command, env=no_gpus, text=True, timeout=60)
+    assert (process.returncode, message in process.stderr) == (code, True), process.stderr
 
 
 def test_select_nproc_raises_local_node_error_for_too_few_gpus(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Bad runs end in one clear message that names field, value and fix, with exit code 2, before anything is spawned or
-written."""
+"""Invalid runs exit with code 2 and one message that names field, value and fix,
+before any process starts or any file is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ warmup_steps = 2
 FOUR_HEADS = {"model.num_heads": 4, "model.head_dim": 48}
 NVME = {"layout.data_parallel": '"zero1"', "layout.offload": '"nvme"'}
 
-# What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
+# Settings (or an edit of the run file), more arguments, and texts of the message: field, value, fix.
 INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training.stepz": 3}, ("training.stepz = 3", "did you mean 'steps'")),
     ({"trainin.steps": 3}, ("trainin", "did you mean 'training'")),
@@ -270,7 +270,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"layout.ddp_static_graph": "true", "layout.micro_batch_size": 2},
         ("layout.ddp_static_graph = True", "accumulation", "2 micro-batches", "layout.micro_batch_size = 4"),
     ),
-    (  # context-parallel ranks are DDP's, also without data-parallel ones
+    (  # DDP also averages over context-parallel ranks, without data-parallel ones too
         {"layout.ddp_static_graph": "true", "layout.cp": 2, "layout.micro_batch_size": 2},
         ("layout.ddp_static_graph = True", "accumulation", "4 micro-batches", "layout.micro_batch_size = 8"),
     ),
@@ -331,7 +331,7 @@ INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a good run file, and data that is wrong in every way."""
+    """Create a directory with a valid run file and with invalid data of every kind."""
     (tmp_path / "TEXT").mkdir()
     for name in "abcdefgh":
         (tmp_path / "TEXT" / f"{name}.txt").write_text("all the words of a small text " * 20)
@@ -354,15 +354,15 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def error_output(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command line says before it ends with 2."""
+    """Return the stderr of a command that exits with 2."""
     monkeypatch.setattr(sys, "argv", ["phalanx", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    shown = capsys.readouterr()
-    assert ended.value.code == 2, shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
-    return shown.err
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2, captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err
 
 
 def directory_contents(folder: Path) -> dict[str, bytes | None]:
@@ -380,12 +380,12 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
     before = directory_contents(workspace)
     overrides = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
     command = ["train", "run.toml", "--nproc", "2", *overrides]
-    said = error_output(command, monkeypatch, capsys)
-    for word in expected_texts:
-        assert word in said
-    assert said.count("phalanx: ") == 1
-    if "cluster.nodes" not in changes:  # where nodes meet is known where they start, and not needed to print
-        assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
+    stderr = error_output(command, monkeypatch, capsys)
+    for text in expected_texts:
+        assert text in stderr
+    assert stderr.count("phalanx: ") == 1
+    if "cluster.nodes" not in changes:  # printing needs no rendezvous address
+        assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
     assert directory_contents(workspace) == before
 
 
@@ -395,9 +395,9 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
 def test_train_rejects_invalid_command_line_argument(
     arguments: Any, expected_texts: Any, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    said = error_output(["train", "run.toml", *arguments], monkeypatch, capsys)
-    for word in expected_texts:
-        assert word in said
+    stderr = error_output(["train", "run.toml", *arguments], monkeypatch, capsys)
+    for text in expected_texts:
+        assert text in stderr
 
 
 @pytest.mark.parametrize(
@@ -417,18 +417,18 @@ def test_train_rejects_unreadable_or_invalid_run_file(
         (workspace / "run.toml").unlink()
     if content is not None:
         (workspace / file).write_text(content)
-    said = error_output(["train", file], monkeypatch, capsys)
-    for word in expected_texts:
-        assert word in said
+    stderr = error_output(["train", file], monkeypatch, capsys)
+    for text in expected_texts:
+        assert text in stderr
 
 
 def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     claim_run_directory(workspace / "OUT" / "bad")
     (workspace / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
     before = directory_contents(workspace)
-    said = error_output(["train", "run.toml"], monkeypatch, capsys)
-    assert "name = 'bad'" in said
-    assert "--resume" in said
+    stderr = error_output(["train", "run.toml"], monkeypatch, capsys)
+    assert "name = 'bad'" in stderr
+    assert "--resume" in stderr
     assert directory_contents(workspace) == before
 
 
@@ -445,15 +445,15 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
 def test_train_does_not_write_into_directory_that_phalanx_did_not_make(
     arguments: tuple[str, ...], expected_texts: tuple[str, ...], workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """As the user's own folder with a run file: it would be overwritten with the resolved one."""
+    """The user's directory contains a run file, which the resolved one would overwrite."""
     (workspace / "OUT").mkdir(exist_ok=True)
     (workspace / "notes.txt").write_text("mine\n")
     before = directory_contents(workspace)
-    said = error_output(
+    stderr = error_output(
         ["train", *(word.replace("WORKSPACE", workspace.name) for word in arguments)], monkeypatch, capsys
     )
     for text in expected_texts:
-        assert text in said
+        assert text in stderr
     assert directory_contents(workspace) == before
 
 
@@ -462,37 +462,39 @@ def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path,
     claim_run_directory(workspace / "OUT" / "bad")
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
-    said = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
-    assert "is not a Phalanx checkpoint" in said
+    stderr = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
+    assert "is not a Phalanx checkpoint" in stderr
 
 
 def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Not even root can make a directory in /proc."""
+    """Not even root can create a directory in /proc."""
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
-    said = error_output(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
-    assert "output_dir = '/proc/phalanx/bad'" in said
-    assert "another directory" in said
+    stderr = error_output(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
+    assert "output_dir = '/proc/phalanx/bad'" in stderr
+    assert "another directory" in stderr
 
 
 def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
     workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """The disk is nearly full: said before the run, with what it needs."""
+    """The error comes before the run starts, and states the needed space of the nearly full disk."""
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
-    said = error_output(["train", "run.toml"], monkeypatch, capsys)
-    assert "1.0 MB free" in said
-    assert "checkpoint.keep" in said
+    stderr = error_output(["train", "run.toml"], monkeypatch, capsys)
+    assert "1.0 MB free" in stderr
+    assert "checkpoint.keep" in stderr
 
 
 def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(workspace: Path, monkeypatch: Any) -> None:
-    """Of a disk that was large enough when it began."""
+    """The disk was large enough when the run started."""
     run = load_run(workspace / "run.toml")
-    usage, each = preflight.shutil.disk_usage(workspace), checkpoint_bytes(run)
+    usage, one_checkpoint = preflight.shutil.disk_usage(workspace), checkpoint_bytes(run)
 
     def free(checkpoints: float) -> None:
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
+        monkeypatch.setattr(
+            preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * one_checkpoint))
+        )
 
     claim_run_directory(run_directory(run))
     free(run.checkpoint.keep + 1)
@@ -525,38 +527,38 @@ def test_train_rejects_invalid_value_from_environment_variable(workspace: Path, 
 
 def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     sizes = ["training.seq_len=8192", "training.tokens_per_step=16384"]
-    said = error_output(
+    stderr = error_output(
         ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
     )
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
         r"  fix: add text, or lower training\.seq_len\n",
-        said,
+        stderr,
     )
-    assert found, said
-    assert int(found[2].replace(",", "")) == IndexedDataset(found[1]).size
+    assert match, stderr
+    assert int(match[2].replace(",", "")) == IndexedDataset(match[1]).size
 
 
 def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     (workspace / "TEXT" / "end.txt").write_text("")
-    said = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
+    stderr = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
     fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
-    assert said == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
+    assert stderr == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
     assert not (workspace / "OUT" / "bad").exists()
 
 
 def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--set", "training.stepz=3"]
-    ended = run_python(command, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.splitlines() == [
+    process = run_python(command, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines() == [
         "phalanx: training.stepz = 3: is not a known field",
         "  fix: did you mean 'steps'?",
     ]
 
 
 def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
-    """The table starts from a run that works: only what a row changes is wrong."""
+    """The table of invalid runs changes a valid run, so that only the changed value is wrong."""
     run = load_run("run.toml", environment={})
     preflight.preflight(run, 2, resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"
@@ -567,11 +569,11 @@ def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, 
     long_sequences = ["training.seq_len=10000000", "training.tokens_per_step=20000000", "layout.micro_batch_size=1"]
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
     command = ["train", "run.toml", "--nproc", "2", *overrides]
-    said = error_output(command, monkeypatch, capsys)
-    assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
-    assert "planned memory = " in said
-    assert "machine (2 ranks)" in said
-    assert "--force" in said
+    stderr = error_output(command, monkeypatch, capsys)
+    assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
+    assert "planned memory = " in stderr
+    assert "machine (2 ranks)" in stderr
+    assert "--force" in stderr
     assert not (workspace / "OUT").exists()
 
 
@@ -580,53 +582,53 @@ def test_print_config_refuses_what_train_would_refuse_for_its_own_number_of_rank
     setting: str, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     command = ["train", "run.toml", "--set", setting]
-    said = error_output(command, monkeypatch, capsys)
-    assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
+    stderr = error_output(command, monkeypatch, capsys)
+    assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
     assert not (workspace / "OUT").exists()
 
 
 def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any) -> None:
-    """As `phalanx launch` writes it for one node of a run file that has several."""
+    """`phalanx launch` writes this command for one node of a run file with a range of nodes."""
     directories: list[Path] = []
     monkeypatch.setattr(
         supervisor, "supervise_training", lambda directory, *_, **__: directories.append(directory) or 0
     )
     command = ["train", "run.toml", "--nodes", "1", "--nproc", "1", "--set", "cluster.nodes=4"]
     monkeypatch.setattr(sys, "argv", ["phalanx", *command, "--set", "recovery.max_restarts=0"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     assert [load_run(directory / "run.toml").cluster.nodes for directory in directories] == [1]
 
 
 def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkeypatch: Any) -> None:
-    """A fault of one node is not an error in the run file: launch scripts go on to `phalanx doctor`."""
+    """A local error of one node is not an error of the run file: launch scripts continue with `phalanx doctor`."""
     monkeypatch.setattr(create_run, "machine_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--nodes", "2", "--print-config"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 1
+    assert exit_info.value.code == 1
 
 
 @pytest.mark.parametrize(("device", "sharing_ranks"), [("cpu", 2), ("cuda", 1)])
 def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, workspace: Path) -> None:
-    """Ranks on CPUs share the machine's memory, those on GPUs have each its own."""
+    """Ranks on CPUs share the memory of the machine. Each rank on a GPU has its own."""
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
-    planned = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
-    planned += CONTEXT_BYTES if device == "cuda" else 0
-    check_memory(run, 2, sharing_ranks * planned, device)
-    with pytest.raises(UserError) as refused:
-        check_memory(run, 2, sharing_ranks * planned - 1, device)
-    offered = re.findall(r"--set (\S+)", refused.value.fix)
-    assert offered
-    changed = load_run(workspace / "run.toml", [*settings, *offered])
-    check_memory(changed, 2, sharing_ranks * planned - 1, device)
+    planned_bytes = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
+    planned_bytes += CONTEXT_BYTES if device == "cuda" else 0
+    check_memory(run, 2, sharing_ranks * planned_bytes, device)
+    with pytest.raises(UserError) as error_info:
+        check_memory(run, 2, sharing_ranks * planned_bytes - 1, device)
+    remedies = re.findall(r"--set (\S+)", error_info.value.fix)
+    assert remedies
+    changed = load_run(workspace / "run.toml", [*settings, *remedies])
+    check_memory(changed, 2, sharing_ranks * planned_bytes - 1, device)
 
 
 def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, monkeypatch: Any) -> None:
-    """The search plans a model some 70 times, and planning takes time for every layer."""
+    """The search plans a model some 70 times, and the time of a plan grows with the number of layers."""
     deep = MAX_SEARCHED_LAYERS + 80
     planned_layers: list[int] = []
 
@@ -637,21 +639,21 @@ def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, mon
     for module in (preflight, oom):
         monkeypatch.setattr(module, "worker_memories", count_layers)
     run = load_run(workspace / "run.toml", [f"model.num_layers={deep}"])
-    planned = max(memory.total for memory in rank_memory(run, 1).values())
-    with pytest.raises(UserError, match="planned memory") as refused:
-        check_memory(run, 1, planned - 1, "cpu")
+    planned_bytes = max(memory.total for memory in rank_memory(run, 1).values())
+    with pytest.raises(UserError, match="planned memory") as error_info:
+        check_memory(run, 1, planned_bytes - 1, "cpu")
     assert planned_layers.count(deep) == 2
     assert len(planned_layers) > 10
-    offered = re.findall(r"--set (\S+)", refused.value.fix)
-    assert offered
-    check_memory(load_run(workspace / "run.toml", [f"model.num_layers={deep}", *offered]), 1, planned - 1, "cpu")
+    settings = re.findall(r"--set (\S+)", error_info.value.fix)
+    assert settings
+    check_memory(load_run(workspace / "run.toml", [f"model.num_layers={deep}", *settings]), 1, planned_bytes - 1, "cpu")
 
 
 def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> None:
-    """Offloaded state lies in the same memory: it cures nothing there."""
+    """Offloading does not help, because offloaded state is in the same memory."""
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=64"]
     run = load_run(workspace / "run.toml", settings)
-    with pytest.raises(UserError, match="planned memory") as refused:
+    with pytest.raises(UserError, match="planned memory") as error_info:
         check_memory(run, 2, 25 * 10**9, "cpu")
-    assert "layout.tp=2" in refused.value.fix
-    assert "offload" not in refused.value.fix
+    assert "layout.tp=2" in error_info.value.fix
+    assert "offload" not in error_info.value.fix

@@ -1,4 +1,4 @@
-"""The address of the rendezvous of several nodes."""
+"""The rendezvous address of several nodes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from phalanx.spec.errors import LocalNodeError
 def test_resolve_rendezvous_retries_until_host_name_resolves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the first pod's, which has one when it has an address."""
-    answers: list[OSError] = [gaierror(-2, "Name or service not known")] * 2
+    """The host name of the first pod resolves only when the pod has an address."""
+    errors: list[OSError] = [gaierror(-2, "Name or service not known")] * 2
 
     def look_up(host: str) -> str:
         assert host == "first-0.first"
-        if answers:
-            raise answers.pop()
+        if errors:
+            raise errors.pop()
         return "10.0.0.7"
 
     monkeypatch.setattr(train_start, "gethostbyname", look_up)
     monkeypatch.setattr(train_start, "RETRY_SECONDS", 0)
     assert train_start.resolve_rendezvous("first-0.first:29500", 60) == ("first-0.first", 29500)
     assert capsys.readouterr().err.count("first-0.first cannot be resolved") == 1
-    answers += [gaierror(-2, "Name or service not known")]
+    errors += [gaierror(-2, "Name or service not known")]
     with pytest.raises(LocalNodeError, match=r"first-0\.first cannot be resolved: Name or service not known"):
         train_start.resolve_rendezvous("first-0.first:29500", -1)

@@ -1,4 +1,4 @@
-"""`phalanx watch` on runs that have ended, and on one that is running."""
+"""`phalanx watch` on ended runs and on a running one."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from tests.helpers.watch_server import watch_server
 
 def test_watch_prints_one_line_per_step_when_not_on_terminal():
     lines = command_output("watch", two_rank_run()).splitlines()
-    found = report_facts(read_run(two_rank_run()))
+    facts = report_facts(read_run(two_rank_run()))
     assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
-    for line, loss in zip(lines, found["curves"]["loss"], strict=True):
+    for line, loss in zip(lines, facts["curves"]["loss"], strict=True):
         assert f"loss {loss:.3f}" in line
 
 
@@ -66,14 +66,14 @@ def test_watch_follows_running_training_to_its_last_step():
 
 @pytest.fixture
 def failed_run(tmp_path: Path) -> Path:
-    """A run whose rank 1 has just failed, after step 5."""
+    """Write a run whose rank 1 has just failed after step 5."""
     run = copy_run(two_rank_run(), tmp_path)
     stop_after(run, 5)
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
     append_event(run, FAILED, rank=1, step=5, reason="was killed by SIGKILL")
     (run / "failures").mkdir()
-    word = {"rank": 1, "step": 5, "time": 1.0, "reason": "was killed by SIGKILL", "code": 1}
-    (run / "failures" / "rank-00001.json").write_text(json.dumps(word))
+    record = {"rank": 1, "step": 5, "time": 1.0, "reason": "was killed by SIGKILL", "code": 1}
+    (run / "failures" / "rank-00001.json").write_text(json.dumps(record))
     return run
 
 
@@ -81,54 +81,54 @@ def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
     watch = [sys.executable, "-m", "phalanx", "watch", str(failed_run), "--every", "0.1"]
     with start_python(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting for the run to continue\n"
-            assert process.stderr.readline() == failed
+            failure_message = "phalanx: rank 1 failed: was killed by SIGKILL; waiting for the run to continue\n"
+            assert process.stderr.readline() == failure_message
             (failed_run / "failures" / "rank-00001.json").unlink()
-            append_event(failed_run, STARTED, step=5, ranks=2)  # and its lock is not held yet
+            append_event(failed_run, STARTED, step=5, ranks=2)  # the restarted run has not acquired its lock yet
             assert "the run has stopped; the run failed once and resumed" in process.stderr.readline()
             shutil.copy(two_rank_run() / "metrics.jsonl", failed_run)
-            said, more = process.communicate(timeout=60)
+            stdout, stderr = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, more) == (0, "")
-    assert re.findall(r"^step (\d)/8", said, re.MULTILINE) == list("12345678")
+    assert (process.returncode, stderr) == (0, "")
+    assert re.findall(r"^step (\d)/8", stdout, re.MULTILINE) == list("12345678")
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_watch_exits_1_when_failed_run_does_not_restart(failed_run, ended):
-    """By what it says, or by its silence."""
+    """The launcher records the end of the run, or stops writing."""
     if ended:
         append_event(failed_run, FINISHED, step=5)
     else:
         for file in failed_run.rglob("*"):
             os.utime(file, (1e9, 1e9))
-    with pytest.raises(typer.Exit) as left:
+    with pytest.raises(typer.Exit) as exit_info:
         watch(failed_run)
-    assert left.value.exit_code == 1
+    assert exit_info.value.exit_code == 1
 
 
 def test_render_live_shows_progress_bottleneck_and_rank_times():
     from rich.console import Console
 
-    found = report_facts(read_run(hybrid_run()))
+    facts = report_facts(read_run(hybrid_run()))
     console = Console(width=160, file=io.StringIO())
-    console.print(render_live(found))
+    console.print(render_live(facts))
     text = console.file.getvalue()
-    for said in (
+    for expected in (
         "step 8/8",
-        formatting.bottleneck_headline(found["verdict"]),
-        formatting.format_seconds(found["ranks"][3]["compute"]),
+        formatting.bottleneck_headline(facts["verdict"]),
+        formatting.format_seconds(facts["ranks"][3]["compute"]),
         "▁",
     ):
-        assert said in text
+        assert expected in text
 
 
 def test_seconds_left_uses_duration_of_latest_steps():
-    found = report_facts(read_run(two_rank_run()))
-    found["run"] |= {"step": 8, "steps": 108}
-    found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
-    assert formatting.seconds_left(found) == 200.0
-    assert format_latest_step(found).endswith("3:20 left")
+    facts = report_facts(read_run(two_rank_run()))
+    facts["run"] |= {"step": 8, "steps": 108}
+    facts["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
+    assert formatting.seconds_left(facts) == 200.0
+    assert format_latest_step(facts).endswith("3:20 left")
 
 
 def test_sparkline_draws_curve_as_block_characters():
@@ -145,9 +145,9 @@ def test_watch_web_serves_page_and_facts_to_localhost_only():
         assert part.startswith("<main>")
         assert 'data-every="0.2"' in urllib.request.urlopen(address, timeout=60).read().decode()
         for path, host, code in (("run.toml", "localhost", 404), ("facts.json", "evil.example", 403)):
-            with pytest.raises(urllib.error.HTTPError) as caught:
+            with pytest.raises(urllib.error.HTTPError) as error_info:
                 urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": host}), timeout=60)
-            assert caught.value.code == code
+            assert error_info.value.code == code
 
 
 def test_watch_web_rejects_port_in_use():
@@ -159,9 +159,9 @@ def test_watch_web_rejects_port_in_use():
 
 def test_watch_prometheus_serves_metrics_at_metrics_path_only():
     with watch_server(two_rank_run(), "--prometheus", "0") as address:
-        answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1") + "?by=name", timeout=60)
-        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-        assert 'phalanx_step{run="two"} 8\n' in answer.read().decode()
+        response = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1") + "?by=name", timeout=60)
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert 'phalanx_step{run="two"} 8\n' in response.read().decode()
         port = int(re.search(r":(\d+)/metrics", address)[1])
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)

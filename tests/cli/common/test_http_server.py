@@ -1,4 +1,4 @@
-"""The server of local pages: what it closes and what it refuses."""
+"""The server of local pages: the connections that it closes and the requests that it rejects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
 
 
 def test_http_server_closes_connection_of_slow_client_after_timeout(monkeypatch):
-    """Each byte restarts the timeout of a socket, so that alone would let a client keep a thread for ever."""
+    """Each byte restarts the timeout of a socket, so that this timeout alone lets a client occupy a thread forever."""
     monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.3)
     with running() as address, socket.create_connection(address, timeout=TIMEOUT_SECONDS) as slow:
         wait_until(partial(is_closed_after, slow, b"G"), "the connection is closed", TIMEOUT_SECONDS)
@@ -89,7 +89,7 @@ def is_answered(url: str) -> bool:
 
 
 def send(address: tuple[str, int], request: bytes) -> bytes:
-    """Return the response to a request as it is sent, after which no more follows."""
+    """Send a request as it is, without more data, and return the response."""
     with socket.create_connection(address, timeout=TIMEOUT_SECONDS) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
@@ -151,9 +151,9 @@ def test_http_server_takes_posts_of_short_json_only(body, kind, code):
         if code == 200:
             assert urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS).read() == body
             return
-        with pytest.raises(urllib.error.HTTPError) as caught:
+        with pytest.raises(urllib.error.HTTPError) as error_info:
             urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
-        assert caught.value.code == code
+        assert error_info.value.code == code
 
 
 def test_http_server_without_post_refuses_posts():
@@ -164,7 +164,7 @@ def test_http_server_without_post_refuses_posts():
 
 
 def test_ctrl_c_ends_http_server_while_it_starts_a_thread(monkeypatch):
-    """The thread, which runs already, has released its place among the connections."""
+    """The new thread already runs, and has released its connection slot."""
 
     class Interrupted(Thread):
         def start(self) -> None:

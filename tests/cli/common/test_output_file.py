@@ -1,4 +1,4 @@
-"""Files that options name: written, but never over one that Phalanx did not write."""
+"""Files that options name are written, but never over a file of another program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_write_file_replaces_only_what_phalanx_wrote(tmp_path: Path) -> None:
     write_file("--out", file, f"# {WRITTEN_BY} plan\n1")
     write_file("--out", file, f"# {WRITTEN_BY} plan\n2")
     assert file.read_text().endswith("2")
-    for mine in ("# mine\n", "# A Phalanx run\n", run_file_template("run.toml", "run.schema.json")):
-        file.write_text(mine)
+    for content in ("# mine\n", "# A Phalanx run\n", run_file_template("run.toml", "run.schema.json")):
+        file.write_text(content)
         with pytest.raises(UserError, match=r"--out = .*exists, and was not written by phalanx"):
             write_file("--out", file, f"# {WRITTEN_BY} plan\n3")
-        assert file.read_text() == mine
+        assert file.read_text() == content
 
 
 def test_write_file_says_why_it_cannot_write(tmp_path: Path) -> None:
@@ -33,7 +33,6 @@ def test_write_file_says_why_it_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
 def test_plan_replaces_its_own_files(ending: str, tmp_path: Path) -> None:
-    """What it writes is known as its own."""
     run, out, picture = tmp_path / "run.toml", tmp_path / "out.toml", tmp_path / f"picture{ending}"
     run.write_text('[model]\npreset = "tiny"\n[training]\ntokens_per_step = 8192\n')
     machine = ("--machine", "h100", "--nproc", 1)
@@ -45,12 +44,12 @@ def test_plan_replaces_its_own_files(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".svg", ".png", ".json", ".csv"])
 def test_pipeline_show_replaces_its_own_files_and_no_others(ending: str, tmp_path: Path) -> None:
     out = tmp_path / f"schedule{ending}"
-    words = ("pipeline", "show", "1f1b", "--stages", 2, "--microbatches", 4, "--out", out)
+    arguments = ("pipeline", "show", "1f1b", "--stages", 2, "--microbatches", 4, "--out", out)
     for _ in range(2):
-        command_output(*words)
+        command_output(*arguments)
     out.write_text("my file")
     with pytest.raises(UserError, match="exists, and"):
-        command_output(*words)
+        command_output(*arguments)
     assert out.read_text() == "my file"
 
 

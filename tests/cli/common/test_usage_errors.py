@@ -1,4 +1,4 @@
-"""Mistakes in a command line, in one form whoever finds them."""
+"""Errors in a command line have one form, independent of the code that raises them."""
 
 import re
 import sys
@@ -81,8 +81,8 @@ def test_every_command_file_has_a_summary():
 
 
 def test_command_group_without_arguments_prints_help():
-    for words in ((), ("data",)):
-        assert "Usage" in cli_runner.command_output(*words, exit_code=2)
+    for arguments in ((), ("data",)):
+        assert "Usage" in cli_runner.command_output(*arguments, exit_code=2)
 
 
 URL = "s3://bucket/path"
@@ -93,27 +93,30 @@ def _command(name):
     return group.get_command(None, name)
 
 
-def _arguments_with_url(command, words):
+def _arguments_with_url(command, command_words):
     """Yield command lines of a command and its subcommands: one for each option and argument, with a URL as value."""
     for name, subcommand in getattr(command, "commands", {}).items():
-        yield from _arguments_with_url(subcommand, (*words, name))
+        yield from _arguments_with_url(subcommand, (*command_words, name))
     for parameter in command.params:
         option = parameter.opts[0] if parameter.param_type_name == "option" else None
         if option is None:
-            yield (*words, URL), "argument"
+            yield (*command_words, URL), "argument"
         elif not getattr(parameter, "is_flag", False) and option not in FREE_TEXT_OPTIONS:
-            yield (*words, option, *["other"] * (parameter.nargs - 1), URL), option if parameter.nargs == 1 else URL
-            yield (*words, f"{option}={URL}"), option
+            yield (
+                (*command_words, option, *["other"] * (parameter.nargs - 1), URL),
+                option if parameter.nargs == 1 else URL,
+            )
+            yield (*command_words, f"{option}={URL}"), option
 
 
 def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
     lines = [line for name in COMMANDS for line in _arguments_with_url(_command(name), (name,))]
     assert len(lines) > 200
     for arguments, name in lines:
-        with pytest.raises(UserError, match=r"is a URL, but (only local paths|an address)") as caught:
+        with pytest.raises(UserError, match=r"is a URL, but (only local paths|an address)") as error_info:
             cli_runner.command_output(*arguments)
-        assert name in str(caught.value)
-        assert f"= '{URL}'" in str(caught.value)
+        assert name in str(error_info.value)
+        assert f"= '{URL}'" in str(error_info.value)
 
 
 @pytest.mark.parametrize("words", [("report", "--json", URL), ("data", "prepare", "--force", URL)])
@@ -133,10 +136,10 @@ def test_url_after_a_flag_is_an_argument(words):
     ],
 )
 def test_url_in_place_of_an_address_is_not_called_a_path(words, name):
-    with pytest.raises(UserError, match="is a URL, but an address has no scheme") as caught:
+    with pytest.raises(UserError, match="is a URL, but an address has no scheme") as error_info:
         cli_runner.command_output(*words)
-    assert caught.value.field == name
-    assert caught.value.fix.startswith("write host:port")
+    assert error_info.value.field == name
+    assert error_info.value.fix.startswith("write host:port")
 
 
 def test_options_of_free_text_exist_and_take_a_url():

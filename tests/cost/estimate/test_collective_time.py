@@ -1,4 +1,4 @@
-"""Collectives: bytes over bandwidth, and latency."""
+"""The time of collectives: latency, and bytes over bandwidth."""
 
 import numpy as np
 import pytest
@@ -40,16 +40,17 @@ def test_ring_seconds_match_bus_factor_for_large_messages(operation, reduces, co
 
 
 def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
-    """Of 64 ranks side by side each node's eight cards carry the ring; of 64 that are 8 apart each its own."""
+    """A ring of 64 contiguous ranks uses all eight NICs of each node; a
+    ring of 64 ranks with stride 8 uses one of them."""
     table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
-    together, apart = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(64), stride) for stride in (1.0, 8.0))
+    contiguous, strided = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(64), stride) for stride in (1.0, 8.0))
     cards = (
         min(8 * network_bandwidth(TIME_CONSTANTS, table)[0], fast_link_bandwidth(TIME_CONSTANTS, table)[0])
         / network_bandwidth(TIME_CONSTANTS, table)[0]
     )
-    assert apart / together == pytest.approx(cards, rel=0.02)
+    assert strided / contiguous == pytest.approx(cards, rel=0.02)
     assert cards > 4
-    assert apart == pytest.approx(63 / 64 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
+    assert strided == pytest.approx(63 / 64 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
 
 
 def test_ring_of_sends_leaves_a_node_by_one_card():
@@ -68,13 +69,15 @@ def test_all_to_all_leaves_a_node_by_each_ranks_own_card(stride, in_node):
 
 def test_ring_latency_grows_with_group_size_for_small_messages():
     table, size = make_job_table(make_job_row()), np.array([8.0])
-    few, many = (float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024))
-    assert many > 4 * few
-    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, reduces=True)[0]) < many
+    small_group, large_group = (
+        float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024)
+    )
+    assert large_group > 4 * small_group
+    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, reduces=True)[0]) < large_group
 
 
 def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
-    """Of a node's 8 ranks, 2 are of one of 4 stages: experts meet over nodes, and two cards serve a group."""
+    """Each of 4 stages has 2 of a node's 8 ranks: experts communicate across nodes, and two NICs serve a group."""
     row = make_job_row(dp=16, pp=4, ep=8)
     near, far = make_job_table(row), make_job_table({**row, "pipeline_outermost": 0.0})
     assert near.fast_link_ranks_per_stage == 8
@@ -110,8 +113,8 @@ def test_dedup_node_dispatch_sends_each_token_once_per_node():
 
 
 def test_oversubscription_divides_network_bandwidth():
-    one, half = make_job_table(make_job_row()), make_job_table(make_job_row(oversubscription=2))
-    assert network_bandwidth(TIME_CONSTANTS, half) == pytest.approx(network_bandwidth(TIME_CONSTANTS, one) / 2)
+    full, half = make_job_table(make_job_row()), make_job_table(make_job_row(oversubscription=2))
+    assert network_bandwidth(TIME_CONSTANTS, half) == pytest.approx(network_bandwidth(TIME_CONSTANTS, full) / 2)
 
 
 def test_p2p_seconds_use_fast_links_within_one_domain():

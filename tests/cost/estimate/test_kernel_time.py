@@ -1,4 +1,4 @@
-"""Products, attention and passes over memory on one device."""
+"""Matrix products, attention and memory-bound operations on one device."""
 
 import numpy as np
 import pytest
@@ -40,32 +40,32 @@ def test_matmul_seconds_respect_peak_flops_and_memory_bandwidth(m, n, k, machine
 @given(m=MATMUL_SIZES, n=MATMUL_SIZES, k=MATMUL_SIZES, factor=st.sampled_from([2, 3, 8]))
 def test_matmul_seconds_never_decrease_with_larger_sizes(m, n, k, factor):
     table = make_job_table(make_job_row())
-    once = matmul_seconds(TIME_CONSTANTS, table, column(m), column(n), column(k))
+    seconds = matmul_seconds(TIME_CONSTANTS, table, column(m), column(n), column(k))
     for sizes in ((factor * m, n, k), (m, factor * n, k), (m, n, factor * k)):
-        assert matmul_seconds(TIME_CONSTANTS, table, *map(column, sizes)) >= once
-    assert matmul_seconds(TIME_CONSTANTS, table, column(m), column(n), column(k), batch=factor) >= once
+        assert matmul_seconds(TIME_CONSTANTS, table, *map(column, sizes)) >= seconds
+    assert matmul_seconds(TIME_CONSTANTS, table, column(m), column(n), column(k), batch=factor) >= seconds
 
 
 def test_large_matmul_reaches_fitted_training_efficiency():
     row = make_job_row()
-    reached = (
+    efficiency = (
         2
         * 16384**3
         / float(matmul_seconds(TIME_CONSTANTS, make_job_table(row), *map(column, (16384, 16384, 16384)))[0])
     )
-    assert reached / row["matmul_flops"] == pytest.approx(TIME_CONSTANTS.gemm_1, rel=0.1)
+    assert efficiency / row["matmul_flops"] == pytest.approx(TIME_CONSTANTS.gemm_1, rel=0.1)
 
 
 def test_single_tile_matmul_stays_below_ten_percent_of_peak():
     row = make_job_row()
-    reached = (
+    efficiency = (
         2
         * 128
         * 128
         * 4096
         / float(matmul_seconds(TIME_CONSTANTS, make_job_table(row), *map(column, (128, 128, 4096)))[0])
     )
-    assert reached < 0.1 * row["matmul_flops"]
+    assert efficiency < 0.1 * row["matmul_flops"]
 
 
 def test_low_precision_speeds_up_linear_layers_but_not_attention():
@@ -91,7 +91,7 @@ def test_linear_backward_takes_about_twice_the_forward():
 
 
 def test_attention_seconds_decrease_from_unfused_to_flash_kernels():
-    """Scores that are written to memory cost more than any flash kernel, and separate kernels most."""
+    """Writing scores to memory costs more than any flash kernel, and separate kernels cost most."""
     kinds = (AttentionKernel.SEPARATE, AttentionKernel.FUSED, AttentionKernel.FLASH_1, AttentionKernel.FLASH_2)
     rows = [make_job_row(machine="a100", attention=kind, sequence=4096) for kind in kinds]
     forward, backward = attention_seconds(TIME_CONSTANTS, make_job_table(*rows))
@@ -100,7 +100,8 @@ def test_attention_seconds_decrease_from_unfused_to_flash_kernels():
 
 
 def test_ring_attention_costs_its_flash_kernels_and_merges():
-    """It writes no scores: a step merges outputs and gradients, which are as long as the sequence."""
+    """Ring attention writes no scores: each step merges outputs and
+    gradients, which grow with the sequence length only."""
     kinds = (AttentionKernel.FLASH_2, AttentionKernel.RING, AttentionKernel.SEPARATE)
     jobs = make_job_table(*(make_job_row("llama3-8b", cp=8, attention=kind, sequence=131_072) for kind in kinds))
     for flash, ring, separate in attention_seconds(TIME_CONSTANTS, jobs):
@@ -123,10 +124,10 @@ def test_flash_attention_seconds_grow_quadratically_with_sequence():
 
 
 def test_attention_is_slower_when_head_dim_is_not_a_tile_multiple():
-    good, odd = (
+    aligned, unaligned = (
         make_job_row(machine="a100", attention=AttentionKernel.FUSED, head_dim=dim, value_dim=dim) for dim in (152, 150)
     )
-    fast, slow = attention_seconds(TIME_CONSTANTS, make_job_table(good, odd))[0]
+    fast, slow = attention_seconds(TIME_CONSTANTS, make_job_table(aligned, unaligned))[0]
     assert slow > 1.2 * fast
 
 

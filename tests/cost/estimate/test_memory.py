@@ -1,4 +1,4 @@
-"""Memory of many layouts at once: against published figures, against the exact count, against the schedules."""
+"""Memory of many layouts at once, compared with published figures, the exact count and the schedules."""
 
 import numpy as np
 import pytest
@@ -77,14 +77,14 @@ def make_gpt_row(layers: int, width: int, heads: int, **choices: float) -> dict[
     ],
 )
 def test_estimate_memory_matches_published_megatron_figures(shape, choices, gib):
-    """Korthikanti et al. (arXiv 2205.05198), figure 1: within 8 % (theirs count no library's buffers)."""
-    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(make_gpt_row(*shape, **choices))).allocated / GIB
-    assert held == pytest.approx(gib, rel=0.08)
+    """Korthikanti et al. (arXiv 2205.05198), figure 1, within 8 %: the paper does not count buffers of libraries."""
+    allocated_gib = estimate_memory(MEMORY_CONSTANTS, make_job_table(make_gpt_row(*shape, **choices))).allocated / GIB
+    assert allocated_gib == pytest.approx(gib, rel=0.08)
 
 
 @pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
 def test_estimate_memory_state_matches_zero_paper(zero, bytes_per_parameter):
-    """ZeRO, table 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.88 GB."""
+    """ZeRO, table 1: 7.5 B parameters on 64 ranks need 120, 31.4, 16.6 and 1.88 GB."""
     row = make_gpt_row(36, 4096, 32, dp=64, zero_stage=zero, shard_group_size=64)
     row["parameters"] = 7.5e9
     state = estimate_memory(MEMORY_CONSTANTS, make_job_table(row)).state[0, 0]
@@ -106,7 +106,7 @@ def test_estimate_memory_state_matches_zero_paper(zero, bytes_per_parameter):
     ],
 )
 def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
-    """The same parameters, gradients and optimizer state; norms are not cut, and stages are by what they cost: 6 %."""
+    """The tolerance of 6 % covers norms, which are not sharded, and stages that are split by cost."""
     run = run_from_table(
         {
             "model": {"preset": "llama3-8b"},
@@ -115,12 +115,12 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
             "cluster": {"preset": "h100"},
         }
     )
-    held = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
-    said = max(held.state[0, 0], held.state[2, 0])
+    estimate = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
+    state_bytes = max(estimate.state[0, 0], estimate.state[2, 0])
     blocks = run.model.num_layers
     dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
-    said -= 4 * MEMORY_CONSTANTS.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
-    assert said == pytest.approx(max(state.total for state in rank_model_states(run, ranks)), rel=0.06)
+    state_bytes -= 4 * MEMORY_CONSTANTS.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
+    assert state_bytes == pytest.approx(max(state.total for state in rank_model_states(run, ranks)), rel=0.06)
 
 
 @pytest.mark.parametrize("offload_target", ["cpu", "nvme"])
@@ -137,7 +137,7 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
     ],
 )
 def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offload_target):
-    """On the device as much less as there is in CPU memory and in files."""
+    """The device memory decreases by the bytes that are in CPU memory and in files."""
     directory = {"offload_directory": "/local"} if offload_target == "nvme" else {}
     run = run_from_table(
         {
@@ -147,27 +147,28 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offloa
             "cluster": {"preset": "h100"},
         }
     )
-    chosen, counted = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
-    held, kept = (
+    offloading, counts = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
+    offloaded, resident = (
         estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate]))
-        for candidate in (chosen, chosen._replace(offload="none", offload_directory=None))
+        for candidate in (offloading, offloading._replace(offload="none", offload_directory=None))
     )
-    freed = max(kept.state[0, 0] - held.state[0, 0], kept.state[2, 0] - held.state[2, 0])
-    assert freed == pytest.approx(max(place.offloaded for place in counted), rel=0.06)
-    assert held.host[0] == pytest.approx(max(place.host - place.checkpoint_copy for place in counted), rel=0.06)
+    freed_bytes = max(resident.state[0, 0] - offloaded.state[0, 0], resident.state[2, 0] - offloaded.state[2, 0])
+    assert freed_bytes == pytest.approx(max(count.offloaded for count in counts), rel=0.06)
+    assert offloaded.host[0] == pytest.approx(max(count.host - count.checkpoint_copy for count in counts), rel=0.06)
 
 
 def test_estimate_memory_grows_with_compute_dtype_bytes():
-    """What comes and goes as many times more; logits, of which the loss makes fp32 ones, only in fp64."""
+    """Temporary tensors grow in proportion. Logits grow in fp64 only,
+    because the loss converts them to at least fp32."""
     rows = (
         make_gpt_row(36, 4096, 32, dp=64, zero_stage=3, shard_group_size=64, compute_dtype_bytes=size)
         for size in (2, 4, 8)
     )
-    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
-    np.testing.assert_allclose(held.logits[0] / held.logits[0, 0], [1, 1, 2])
-    working = held.buffers[0] - MEMORY_CONSTANTS.workspace_gib * GIB
+    estimate = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
+    np.testing.assert_allclose(estimate.logits[0] / estimate.logits[0, 0], [1, 1, 2])
+    working = estimate.buffers[0] - MEMORY_CONSTANTS.workspace_gib * GIB
     np.testing.assert_allclose(working / working[0], [1, 2, 4])
-    gathered = np.diff(held.state[0])
+    gathered = np.diff(estimate.state[0])
     assert gathered[1] == pytest.approx(2 * gathered[0])
     assert gathered[0] == pytest.approx(4 * MEMORY_CONSTANTS.gathered_blocks * 12 * 4096**2)
 
@@ -175,7 +176,7 @@ def test_estimate_memory_grows_with_compute_dtype_bytes():
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, precision):
-    """On a machine that was calibrated so."""
+    """The machine was calibrated in this precision."""
     measured = {
         "runs": 1,
         "precision": precision,
@@ -193,9 +194,9 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
             "cluster": {"preset": "h100", "calibration": measured},
         }
     )
-    held = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
-    counted = max(place.host - place.checkpoint_copy for place in rank_memory(run, 8).values())
-    assert held.host[0] == pytest.approx(counted, rel=0.06)
+    estimate = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
+    counted_bytes = max(count.host - count.checkpoint_copy for count in rank_memory(run, 8).values())
+    assert estimate.host[0] == pytest.approx(counted_bytes, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +216,8 @@ def test_peak_in_flight_by_stage_matches_schedule_peak_activations(name, order, 
     in_flight = peak_in_flight_by_stage(
         make_job_table(make_job_row(pp=p, virtual_stages=v, schedule=order, micro_batches=m))
     )
-    for place, count in zip((0, 1, p - 1), in_flight, strict=True):
-        assert float(count[0]) == pytest.approx(float(peak_activations(schedule, place)), abs=0.5)
+    for stage, count in zip((0, 1, p - 1), in_flight, strict=True):
+        assert float(count[0]) == pytest.approx(float(peak_activations(schedule, stage)), abs=0.5)
 
 
 @settings(max_examples=50, deadline=None)
@@ -231,12 +232,12 @@ def test_estimate_memory_never_grows_with_zero_stage_or_recompute(tp, pp, dp, ze
     row = make_job_row(
         tp=tp, pp=pp, dp=dp, zero_stage=zero, shard_group_size=dp if zero else 1, micro_batch=micro_batch
     )
-    less = [
+    smaller_rows = [
         {**row, "zero_stage": zero + 1.0, "shard_group_size": float(dp)} if zero < 2 else row,
         {**row, "recompute": "full"},
     ]
-    whole, *smaller = estimate_memory(MEMORY_CONSTANTS, make_job_table(row, *less)).allocated
-    assert all(size <= whole * (1 + 1e-9) for size in smaller)
+    full, *smaller = estimate_memory(MEMORY_CONSTANTS, make_job_table(row, *smaller_rows)).allocated
+    assert all(size <= full * (1 + 1e-9) for size in smaller)
 
 
 def test_reserved_bytes_include_fragmentation_of_pipeline_activations():
@@ -245,41 +246,44 @@ def test_reserved_bytes_include_fragmentation_of_pipeline_activations():
         make_gpt_row(48, 6144, 64, **choices)
         for choices in ({**piped, "micro_batches": 16}, {**piped, "micro_batches": 4}, {"tp": 8, "micro_batches": 16})
     ]
-    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
-    assert held.fragmented[0, 0] > 0
-    assert (held.fragmented[0, 1:] == 0).all()
-    assert (held.fragmented[2] == 0).all()
-    used = reserved_bytes(MEMORY_CONSTANTS, held)
-    assert used[0] > used[1]
+    estimate = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
+    assert estimate.fragmented[0, 0] > 0
+    assert (estimate.fragmented[0, 1:] == 0).all()
+    assert (estimate.fragmented[2] == 0).all()
+    reserved = reserved_bytes(MEMORY_CONSTANTS, estimate)
+    assert reserved[0] > reserved[1]
 
 
 def test_oom_probability_grows_with_reserved_bytes():
     table = make_job_table(*(make_job_row(dp=8, micro_batch=size) for size in (1, 2, 4, 8, 16)))
-    held = estimate_memory(MEMORY_CONSTANTS, table)
-    risk = oom_probability(MEMORY_CONSTANTS, table, held)
+    estimate = estimate_memory(MEMORY_CONSTANTS, table)
+    risk = oom_probability(MEMORY_CONSTANTS, table, estimate)
     assert (np.diff(risk) >= 0).all()
     assert risk[-1] > 0.99
-    used = reserved_bytes(MEMORY_CONSTANTS, held)
-    assert (used > held.allocated).all()
-    exactly = make_job_table(
-        *(make_job_row(dp=8, micro_batch=size, memory_bytes=used[at]) for at, size in enumerate((1, 2, 4, 8, 16)))
+    reserved = reserved_bytes(MEMORY_CONSTANTS, estimate)
+    assert (reserved > estimate.allocated).all()
+    filled = make_job_table(
+        *(
+            make_job_row(dp=8, micro_batch=size, memory_bytes=reserved[index])
+            for index, size in enumerate((1, 2, 4, 8, 16))
+        )
     )
-    np.testing.assert_allclose(oom_probability(MEMORY_CONSTANTS, exactly, held), 0.5)
+    np.testing.assert_allclose(oom_probability(MEMORY_CONSTANTS, filled, estimate), 0.5)
 
 
 def test_memory_of_partial_recomputation_is_between_that_of_none_and_all_blocks():
     table = {"model": {"preset": "llama3-8b"}, "cluster": {"preset": "h100"}, "training": {"seq_len": 8192}}
     layout = {"micro_batch_size": 1, "activation_checkpointing": "full"}
     runs = [run_from_table({**table, "layout": {**layout, "recomputed_blocks": blocks}}) for blocks in (1, 8, 24, 32)]
-    none = run_from_table({**table, "layout": {"micro_batch_size": 1}})
+    no_recomputation = run_from_table({**table, "layout": {"micro_batch_size": 1}})
     sizes = []
-    for run in (none, *runs):
+    for run in (no_recomputation, *runs):
         jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
         sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[1] == pytest.approx((sizes[1] - sizes[2]) / 7)
-    whole = run_from_table({**table, "layout": layout})
-    jobs = candidate_jobs(whole, 1, [candidate_from_run(whole, 1)])
+    full_recomputation = run_from_table({**table, "layout": layout})
+    jobs = candidate_jobs(full_recomputation, 1, [candidate_from_run(full_recomputation, 1)])
     assert sizes[-1] == pytest.approx(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
 
 

@@ -1,4 +1,4 @@
-"""What offload costs, against numbers computed by hand and measured ones."""
+"""The time of offloading, compared with hand-computed and measured numbers."""
 
 import numpy as np
 import pytest
@@ -16,10 +16,10 @@ BF16 = {"parameter_bytes": 2, "gradient_bytes": 2, "gradient_wire_bytes": 2, "st
 SHARDED = {"parameter_bytes": 4, "gradient_bytes": 4, "gradient_wire_bytes": 4, "state_bytes": 8}
 
 
-def make_offload_table(zero: int, kind: OffloadName = "cpu", m: int = 8, **more: float) -> JobTable:
+def make_offload_table(zero: int, kind: OffloadName = "cpu", m: int = 8, **columns: float) -> JobTable:
     return make_job_table(
         make_job_row(
-            zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **more
+            zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **columns
         )
     )
 
@@ -52,12 +52,14 @@ def test_offload_seconds_to_files_are_limited_by_disk_bandwidth():
 
 
 def test_disk_offload_traffic_matches_measured_reads_and_writes():
-    """docs/results/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read, 13.0 GB written."""
+    """Measured in docs/results/benchmarks/offload.md: 463 M parameters, zero2, 8
+    micro-batches: 14.9 GB read, 13.0 GB written."""
     assert 463e6 * offload._disk_bytes(make_offload_table(2, "nvme"))[0] == pytest.approx(14.9e9 + 13.0e9, rel=0.01)
 
 
 def test_zero3_offload_uploads_parameters_before_every_all_gather():
-    """Hidden where the link is fast; where it is slow, in each pass of 8 micro-batches an eighth of all parameters."""
+    """A fast link hides the uploads. A slow link uploads an eighth of
+    all parameters in each pass of 8 micro-batches."""
 
     def upload(kind: OffloadName, speed: float) -> float:
         row = make_job_row(
@@ -78,13 +80,13 @@ def test_zero3_offload_uploads_parameters_before_every_all_gather():
 
 
 def test_offload_moves_optimizer_step_from_device_to_host():
-    kept, away = (
+    on_device, offloaded = (
         step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(zero_stage=1, shard_group_size=1, offload=kind)))
         for kind in ("none", "cpu")
     )
-    assert kept.offload == 0
-    assert away.update < kept.update
-    assert away.update + away.offload > kept.update
+    assert on_device.offload == 0
+    assert offloaded.update < on_device.update
+    assert offloaded.update + offloaded.offload > on_device.update
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, expected_byt
 
 @pytest.mark.parametrize(("speed", "is_hidden"), [(25e9, True), (0.25e9, False)])
 def test_block_hides_the_copy_of_its_input_on_a_fast_link(speed, is_hidden):
-    """GPT-3 175B: 2 bytes x 2,048 tokens x 12,288 over the link, during the passes of a block."""
+    """GPT-3 175B copies 2 bytes x 2,048 tokens x 12,288 over the link during the passes of a block."""
     full, offloaded = (
         make_job_table(make_job_row(recompute=method, micro_batches=8, host_link_bytes_per_second=speed))
         for method in ("full", "offload")
@@ -126,5 +128,5 @@ def test_block_hides_the_copy_of_its_input_on_a_fast_link(speed, is_hidden):
     assert after.compute[0] == pytest.approx(before.compute[0])
     steps = [step_seconds(TIME_CONSTANTS, jobs) for jobs in (full, offloaded)]
     assert steps[0].offload[0] == 0
-    if is_hidden:  # but the first input that a micro-batch's backward pass needs
+    if is_hidden:  # except for the first input that the backward pass of a micro-batch needs
         assert steps[1].total[0] - steps[0].total[0] == pytest.approx(8 * copy_seconds)

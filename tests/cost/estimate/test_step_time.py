@@ -56,7 +56,7 @@ def test_step_seconds_equals_sum_of_parts():
 
 @pytest.mark.parametrize("name", COMMUNICATING_ROWS)
 def test_slow_links_never_lengthen_compute(name):
-    """All that a slower link costs is booked as communication, as copies, or as waiting."""
+    """The additional time on a slower link is communication, copies or waiting."""
     row = COMMUNICATING_ROWS[name]
     links = ("link_bytes_per_second", "network_bytes_per_second", "host_link_bytes_per_second")
     slow = {**row, **{link: row[link] / 100 for link in links}}
@@ -68,8 +68,8 @@ def test_slow_links_never_lengthen_compute(name):
 
 @pytest.mark.parametrize(("model", "ep"), [("llama3-8b", 1), ("mixtral-8x7b", 1), ("mixtral-8x7b", 8)])
 def test_zero3_books_exposed_gathers_and_scatters_as_data_parallel(model, ep):
-    """Passes on a slow network hide no more than they last: of two gathers and a scatter for every micro-batch. Experts
-    of eight ranks are gathered by eight groups, each by the one card of a node that it has."""
+    """Passes hide at most their own duration of two gathers and a scatter per micro-batch on a slow network. Expert
+    parameters on eight ranks are gathered by eight groups, each over one NIC of a node."""
     row = make_job_row(model, network_bytes_per_second=2e9, ep=ep, **SHARDED)
     time = step_seconds(TIME_CONSTANTS, make_job_table(row))
     experts = row["expert_parameters"] * 63 / 64 if ep == 1 else row["expert_parameters"] * 7 / 8
@@ -99,10 +99,10 @@ def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W)
     chunks = 2 if name == "zb-v" else v
     times = ActionTimes(forward=F / chunks, input_grad=B / chunks, weight_grad=W / chunks)
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
-    one = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
-    whole = StageTime(forward=np.array([F]), backward=np.array([B + W]), weight_grad=np.array([W]))
-    said = float(step_time._bubble_seconds(one, whole.scaled(p - 1))[0])
-    assert said == pytest.approx(float(simulated), rel=0.02)
+    jobs = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
+    stage = StageTime(forward=np.array([F]), backward=np.array([B + W]), weight_grad=np.array([W]))
+    predicted = float(step_time._bubble_seconds(jobs, stage.scaled(p - 1))[0])
+    assert predicted == pytest.approx(float(simulated), rel=0.02)
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,8 +141,10 @@ def test_step_seconds_is_at_least_matmul_time_at_best_flops(tp, micro_batch, lay
 
 
 def test_full_activation_checkpointing_adds_about_one_forward_pass():
-    plain, again = step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute="full"))).compute
-    assert 1.2 < again / plain < 4 / 3 + 0.01
+    plain, recomputed = step_seconds(
+        TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute="full"))
+    ).compute
+    assert 1.2 < recomputed / plain < 4 / 3 + 0.01
 
 
 def test_recomputed_norms_add_two_memory_passes_per_norm():
@@ -166,37 +168,37 @@ def test_partial_activation_checkpointing_adds_time_in_proportion_to_recomputed_
 
 def test_tp_communication_is_slower_outside_fast_link_domain():
     rows = [make_job_row("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
-    inside, across = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).exchange
-    assert across > 1.3 * inside
+    within_domain, across_domains = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).exchange
+    assert across_domains > 1.3 * within_domain
 
 
 def test_overlap_grad_reduce_hides_gradient_communication():
-    hidden, shown = step_seconds(
+    hidden, exposed = step_seconds(
         TIME_CONSTANTS,
         make_job_table(make_job_row(dp=64, overlap_grad_reduce=1), make_job_row(dp=64, overlap_grad_reduce=0)),
     ).data_parallel
-    assert hidden < shown / 2
+    assert hidden < exposed / 2
 
 
 def test_overlap_param_gather_hides_parameter_gathers():
     row = make_job_row(dp=64, zero_stage=1, shard_group_size=64)
-    ahead, after = step_seconds(
+    overlapped, not_overlapped = step_seconds(
         TIME_CONSTANTS, make_job_table({**row, "trainer": "Megatron-LM"}, {**row, "trainer": "nanotron"})
     ).data_parallel
-    assert after > ahead
+    assert not_overlapped > overlapped
 
 
 def test_scatter_gather_p2p_shortens_pipeline_sends():
     row = make_job_row(tp=8, pp=4, sequence_parallel=0)
-    parted, whole = step_seconds(
+    scattered, not_scattered = step_seconds(
         TIME_CONSTANTS, make_job_table({**row, "scatter_gather_p2p": 1}, {**row, "scatter_gather_p2p": 0})
     ).send
-    assert parted < whole
+    assert scattered < not_scattered
 
 
 def test_gathering_logits_increases_compute_time():
     row = make_job_row(tp=8)
-    whole, shared = step_seconds(
+    gathered, sharded = step_seconds(
         TIME_CONSTANTS, make_job_table({**row, "gathers_logits": 1}, {**row, "gathers_logits": 0})
     ).compute
-    assert whole > shared
+    assert gathered > sharded

@@ -61,7 +61,7 @@ PRECISIONS = {"fp32": ("fp32", False), "fp64": ("fp64", False), "autocast": ("bf
 
 
 class SavedStorages(dict):
-    """Storages by address, each once, without those that the model owns; what is noted stays alive."""
+    """Storages of saved tensors by address, without those of the model. Noted storages stay alive."""
 
     def __init__(self, model):
         self.owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -79,7 +79,7 @@ class SavedStorages(dict):
 
     @contextmanager
     def record_saved_tensors(self, autocast):
-        """A forward pass whose saved tensors are noted."""
+        """Note the tensors that a forward pass saves."""
         keeping = saved_tensors_hooks(self.record, lambda tensor: tensor)
         pack = NormCall._pack
 
@@ -101,30 +101,30 @@ def rows_of_short_documents(rows, tokens):
 
 
 def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, masked):
-    """Bytes alive after the trainer's forward pass and loss, and the most while something is computed again."""
+    """Return the live bytes after the trainer's forward pass and loss, and their peak during recomputation."""
     torch.manual_seed(0)
     model = Transformer(spec)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.to({"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}.get(precision))
     apply_activation_checkpointing(model, layout.activation_checkpointing, layout.recomputed_blocks)
-    saved, again = SavedStorages(model), []
+    saved, recomputations = SavedStorages(model), []
 
-    def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
+    def entered(block, args):  # the rotary tables are a tuple, which a checkpoint keeps without autograd
         for table in args[1] or ():
             saved.record(table)
 
-    def left(module, args, output):  # what was noted until now is still there when this is computed again
-        if layout.activation_checkpointing == "offload":  # the copy of its input is what it reads then
+    def save_recomputation(module, args, output):  # storages noted so far are still alive when the module is recomputed
+        if layout.activation_checkpointing == "offload":  # recomputation reads the copy of the input
             host_copy = module.checkpoint_fn.func.newest().host_copy
             args = (saved.record(host_copy), *args[1:])
-        again.append((module._checkpoint_wrapped_module, args, dict(saved)))
+        recomputations.append((module._checkpoint_wrapped_module, args, dict(saved)))
 
     for block in model.blocks:
         block.register_forward_pre_hook(entered)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
-            module.register_forward_hook(left)
+            module.register_forward_hook(save_recomputation)
     tokens, targets = (torch.randint(spec.vocab_size, (batch, sequence)) for _ in range(2))
     documents = locate_documents(rows_of_short_documents(batch, sequence)) if masked else None
     saved.exclude_bounds(documents)
@@ -133,9 +133,9 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
     with saved.record_saved_tensors(autocast=False):
         in_place_cross_entropy(logits, targets, -100)
     recomputed = 0
-    for module, args, before in again:
+    for module, args, saved_before in recomputations:
         alive = SavedStorages(model)
-        alive.update(before)
+        alive.update(saved_before)
         alive.exclude_bounds(documents)
         with alive.record_saved_tensors(autocast):
             module(*args)
@@ -144,19 +144,19 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
 
 
 def measure_saved_bytes_on_rank(cases):
-    """Bytes alive after the forward pass and the loss of a share of each model, by (spec, precision, autocast, layout,
-    masked); where experts are apart they are balanced."""
+    """Return the live bytes after forward pass and loss of a rank's part of each model, by (spec, precision,
+    autocast, layout, masked). With expert parallelism, routing is balanced."""
     import torch.distributed as dist
 
     from phalanx.parallel import apply
     from phalanx.parallel.context_parallel import local_token_indices
     from phalanx.parallel.mesh import build_mesh
 
-    found = []
+    saved_bytes = []
     for spec, precision, autocast, changes, masked in cases:
         layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
-        # Autocast, as of several replicas.
+        # Use autocast as with several replicas.
         with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
             strategy = apply.apply_layout(
                 spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision
@@ -175,20 +175,20 @@ def measure_saved_bytes_on_rank(cases):
         for block in model.blocks:
             block.register_forward_pre_hook(entered)
         rank = mesh.cp_mesh.get_local_rank() if mesh.cp_mesh else 0
-        mine = local_token_indices(20, layout.cp, rank, layout.cp_method)
-        tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, mine] for _ in range(2))
+        local_tokens = local_token_indices(20, layout.cp, rank, layout.cp_method)
+        tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, local_tokens] for _ in range(2))
         documents = locate_documents(rows_of_short_documents(6, 20)) if masked else None
         saved.exclude_bounds(documents)
         with saved.record_saved_tensors(autocast):
             logits, _ = model(tokens, documents)
         with saved.record_saved_tensors(autocast=False):
             strategy.cross_entropy(logits, targets, -100)
-        found.append(saved.bytes)
-    return found
+        saved_bytes.append(saved.bytes)
+    return saved_bytes
 
 
 def make_balanced_router_logits(logits):
-    """Router logits by which tokens choose the first experts, the next, and so on."""
+    """Return router logits by which tokens choose the first experts, the next experts, and so on."""
     flat = logits.flatten(0, -2)
     choice = torch.arange(len(flat) * flat.shape[1]).view(flat.shape) // flat.shape[1] + torch.arange(flat.shape[1])
     return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
@@ -196,7 +196,7 @@ def make_balanced_router_logits(logits):
 
 DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
 SPARSE = ("mixtral", "deepseek", "olmoe")
-# Three heads of eight columns: of two ranks each has one and a half.
+# Three heads of eight columns: each of two ranks has one and a half.
 THREE_HEADS = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
 THREE_HEAD_SPECS = {f"{name}-of-columns": SPECS[name].replace(**THREE_HEADS) for name in (*DENSE, "mixtral")}
 GATHERED_HEADS_LAYOUT = {"tp": 2, "tp_attention": "gathered"}
@@ -216,8 +216,8 @@ PARALLEL_LAYOUTS = {
 @pytest.mark.parametrize("mode", ["none", "norms", "full"])
 @pytest.mark.parametrize(("changes", "names"), PARALLEL_LAYOUTS.values(), ids=PARALLEL_LAYOUTS)
 def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, names, mode):
-    """Heads, inner widths and logits over tensor-parallel ranks, with sequence parallelism the residual stream's tokens
-    too; tokens over context-parallel ranks; experts."""
+    """Tensor parallelism splits heads, inner widths and logits, and with sequence parallelism the tokens of the
+    residual stream. Context parallelism splits tokens, and expert parallelism experts."""
     from phalanx.testing import rank_pool
 
     cases = [
@@ -230,8 +230,8 @@ def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, na
         activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked).total
         for spec, precision, autocast, layout, masked in cases
     ]
-    found = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
-    assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
+    measured = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
+    assert dict(zip(map(str, cases), measured[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 
 CHECKPOINTING = {
@@ -254,9 +254,9 @@ CHECKPOINTING = {
 def test_activation_bytes_equals_saved_tensors_on_one_rank(name, precision_name, mode, masked):
     precision, autocast = PRECISIONS[precision_name]
     layout = Layout(**CHECKPOINTING[mode])
-    found = measure_saved_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
+    measured = measure_saved_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
     predicted = activation_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
-    assert (predicted.total, predicted.recomputed) == found
+    assert (predicted.total, predicted.recomputed) == measured
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -267,14 +267,14 @@ def test_activation_bytes_is_linear_in_batch_size(name, mode):
     )
     for part in ("checkpoints", "norms", "attention", "mlp", "loss"):
         assert getattr(two, part) == 2 * getattr(one, part), part
-    assert three.total - two.total == two.total - one.total  # what is left does not depend on the batch
+    assert three.total - two.total == two.total - one.total  # the rest does not depend on the batch
     assert two.weight_copies == one.weight_copies
 
 
 @pytest.mark.parametrize(("ranks", "saved_fraction"), [(4, 0.75), (8, 0.875)])
 def test_activation_bytes_shrinks_when_ranks_split_the_batch(ranks, saved_fraction):
-    whole, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
-    assert 1 - share / whole == pytest.approx(saved_fraction, abs=0.01)
+    full_batch, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
+    assert 1 - share / full_batch == pytest.approx(saved_fraction, abs=0.01)
 
 
 def test_autocast_weight_copies_count_each_matrix_once():
@@ -287,26 +287,28 @@ def test_autocast_weight_copies_count_each_matrix_once():
 def test_head_and_loss_dominate_activation_bytes_of_small_models():
     small = activation_bytes(LLAMA.replace(vocab_size=8192), 4, 64, "bf16", autocast=True)
     assert small.head_and_loss > small.total / 2
-    assert small.loss == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and numbers of each row
+    assert small.loss == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and some numbers per row
 
 
 class PeakLiveBytes(TorchDispatchMode):
-    """The most bytes of all tensors made in it that are there at one time."""
+    """Peak bytes of all live tensors that are created while the mode is active."""
 
     def __init__(self):
         super().__init__()
         self.sizes, self.peak = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+        outputs = function(*args, **(kwargs or {}))
+        input_storages = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in input_storages:
                 storage = tensor.untyped_storage()
                 self.sizes[StorageWeakRef(storage)] = storage.nbytes()
         self.sizes = {reference: size for reference, size in self.sizes.items() if not reference.expired()}
         self.peak = max(self.peak, sum(self.sizes.values()))
-        return made
+        return outputs
 
 
 @pytest.mark.parametrize("mode", ["none", "norms", "full", "full-in-one", "full-in-two"])
@@ -327,17 +329,17 @@ def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, prec
 
     with PeakLiveBytes() as alive:
         loss().backward()
-    found = alive.peak + tokens.nbytes + targets.nbytes
+    measured = alive.peak + tokens.nbytes + targets.nbytes
     auxiliary_loss = model(tokens[:1, :1])[1].nbytes
     moe_layers = sum(map(spec.is_moe_layer, range(spec.num_layers)))
     ends_of_expert_rows = 8 * moe_layers * spec.moe.num_experts if spec.moe else 0
     predicted = activation_bytes(spec, 3, 20, precision, layout, autocast).peak
-    assert found == predicted + auxiliary_loss + ends_of_expert_rows
+    assert measured == predicted + auxiliary_loss + ends_of_expert_rows
 
 
 @pytest.mark.parametrize(("name", "tp", "limit"), [("llama3-405b", 8, 52_000), ("llama3-8b", 1, 111_000)])
 def test_layer_of_llama3_saves_bytes_per_token(name, tp, limit):
-    """Before activations were recomputed and documents had no masks, 119,400 and 233,600."""
+    """Before activations were recomputed and documents had masks, the numbers were 119,400 and 233,600."""
     layout = Layout(data_parallel="zero3", tp=tp)
     block = activation_bytes(
         load_model_spec(name), 1, 8192, "bf16", layout, masked=True, stage=StageBlocks(layers=range(1, 2))

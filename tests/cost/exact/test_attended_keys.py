@@ -1,4 +1,4 @@
-"""Counts of attended keys equal those of masks, and reach FLOPs and the planner."""
+"""Counts of attended keys equal those of masks, and are used for FLOPs and by the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_attended_keys_are_pairs_of_mask_without_half_the_diagonal(window: int) 
     spec = SPEC.replace(sliding_window=window)
     mask = torch.ones(64, 64).tril().triu(1 - window)
     below, above = attended_keys(spec, 0, 64), attended_keys(spec, 0, 64, causal=False)
-    # As T / 2 stands for (T + 1) / 2: a triangle is half a square.
+    # T / 2 approximates (T + 1) / 2: a triangle is half a square.
     assert below == pytest.approx(mask.sum().item() / 64 - min(window, 64) / 128)
     assert above == min(window, 64)
 
@@ -34,7 +34,7 @@ def test_full_layers_attend_to_half_of_the_keys() -> None:
 
 def test_flops_count_attended_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1])
-    full, windowed = (forward_flops(each, 64).core for each in (SPEC, spec))
+    full, windowed = (forward_flops(model_spec, 64).core for model_spec in (SPEC, spec))
     assert full == 4 * 4 * 16 * 32
     assert windowed == pytest.approx(full * attended_fraction(spec, 64))
     embedding, first, second, *_ = layer_flops(spec, 64)

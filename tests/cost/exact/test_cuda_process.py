@@ -1,10 +1,10 @@
-"""What ranks on a GPU are said to allocate and reserve, against rows recorded on a GPU that computes nothing.
+"""Predicted allocated and reserved memory of ranks on a GPU, compared with rows recorded on the null GPU.
 
 `cuda_memory.json` was written by `python -m benchmarks.gpu_memory --python PYTHON --null OUT`."""
 
 import pytest
 
-from benchmarks.gpu_memory import KNOWN_LIMITS, LIMITS, planned, recorded_rows
+from benchmarks.gpu_memory import KNOWN_LIMITS, LIMITS, planned_memory, recorded_rows
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
 from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
@@ -27,7 +27,7 @@ def make_run(machine: str, **layout: object) -> RunSpec:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model} {row.layout} {row.world_size}")
 def test_planned_memory_of_cuda_rank_matches_recorded_allocator(row):
-    memory = planned(row)
+    memory = planned_memory(row)
     limits = KNOWN_LIMITS.get((row.model, row.layout), LIMITS)
     assert memory.total == pytest.approx(row.allocated, rel=limits["allocated"])
     assert memory.reserved == pytest.approx(row.reserved, rel=limits["reserved"])
@@ -42,7 +42,7 @@ def test_recorded_rows_cover_models_and_kinds_of_activation_checkpointing():
 
 
 def test_rms_norm_saves_its_input_and_a_number_for_each_token():
-    """64 MiB, and 4 bytes for each of 8,192 tokens."""
+    """The input has 64 MiB, and each of 8,192 tokens adds 4 bytes."""
     spec, layout = load_model_spec("llama3-8b"), Layout(data_parallel="zero3")
     on_cpu, on_cuda = (activation_bytes(spec, 1, 8192, "bf16", layout, on_cuda=on_cuda) for on_cuda in (False, True))
     assert on_cuda.norms == on_cpu.norms == 65 * (2**26 + 4 * 8192)
@@ -71,7 +71,7 @@ def test_nccl_bytes_count_groups_and_peers_within_a_node():
 
 
 def test_nccl_bytes_count_channels_of_pipeline_groups():
-    """Eight peers would be 4 x 469 MB more with NCCL's 32 channels."""
+    """Eight peers with NCCL's 32 channels would need 4 x 469 MB more."""
     pipeline_bytes = nccl_bytes(make_run("h100", pp=4), 8) - 2 * COLLECTIVE_BYTES
     assert pipeline_bytes == 4 * (PEER_BYTES * MAX_PIPELINE_CHANNELS // PEER_CHANNELS)
 
@@ -93,22 +93,23 @@ def test_nccl_bytes_count_channels_of_pipeline_groups():
     ],
 )
 def test_nccl_bytes_count_peers_of_all_to_alls(optimizer, precision, layout, groups, peers):
-    """Reduce-scatters of bf16 and Muon's exchanges are all-to-alls, in groups of the data-parallel ranks and of tp."""
+    """Reduce-scatters of bf16 and the exchanges of Muon are all-to-alls in
+    the data-parallel and tensor-parallel groups."""
     run = make_run("h100", **layout)
     training = run.training.model_copy(update={"precision": precision})
-    named = run.optimizer.model_copy(update={"name": optimizer})
-    run = run.model_copy(update={"training": training, "optimizer": named})
+    optimizer_spec = run.optimizer.model_copy(update={"name": optimizer})
+    run = run.model_copy(update={"training": training, "optimizer": optimizer_spec})
     assert nccl_bytes(run, 8) == groups * COLLECTIVE_BYTES + peers * PEER_BYTES
 
 
 def test_nccl_bytes_count_only_data_parallel_peers_of_one_node():
-    """Of 32 ranks with other data, 4 are on a node where each shares products with one."""
+    """Of 32 data-parallel ranks, 4 are on one node, where each of them has a tensor-parallel peer."""
     run = make_run("h100", data_parallel="zero1", tp=2, sequence_parallel=False)
     assert nccl_bytes(run, 64) == 3 * COLLECTIVE_BYTES + 3 * PEER_BYTES
 
 
 def test_step_of_muon_is_planned_as_on_cpu_when_device_is_auto():
-    """All else of such a run is planned as a CPU's."""
+    """Everything else in a run with a CPU preset and `cluster.device = "auto"` is planned for a CPU."""
     run = make_run("cpu", data_parallel="zero1")
     run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"name": "muon"})})
     tensors = rank_tensors(run, 8)[0]

@@ -12,8 +12,8 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 
-# The shapes that the peers were measured with, and their FLOPs per token. Those
-# count norms among the products: 0.03 % more in SMALL, 201.38 M against 201.33 M.
+# The shapes with which peers were measured, and their FLOPs per token. Peers count
+# norms as matrix products: 0.03 % more in SMALL, 201.38 M instead of 201.33 M.
 TINY = ModelSpec(num_layers=6, hidden_size=256, num_heads=16, ffn_hidden_size=768, vocab_size=2048, max_seq_len=512)
 SMALL = ModelSpec(
     num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1536, vocab_size=8192, max_seq_len=512
@@ -60,8 +60,8 @@ def test_forward_flops_by_part_match_closed_forms():
 
 
 def test_recomputed_flops_match_activation_checkpointing_kind():
-    """Megatron-LM's paper on recomputation (arXiv 2205.05198, appendix A): full recomputation makes 72 BLsh^2 (1 + ...)
-    of a step into 96 of hardware: a forward pass of the blocks more."""
+    """Full recomputation adds a forward pass of the blocks: the 72 BLsh^2 (1 + ...) of the model become 96 in
+    hardware (Megatron-LM's paper on recomputation, arXiv 2205.05198, appendix A)."""
     parts = forward_flops(SMALL, 512)
     for recompute, flash, sharded, flops in (
         ("none", True, True, 0.0),
@@ -74,8 +74,8 @@ def test_recomputed_flops_match_activation_checkpointing_kind():
         ("operations", True, True, SELECTIVE_MATMUL_FRACTION * (parts.projections + parts.mlp)),
     ):
         assert recomputed_flops_per_token(SMALL, 512, recompute, flash=flash, sharded=sharded) == flops
-    whole = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, "full")
-    assert (whole - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
+    total = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, "full")
+    assert (total - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
 
 
 def test_selective_matmul_fraction_matches_llama3_8b():

@@ -1,4 +1,4 @@
-"""Memory of the head and the loss in chunks of tokens, against tensors."""
+"""Memory of the head and the loss in chunks of tokens, compared with measured tensors."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_bytes_of_chunked_loss_equal_measured_peak_and_saved_tensors(
     assert saved.bytes == predicted.total
     saved.clear()
     auxiliary_bytes = model(tokens[:1, :1])[1].nbytes
-    model.embedding.weight.requires_grad_(spec.tie_embeddings)  # else its gradient is part of the peak
+    model.embedding.weight.requires_grad_(spec.tie_embeddings)  # otherwise its gradient is part of the peak
     with PeakLiveBytes() as alive:
         loss = total_loss()
         assert alive.peak + tokens.nbytes + targets.nbytes == predicted.at_backward_start + auxiliary_bytes

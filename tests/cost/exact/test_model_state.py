@@ -38,13 +38,13 @@ def test_mixed_precision_adamw_state_is_16_bytes_per_parameter():
 
 def test_muon_state_is_one_moment_for_block_matrices_and_two_otherwise():
     count = count_parameters(load_model_spec("olmoe-1b-7b"))
-    rest = count.embedding + count.head + count.norms
-    assert model_state_bytes(count, "muon", "bf16").optimizer == 4 * (count.total - rest) + 8 * rest
+    other = count.embedding + count.head + count.norms
+    assert model_state_bytes(count, "muon", "bf16").optimizer == 4 * (count.total - other) + 8 * other
     assert model_state_bytes(count, "adamw", "bf16").total == 16 * count.total
 
 
 def test_checkpoint_space_needed_decreases_with_existing_checkpoints():
-    """Three are kept, and a fourth is written before the oldest goes."""
+    """Three checkpoints are kept, and a fourth is written before the oldest is deleted."""
     run = run_from_table({"model": {"preset": "tiny"}, "checkpoint": {"keep": 3}})
-    room = [checkpoint_space_needed_bytes(run, there) / checkpoint_bytes(run) for there in (0, 1, 3, 9)]
+    room = [checkpoint_space_needed_bytes(run, existing) / checkpoint_bytes(run) for existing in (0, 1, 3, 9)]
     assert room == [4, 3, 1, 1]

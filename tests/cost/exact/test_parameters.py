@@ -56,7 +56,7 @@ def test_expert_and_shared_parameters_match_published_counts(preset, experts, sh
 
 
 def expected_tensor_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Every tensor of the model, written out one by one as a state dict would list them."""
+    """Return every tensor of the model by hand, as a state dict would list them."""
     D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norm = [(D,), (D,)] if spec.norm == "layernorm" else [(D,)]
     tensors = [("embedding", (spec.vocab_size, D))]

@@ -1,4 +1,4 @@
-"""Stages are cut by cost: published counts, the head's weight, and the best of all cuts."""
+"""Stages are split by cost: published counts, the weight of the head, and the best of all splits."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_balance_stages_matches_brute_force_optimum(costs: list[int], stages: in
     stages = min(stages, layers)
 
     def sums(ends: tuple[int, ...]) -> list[int]:
-        whole = [costs[0] + costs[1], *costs[2:-2], costs[-2] + costs[-1]] if layers > 1 else [sum(costs)]
-        return [sum(whole[a:b]) for a, b in zip((0, *ends), (*ends, layers), strict=True)]
+        layer_costs = [costs[0] + costs[1], *costs[2:-2], costs[-2] + costs[-1]] if layers > 1 else [sum(costs)]
+        return [sum(layer_costs[a:b]) for a, b in zip((0, *ends), (*ends, layers), strict=True)]
 
-    found = balance_stages(costs, stages)
-    assert sum(found) == layers
-    assert min(found) >= 1
-    ends = tuple(sum(found[: i + 1]) for i in range(stages - 1))
-    others = [sums(other) for other in combinations(range(1, layers), stages - 1)]
+    split = balance_stages(costs, stages)
+    assert sum(split) == layers
+    assert min(split) >= 1
+    ends = tuple(sum(split[: i + 1]) for i in range(stages - 1))
+    splits = [sums(split_ends) for split_ends in combinations(range(1, layers), stages - 1)]
     key = lambda stage: (max(stage), sum(cost**2 for cost in stage))  # noqa: E731
-    assert key(sums(ends)) == min(map(key, others))
+    assert key(sums(ends)) == min(map(key, splits))

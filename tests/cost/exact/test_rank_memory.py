@@ -48,7 +48,8 @@ ODD_SHAPES_MOE = {
     "moe": {
         "num_experts": 3,
         "top_k": 2,
-        "expert_ffn_size": 24,  # four ranks share the rows of each expert's first matrices, not those of its last
+        # Four ranks can share the rows of the first matrices of an expert, but not those of the last.
+        "expert_ffn_size": 24,
         "num_shared_experts": 1,
         "num_leading_dense_layers": 1,
     },
@@ -73,12 +74,12 @@ def test_rank_memory_matches_resnet18_worked_example_with_ten_workers():
     centralized = state_bytes("adamw", "fp32") * m
     worker = sharded_state_bytes("parameter_server", "fp32", m, m, states=0)
     assert (centralized.total, worker.total) == (187_200_000, 93_600_000)
-    whole = RankMemory(**asdict(centralized), activations=activations)
+    memory = RankMemory(**asdict(centralized), activations=activations)
     tenth = RankMemory(**asdict(worker), activations=activations // 10)
     assert tenth.activations == 2.085e9
-    assert whole.total / 1e9 == pytest.approx(21.037, abs=0.02)
+    assert memory.total / 1e9 == pytest.approx(21.037, abs=0.02)
     assert tenth.total / 1e9 == pytest.approx(2.179, abs=0.02)
-    assert whole.total / tenth.total == pytest.approx(9.656, abs=0.001)
+    assert memory.total / tenth.total == pytest.approx(9.656, abs=0.001)
 
 
 def test_parameter_server_worker_state_is_twice_the_model_for_any_optimizer():
@@ -91,14 +92,14 @@ def test_parameter_server_worker_state_is_twice_the_model_for_any_optimizer():
 
 @pytest.mark.parametrize(("stage", "gigabytes"), list(zip(ZERO_STRATEGIES, (120, 31.4, 16.6, 1.88), strict=True)))
 def test_sharded_state_bytes_match_zero_paper_for_7_5b_on_64_ranks(stage, gigabytes):
-    whole, owned = 7_500_000_000, 7_500_000_000 // 64
-    states = 2 * (whole if stage == "ddp" else owned)
-    assert sharded_state_bytes(stage, "bf16", whole, owned, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    total, shard = 7_500_000_000, 7_500_000_000 // 64
+    states = 2 * (total if stage == "ddp" else shard)
+    assert sharded_state_bytes(stage, "bf16", total, shard, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 @given(st.integers(1, 10_000))
 def test_sharded_state_bytes_per_parameter_match_zero_formulas(n):
-    """16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
+    """The formulas are 16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
     assert sharded_state_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
     assert sharded_state_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
     assert sharded_state_bytes("zero2", "bf16", n, 1, 2).total == 2 * n + 14
@@ -116,9 +117,9 @@ def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
     model = {"preset": "llama3-8b"}
     training = {"seq_len": 1024, "tokens_per_step": 64 * 1024}
     count = count_parameters(load_model_spec("llama3-8b")).total
-    for stage, each in zip(ZERO_STRATEGIES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
+    for stage, bytes_per_parameter in zip(ZERO_STRATEGIES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
         assert predict_rank_memory(stage, 64, model=model, training=training).state == pytest.approx(
-            each * count, rel=1e-4
+            bytes_per_parameter * count, rel=1e-4
         )
 
 
@@ -126,31 +127,31 @@ def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
 
 
 def measure_allocated_state(run: RunSpec) -> dict[str, int]:
-    """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step;
-    and of the copy that a checkpoint after it is written from, without AdamW's step and buffers."""
+    """Return the bytes of each part that this rank's strategy holds between a backward pass and its update in its
+    second step, and those of the copy for a checkpoint after it, without AdamW's step count and buffers."""
     from phalanx.data.loader import prefetch
     from phalanx.train.checkpoint.host_copies import HostCopies
     from phalanx.train.checkpoint.state import checkpoint_tensors
     from tests.helpers.small_runs import make_trainer
 
-    under_way = make_trainer(run)
-    batches = prefetch(under_way.loader, 0, 2)
-    under_way.train_step(batches)
-    strategy, found = under_way.strategy, {}
+    trainer = make_trainer(run)
+    batches = prefetch(trainer.loader, 0, 2)
+    trainer.train_step(batches)
+    strategy, state_bytes = trainer.strategy, {}
 
     def reduce(*arguments: Any) -> Any:
         reduced = type(strategy).reduce(strategy, *arguments)
-        found.update(
-            {part: storage_bytes(tensors) for part, tensors in strategy.resident_tensors(under_way.optimizers).items()}
+        state_bytes.update(
+            {part: storage_bytes(tensors) for part, tensors in strategy.resident_tensors(trainer.optimizers).items()}
         )
         return reduced
 
     strategy.reduce = reduce  # type: ignore[method-assign]
-    under_way.train_step(batches)
-    copies = HostCopies().copy(checkpoint_tensors(strategy, under_way.optimizers))
+    trainer.train_step(batches)
+    copies = HostCopies().copy(checkpoint_tensors(strategy, trainer.optimizers))
     buffers = {f"model.{name}" for name, _ in strategy.module.named_buffers()}
     copied = [copy for name, copy in copies.items() if copy.ndim and name not in buffers]
-    return {**found, "checkpoint_copy": storage_bytes(copied)}
+    return {**state_bytes, "checkpoint_copy": storage_bytes(copied)}
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
@@ -186,13 +187,15 @@ def test_rank_memory_equals_allocated_state_of_data_parallel_strategies(data, wo
         "training.steps": 4,
     }
     run = small_run(Path(json.__file__).parent, tmp_path, {**common, **changes})
-    found = rank_pool(world_size).run(measure_allocated_state, run)
-    copies = [held.pop("checkpoint_copy") for held in found]
+    allocated = rank_pool(world_size).run(measure_allocated_state, run)
+    copies = [state.pop("checkpoint_copy") for state in allocated]
     servers = run.layout.num_servers if data == "parameter_server" else 0
     on_gpus = rank_memory(run.on_device("cuda"), world_size)
     assert max(copies[servers:]) == on_gpus["worker" if servers else "rank"].checkpoint_copy
     for role, predicted in rank_memory(run, world_size).items():
-        fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
+        fullest = max(
+            allocated[:servers] if role == "server" else allocated[servers:], key=lambda state: sum(state.values())
+        )
         assert {part: fullest.get(part, 0) for part in STATE_PARTS} == {
             part: getattr(predicted, part) for part in STATE_PARTS
         }
@@ -223,8 +226,8 @@ MODEL_PARALLEL_CASES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize(("world_size", "changes"), MODEL_PARALLEL_CASES, ids=str)
 def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size, changes, precision, tmp_path):
-    """Parameters over tp x pp, experts over ep, each over the ranks that have rows of them: of the fullest rank at
-    each place of the pipeline."""
+    """Parameters are split over tp x pp and experts over ep, and both over the ranks that share them.
+    Compared for the fullest rank of each pipeline stage."""
     pytest.importorskip("torch")
     from phalanx.testing import rank_pool
     from tests.helpers.small_runs import DENSE, small_run
@@ -241,15 +244,15 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
     common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch_size": 1}
     layout = {key: value for key, value in changes.items() if key != "model.tie_embeddings"}
     run = small_run(Path(json.__file__).parent, tmp_path, {**common, **layout})
-    found = rank_pool(world_size).run(measure_allocated_state, run)
-    copies = [held.pop("checkpoint_copy") for held in found]
+    allocated = rank_pool(world_size).run(measure_allocated_state, run)
+    copies = [state.pop("checkpoint_copy") for state in allocated]
     inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     pp = changes.get("layout.pp", 1)
-    for place, on_gpu in enumerate(rank_memory(run.on_device("cuda"), world_size).values()):
-        assert max(size for rank, size in enumerate(copies) if rank // inner % pp == place) == on_gpu.checkpoint_copy
-    for place, predicted in enumerate(rank_model_states(run, world_size)):
-        there = [held for rank, held in enumerate(found) if rank // inner % pp == place]
-        fullest = max(there, key=lambda held: sum(held.values()))
+    for stage, on_gpu in enumerate(rank_memory(run.on_device("cuda"), world_size).values()):
+        assert max(size for rank, size in enumerate(copies) if rank // inner % pp == stage) == on_gpu.checkpoint_copy
+    for stage, predicted in enumerate(rank_model_states(run, world_size)):
+        stage_states = [state for rank, state in enumerate(allocated) if rank // inner % pp == stage]
+        fullest = max(stage_states, key=lambda state: sum(state.values()))
         parts = ("parameters", "gradients", "optimizer")
         assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
 
@@ -267,11 +270,11 @@ def test_bucket_names_equal_buckets_of_zero_strategy(ranks):
     sharding = RowSharding(None)
     sharding.ranks = ranks
     with torch.device("meta"):
-        named = Transformer(spec).named_parameters()
-        parts = [OwnedParameter(name, p, sharding, None, None, p.shape) for name, p in named]
+        parameters = Transformer(spec).named_parameters()
+        parts = [OwnedParameter(name, p, sharding, None, None, p.shape) for name, p in parameters]
     for bucket_mb in (0.001, 0.02, 0.1, 100):
-        theirs = [[part.name for part in bucket] for bucket in make_buckets(parts, bucket_mb * MIB)]
-        assert zero_bucket_names(tensors, Layout(bucket_mb=bucket_mb), 4) == theirs
+        bucket_names = [[part.name for part in bucket] for bucket in make_buckets(parts, bucket_mb * MIB)]
+        assert zero_bucket_names(tensors, Layout(bucket_mb=bucket_mb), 4) == bucket_names
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -334,33 +337,27 @@ def test_communication_buffers_match_formulas_for_ddp_and_servers():
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
     assert rank_memory(make_run("parameter_server", "fp32"), 5)["server"].communication == size
     assert predict_rank_memory("ddp", 4).communication == 0
-    assert (
-        predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
-    )  # smaller than a bucket
+    # The model is smaller than a bucket.
+    assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
     assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
     assert predict_rank_memory("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
 
 
 def test_zero_communication_buffers_match_bucket_formula():
-    model = {
-        **ODD_SHAPES_MODEL,
-        "vocab_size": 600,
-        "hidden_size": 36,
-        "ffn_hidden_size": 100,
-    }  # no remainder on two ranks
+    # All parameters split evenly over two ranks.
+    model = {**ODD_SHAPES_MODEL, "vocab_size": 600, "hidden_size": 36, "ffn_hidden_size": 100}
     spec = make_run(model=model).model
     size = 4 * count_parameters(spec).total
-    assert (
-        predict_rank_memory("zero1", 2, "fp32", model=model).communication == 2.5 * size
-    )  # one bucket, sent, received, its half
+    # The model is one bucket: its sent and received copies, and half of it.
+    assert predict_rank_memory("zero1", 2, "fp32", model=model).communication == 2.5 * size
     assert predict_rank_memory("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
     small = {"bucket_mb": 1e-6}  # one bucket per parameter
     sizes = [4 * num_elements(shape) for shape in parameter_shapes(spec).values()]
     in_flight = max(sum(sizes[start : start + MAX_BUCKETS_IN_FLIGHT]) for start in range(len(sizes)))
     assert predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * in_flight
     with patch.object(comm_buffers, "LARGE_MESSAGE_BYTES", 1000):  # of two large buckets, one is sent at a time
-        alone = predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication
-    assert alone == 2.5 * max(sizes) + 2.5 * min(sizes)
+        one_bucket = predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication
+    assert one_bucket == 2.5 * max(sizes) + 2.5 * min(sizes)
     assert (
         predict_rank_memory("zero2", 2, "fp32", model=model, layout=small).communication
         < predict_rank_memory("zero2", 2, "fp32", model=model).communication
@@ -374,10 +371,10 @@ def test_zero3_communication_buffers_shrink_with_smaller_fsdp_units():
     ]
     sizes = [memory.communication for memory in wraps]
     assert sizes == sorted(sizes)
-    kept = predict_rank_memory(
+    predicted = predict_rank_memory(
         "zero3", 4, layout={"reshard_after_forward": False}, model={"preset": "gpt2-124m"}
     ).communication
-    assert sizes[1] < kept
+    assert sizes[1] < predicted
 
 
 # -- properties ------------------------------------------------------------------------------------------------------
@@ -413,27 +410,27 @@ def test_sharded_state_never_grows_with_ranks_and_covers_the_model(spec, n, extr
     # More ranks own whole experts again if they do not divide the rows of each expert.
     assume(spec.moe is None or spec.moe.num_experts >= n * (1 + extra_factor))
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
-    fewer, many = (
+    few_ranks, many_ranks = (
         predict_model_memory(table, stage, n, precision, "adamw"),
         predict_model_memory(table, stage, n * (1 + extra_factor), precision, "adamw"),
     )
-    assert many.state <= fewer.state
-    alone = predict_model_memory(table, stage, 1, precision, "adamw")
+    assert many_ranks.state <= few_ranks.state
+    one_rank = predict_model_memory(table, stage, 1, precision, "adamw")
     # The fp32 copy of a bf16 model is part of the optimizer state, except for zero3, whose parameters are fp32.
-    masters = fewer.parameters if stage == "zero3" and precision == "bf16" and n > 1 else 0
-    assert n * (fewer.optimizer + masters) >= alone.optimizer
+    masters = few_ranks.parameters if stage == "zero3" and precision == "bf16" and n > 1 else 0
+    assert n * (few_ranks.optimizer + masters) >= one_rank.optimizer
 
 
 @settings(max_examples=30, deadline=None)
 @given(model_specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(ZERO_STRATEGIES[1:]))
 def test_offload_reduces_device_memory_and_preserves_state(spec, n, precision, stage):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
-    here, away = (
+    resident, offloaded = (
         predict_model_memory(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu")
     )
-    assert here.offloaded == away.optimizer == 0
-    assert away.total < here.total
-    assert away.state + away.offloaded >= here.state
+    assert resident.offloaded == offloaded.optimizer == 0
+    assert offloaded.total < resident.total
+    assert offloaded.state + offloaded.offloaded >= resident.state
 
 
 def test_bf16_state_on_one_rank_is_16_bytes_per_parameter():
@@ -442,7 +439,7 @@ def test_bf16_state_on_one_rank_is_16_bytes_per_parameter():
 
 
 def test_checkpoint_copy_is_cpu_memory_of_gpu_ranks_unless_files_are_saved_from():
-    """12 bytes a parameter with AdamW: of all of them on each rank of ddp, of a share where they are sharded."""
+    """AdamW has 12 bytes per parameter. Ranks of ddp copy all of them, and other strategies copy their shard."""
     count = count_parameters(make_run().model).total
     sizes = {}
     for stage in ZERO_STRATEGIES:
@@ -469,7 +466,7 @@ def test_rank_memory_rejects_invalid_rank_count():
 def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
     """GPipe holds all 8 micro-batches; 1F1B on rank r of 4 holds 4 - r (arXiv 2104.04473, section 2.2.1)."""
     model = {**ODD_SHAPES_MODEL, "num_layers": 8, "vocab_size": 64}
-    held_by = {
+    memory_by_schedule = {
         schedule: rank_memory(
             make_run(
                 "ddp",
@@ -483,23 +480,24 @@ def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
         for schedule in ("gpipe", "1f1b")
     }
     in_flight = [1, 2]  # inner stages, which have neither embedding nor head
-    gpipe, one = (
-        [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")
+    gpipe, one_f_one_b = (
+        [memory_by_schedule[schedule][f"pp{stage}"].activations for stage in in_flight]
+        for schedule in ("gpipe", "1f1b")
     )
     assert gpipe[0] == gpipe[1]
     spec = make_run(model=model).model
     # The gradients of both inputs of the activation, for 64 tokens, and of the last product's matrix.
-    flowing = (2 * 64 + spec.hidden_size) * spec.ffn_hidden_size * 4
-    each = (gpipe[0] - flowing) / 8
-    assert one == [3 * each + flowing, 2 * each + flowing]
+    backward_bytes = (2 * 64 + spec.hidden_size) * spec.ffn_hidden_size * 4
+    per_micro_batch = (gpipe[0] - backward_bytes) / 8
+    assert one_f_one_b == [3 * per_micro_batch + backward_bytes, 2 * per_micro_batch + backward_bytes]
 
 
 def test_disk_offload_bytes_equal_rank_memory_on_disk_with_pp_and_tp() -> None:
-    """Before a run starts, its disk is looked at."""
+    """The disk is checked against these bytes before a run starts."""
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
     staged = make_run("zero1", model=model, layout={"pp": 2, **files})
-    assert disk_offload_bytes(staged, 2) == max(place.on_disk for place in rank_memory(staged, 2).values()) > 0
+    assert disk_offload_bytes(staged, 2) == max(memory.on_disk for memory in rank_memory(staged, 2).values()) > 0
     split = make_run("zero1", model=model, layout={"tp": 2, **files})
     gathered = make_run("zero1", model=model, layout={"tp": 2, "tp_attention": "gathered", **files})
     assert disk_offload_bytes(gathered, 2) == disk_offload_bytes(split, 2) == rank_memory(split, 2)["rank"].on_disk
@@ -516,6 +514,6 @@ def test_disk_offload_bytes_equal_rank_memory_on_disk_with_pp_and_tp() -> None:
 def test_rank_memory_rejects_layouts_that_the_model_cannot_run(
     model: dict[str, Any], layout: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         rank_memory(make_run("zero3", model=model, layout=layout), 2)
-    assert caught.value.field == field
+    assert error_info.value.field == field

@@ -1,4 +1,4 @@
-"""Bytes and memory of training over slow links, against the published models' and a tiny one counted by hand."""
+"""Bytes and memory of training over slow links, compared with published models and a tiny hand-counted model."""
 
 import pytest
 
@@ -13,15 +13,15 @@ def both_ways(traffic: RoundBytes) -> float:
 
 
 def test_swarm_bytes_match_hand_count_of_tiny_model():
-    """66,880 shared parameters and 98,304 own of 460,096, four bytes each."""
-    whole, part = node_share(TINY_MOE, "diloco"), node_share(TINY_MOE, "spes", 2)
-    assert (part.shared, part.trained_experts, part.total) == (66_880, 98_304, 460_096)
-    assert round_bytes(part, "spes").up == 660_736
-    assert round_bytes(whole, "diloco").up == round_bytes(part, "spes").down == 1_840_384
-    both = both_ways(round_bytes(part, "spes")) / both_ways(round_bytes(whole, "diloco"))
-    assert both == pytest.approx(0.6795, abs=5e-5)
-    assert (state_bytes(part), state_bytes(whole)) == (3_822_592, 7_361_536)
-    stepped_elsewhere = node_share(TINY_MOE, "ddp")  # weights and gradients
+    """66,880 shared parameters and 98,304 own ones of 460,096, with four bytes each."""
+    diloco_share, spes_share = node_share(TINY_MOE, "diloco"), node_share(TINY_MOE, "spes", 2)
+    assert (spes_share.shared, spes_share.trained_experts, spes_share.total) == (66_880, 98_304, 460_096)
+    assert round_bytes(spes_share, "spes").up == 660_736
+    assert round_bytes(diloco_share, "diloco").up == round_bytes(spes_share, "spes").down == 1_840_384
+    ratio = both_ways(round_bytes(spes_share, "spes")) / both_ways(round_bytes(diloco_share, "diloco"))
+    assert ratio == pytest.approx(0.6795, abs=5e-5)
+    assert (state_bytes(spes_share), state_bytes(diloco_share)) == (3_822_592, 7_361_536)
+    stepped_elsewhere = node_share(TINY_MOE, "ddp")  # the node has weights and gradients only
     assert (both_ways(round_bytes(stepped_elsewhere, "ddp")), state_bytes(stepped_elsewhere)) == (3_680_768, 3_680_768)
 
 
@@ -34,15 +34,15 @@ def test_swarm_bytes_match_hand_count_of_tiny_model():
     ],
 )
 def test_spes_round_bytes_save_published_share_of_diloco(name, total, experts, saved):
-    """Of both ways SPES saves a third of what DiLoCo sends among four nodes, of the way up two thirds."""
+    """Among four nodes, SPES saves a third of DiLoCo's traffic in both directions, and two thirds of its uploads."""
     model = load_model_spec(name)
     assert (count_parameters(model).total, count_parameters(model).experts) == (total, experts)
     assert model.moe is not None
-    part, whole = (
+    spes, diloco = (
         round_bytes(node_share(model, method, model.moe.num_experts // 4), method) for method in ("spes", "diloco")
     )
-    assert 1 - both_ways(part) / both_ways(whole) == pytest.approx(saved, abs=5e-5)
-    assert 1 - part.up / whole.up == pytest.approx(2 * (1 - both_ways(part) / both_ways(whole)))
+    assert 1 - both_ways(spes) / both_ways(diloco) == pytest.approx(saved, abs=5e-5)
+    assert 1 - spes.up / diloco.up == pytest.approx(2 * (1 - both_ways(spes) / both_ways(diloco)))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_spes_round_bytes_save_published_share_of_diloco(name, total, experts, s
     ],
 )
 def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gigabytes):
-    found = round_bytes(node_share(load_model_spec("spes-7b"), method, 8), method, codec)
-    assert both_ways(found) / 1e9 == pytest.approx(gigabytes, abs=0.006)
+    traffic = round_bytes(node_share(load_model_spec("spes-7b"), method, 8), method, codec)
+    assert both_ways(traffic) / 1e9 == pytest.approx(gigabytes, abs=0.006)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gig
     ],
 )
 def test_swarm_state_bytes_match_published_models(name, trained_experts, diloco, spes, bf16, int8):
-    """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
+    """GB per node. The source counts 3 % for the scales of int8, which have 1.6 %."""
     model = load_model_spec(name)
     node = node_share(model, "spes", trained_experts)
-    found = (
+    node_states = (
         state_bytes(node_share(model, "diloco")),
         *(state_bytes(node, frozen) for frozen in ("fp32", "bf16", "int8")),
     )
-    assert [each / 1e9 for each in found] == pytest.approx([diloco, spes, bf16, int8], abs=0.14)
+    assert [node_bytes / 1e9 for node_bytes in node_states] == pytest.approx([diloco, spes, bf16, int8], abs=0.14)
 
 
 def test_dense_model_has_no_trained_experts():
@@ -86,8 +86,8 @@ def test_dense_model_has_no_trained_experts():
 
 def test_swarm_round_downloads_replicated_experts():
     node = node_share(TINY_MOE, "spes+", 4)
-    alone, shared = (round_bytes(node, "spes+", "fp32", copies) for copies in (1, 2))
-    assert (alone.down, shared.down) == (4 * (node.total - node.trained_experts), 4 * node.total)
+    one_copy, two_copies = (round_bytes(node, "spes+", "fp32", copies) for copies in (1, 2))
+    assert (one_copy.down, two_copies.down) == (4 * (node.total - node.trained_experts), 4 * node.total)
 
 
 def test_encoded_bytes_match_codec():
@@ -96,5 +96,5 @@ def test_encoded_bytes_match_codec():
 
 
 def test_swarm_round_seconds_follow_upload_and_download_bandwidth():
-    found = round_bytes(node_share(TINY_MOE, "spes", 2), "spes")
-    assert found.seconds(100, 1000) == pytest.approx(6607.36 + 1840.384)
+    traffic = round_bytes(node_share(TINY_MOE, "spes", 2), "spes")
+    assert traffic.seconds(100, 1000) == pytest.approx(6607.36 + 1840.384)

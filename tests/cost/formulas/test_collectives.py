@@ -50,7 +50,7 @@ def test_ring_all_reduce_matches_worked_example_of_weight_update():
 
 @st.composite
 def gradients(draw) -> list[list[float]]:
-    """Whole numbers, so that sums are exact in any order; lengths below the number of ranks too."""
+    """Return integers, whose sums are exact in any order. Some arrays are shorter than the number of ranks."""
     ranks, length = draw(RANKS), draw(st.integers(0, 30))
     row = st.lists(st.integers(-1000, 1000).map(float), min_size=length, max_size=length)
     return draw(st.lists(row, min_size=ranks, max_size=ranks))

@@ -1,4 +1,4 @@
-"""Orders of experts: whole, never worse than none, and as even as can be where that is known."""
+"""Orders of experts are permutations, never worse than the original order, and balanced where the optimum is known."""
 
 from itertools import combinations
 
@@ -25,7 +25,7 @@ def test_balanced_expert_order_is_permutation_and_never_raises_max_load(tokens_a
 
 @given(st.lists(st.integers(0, 99), min_size=6, max_size=6))
 def test_balanced_expert_order_is_within_four_thirds_of_optimum_on_two_ranks(tokens):
-    """Graham's bound for two is 7/6 where ranks may have any number of experts; with three each, some more."""
+    """Graham's bound for two ranks is 7/6 with any number of experts per rank; with exactly three each it is larger."""
     best = min(max(sum(half), sum(tokens) - sum(half)) for half in combinations(tokens, 3))
     assert max_rank_load(tokens, balanced_expert_order(tokens, 2), 2) * sum(tokens) / 2 <= 4 / 3 * best
 

@@ -1,4 +1,4 @@
-"""NCCL's own expectations, as its tuning model gives them for nodes of 8 GPUs with NVLink."""
+"""NCCL's own expectations: its tuning model for nodes of 8 GPUs with NVLink."""
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def test_all_reduce_latency_matches_nccl_tuning_table(algorithm, protocol, nodes
 )
 def test_ring_latency_across_nodes_is_higher_on_amd_hosts(protocol, cpu, microseconds):
     assert all_reduce_latency_seconds("ring", protocol, 2, 8, cpu=cpu) == pytest.approx(1e-6 * microseconds)
-    one_node = [all_reduce_latency_seconds("ring", protocol, 1, 8, cpu=each) for each in ("intel", cpu)]
+    one_node = [all_reduce_latency_seconds("ring", protocol, 1, 8, cpu=cpu_name) for cpu_name in ("intel", cpu)]
     assert one_node[0] == one_node[1]
 
 
@@ -57,8 +57,8 @@ def test_ring_latency_across_nodes_is_higher_on_amd_hosts(protocol, cpu, microse
 )
 def test_all_reduce_latency_uses_pci_hops_without_nvlink(algorithm, hops):
     for protocol, hop in hops.items():
-        alone, eight = (all_reduce_latency_seconds(algorithm, protocol, 1, n, link="pci") for n in (1, 8))
-        assert eight - alone == pytest.approx(14e-6 * hop)
+        two_ranks, eight = (all_reduce_latency_seconds(algorithm, protocol, 1, n, link="pci") for n in (1, 8))
+        assert eight - two_ranks == pytest.approx(14e-6 * hop)
 
 
 def test_ring_latency_uses_tree_network_hop_with_one_rank_per_node():

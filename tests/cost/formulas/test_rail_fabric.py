@@ -1,4 +1,4 @@
-"""Loads of collectives on a rail fabric, against every message of every rank, counted."""
+"""Loads of collectives on a rail fabric, compared with a count of every message of every rank."""
 
 from collections import Counter
 from itertools import pairwise, product
@@ -25,7 +25,7 @@ LINK_BYTES_PER_SECOND = 50e9  # 400 Gb/s
 
 
 class MessageCounter:
-    """Bytes that went from device to device; a device is (node, rail)."""
+    """Count of bytes sent between devices; a device is (node, rail)."""
 
     def __init__(self):
         self.nic, self.nvlink, self.spine = Counter(), Counter(), 0.0
@@ -37,63 +37,64 @@ class MessageCounter:
             self.nic[source] += size_bytes
             self.spine += size_bytes * (source[1] != target[1])
 
-    def load(self, nodes, rails, alike=True):
+    def load(self, nodes, rails, is_uniform=True):
         devices = list(product(range(nodes), range(rails)))
         for sent in (self.nic, self.nvlink):
-            assert not alike or [sent[device] for device in devices] == pytest.approx([sent[0, 0]] * len(devices))
+            assert not is_uniform or [sent[device] for device in devices] == pytest.approx([sent[0, 0]] * len(devices))
         most_nic, most_nvlink = (max(sent[device] for device in devices) for sent in (self.nic, self.nvlink))
         return most_nic, most_nvlink, self.spine / (sum(self.nic.values()) or 1)
 
 
-def load_equals(load: FabricLoad, counted):
-    return (load.nic_bytes, load.nvlink_bytes, load.spine_share) == pytest.approx(counted, abs=1e-9)
+def load_equals(load: FabricLoad, counted_load):
+    return (load.nic_bytes, load.nvlink_bytes, load.spine_share) == pytest.approx(counted_load, abs=1e-9)
 
 
 @pytest.mark.parametrize("pxn", [False, True])
 @pytest.mark.parametrize(("nodes", "rails"), FABRIC_SHAPES)
 def test_all_to_all_load_matches_count_of_messages(nodes, rails, pxn):
-    counted, devices = MessageCounter(), list(product(range(nodes), range(rails)))
+    counter, devices = MessageCounter(), list(product(range(nodes), range(rails)))
     for source, target in product(devices, devices):
-        way = [source, (source[0], target[1]), target] if pxn else [source, target]
-        for a, b in pairwise(way):
-            counted.send(a, b, SIZE_BYTES / len(devices))
-    assert load_equals(all_to_all(SIZE_BYTES, nodes, rails, pxn), counted.load(nodes, rails))
+        path = [source, (source[0], target[1]), target] if pxn else [source, target]
+        for a, b in pairwise(path):
+            counter.send(a, b, SIZE_BYTES / len(devices))
+    assert load_equals(all_to_all(SIZE_BYTES, nodes, rails, pxn), counter.load(nodes, rails))
 
 
-def count_ring_messages(counted, order, size_bytes, *phases):
-    """`order`'s devices exchange `size_bytes` in these phases."""
+def count_ring_messages(counter, order, size_bytes, *phases):
+    """Count the messages of devices in `order` that exchange `size_bytes` in these phases."""
     for phase in phases:
         for send in phase(len(order)):
-            counted.send(order[send.source], order[send.target], size_bytes / len(order))
+            counter.send(order[send.source], order[send.target], size_bytes / len(order))
 
 
 @pytest.mark.parametrize(("nodes", "rails"), [(n, g) for n, g in FABRIC_SHAPES if n % 2 == 0 or 1 in (n, g)])
 def test_flat_ring_all_reduce_load_matches_count_of_messages(nodes, rails):
-    """Every second node is crossed in the other direction, and so entered on the rail on which the last was left."""
-    counted = MessageCounter()
+    """The ring crosses every second node in the other direction, and enters
+    it on the rail on which it left the last one."""
+    counter = MessageCounter()
     for rail in range(rails):
         up = [(rail + step) % rails for step in range(rails)]
         order = [(node, device) for node in range(nodes) for device in (up[::-1] if node % 2 else up)]
-        count_ring_messages(counted, order, SIZE_BYTES / rails, reduce_scatter_sends, all_gather_sends)
-    assert load_equals(flat_ring_all_reduce(SIZE_BYTES, nodes, rails), counted.load(nodes, rails))
+        count_ring_messages(counter, order, SIZE_BYTES / rails, reduce_scatter_sends, all_gather_sends)
+    assert load_equals(flat_ring_all_reduce(SIZE_BYTES, nodes, rails), counter.load(nodes, rails))
 
 
 @pytest.mark.parametrize(("nodes", "rails"), FABRIC_SHAPES)
 def test_hierarchical_all_reduce_load_matches_count_of_messages(nodes, rails):
-    counted = MessageCounter()
+    counter = MessageCounter()
     for node in range(nodes):
         count_ring_messages(
-            counted, [(node, rail) for rail in range(rails)], SIZE_BYTES, reduce_scatter_sends, all_gather_sends
+            counter, [(node, rail) for rail in range(rails)], SIZE_BYTES, reduce_scatter_sends, all_gather_sends
         )
     for rail in range(rails):
         count_ring_messages(
-            counted, [(node, rail) for node in range(nodes)], SIZE_BYTES / rails, reduce_scatter_sends, all_gather_sends
+            counter, [(node, rail) for node in range(nodes)], SIZE_BYTES / rails, reduce_scatter_sends, all_gather_sends
         )
-    assert load_equals(hierarchical_all_reduce(SIZE_BYTES, nodes, rails), counted.load(nodes, rails))
+    assert load_equals(hierarchical_all_reduce(SIZE_BYTES, nodes, rails), counter.load(nodes, rails))
 
 
 def tree_parent(node, nodes):
-    """In a tree in which odd nodes are leaves and 0 is the root."""
+    """Return the parent in a tree in which odd nodes are leaves and 0 is the root."""
     bit = node & -node
     up = (node ^ bit) | bit << 1
     return up if up < nodes else node ^ bit
@@ -102,18 +103,18 @@ def tree_parent(node, nodes):
 @pytest.mark.parametrize("rails", [1, 2, 3])
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_double_tree_all_reduce_load_matches_count_of_messages(nodes, rails):
-    """The second tree is the first, mirrored or shifted by one: its leaves are the other's inner nodes."""
-    counted = MessageCounter()
+    """The second tree is the first, mirrored or shifted by one: its leaves are the inner nodes of the first."""
+    counter = MessageCounter()
     for rail in range(rails):
         for node, name in product(range(1, nodes), (lambda n: n, lambda n: n + 1 if nodes % 2 else nodes - 1 - n)):
-            ends = (name(node) % nodes, rail), (name(tree_parent(node, nodes)) % nodes, rail)
-            counted.send(*ends, SIZE_BYTES / rails / 2)
-            counted.send(*ends[::-1], SIZE_BYTES / rails / 2)
+            link = (name(node) % nodes, rail), (name(tree_parent(node, nodes)) % nodes, rail)
+            counter.send(*link, SIZE_BYTES / rails / 2)
+            counter.send(*link[::-1], SIZE_BYTES / rails / 2)
         for node, step in product(range(nodes), range(rails - 1)):
-            ends = (node, (rail + step) % rails), (node, (rail + step + 1) % rails)
-            counted.send(*ends, SIZE_BYTES / rails)
-            counted.send(*ends[::-1], SIZE_BYTES / rails)
-    nic, nvlink, spine = counted.load(nodes, rails, alike=False)
+            link = (node, (rail + step) % rails), (node, (rail + step + 1) % rails)
+            counter.send(*link, SIZE_BYTES / rails)
+            counter.send(*link[::-1], SIZE_BYTES / rails)
+    nic, nvlink, spine = counter.load(nodes, rails, is_uniform=False)
     load = double_tree_all_reduce(SIZE_BYTES, nodes, rails)
     assert (load.nvlink_bytes, load.spine_share) == pytest.approx((nvlink, spine))
     assert load.nic_bytes >= nic

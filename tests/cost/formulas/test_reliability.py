@@ -1,4 +1,4 @@
-"""Checkpoint intervals against published numbers, against a search, and against jobs that really fail."""
+"""Checkpoint intervals, compared with published numbers, a search, and simulated failures."""
 
 from dataclasses import asdict
 from math import exp, inf
@@ -26,7 +26,7 @@ HOUR = 3600.0
 LLAMA3_MTBF_SECONDS = mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
 MTBF = st.floats(1.0, 1e8)
 MTBF_FRACTIONS = st.floats(1e-9, 3.0)
-"""Of the mean time between failures."""
+"""Fractions of the mean time between failures."""
 
 
 def test_mtbf_seconds_of_llama3_is_about_three_hours():
@@ -39,7 +39,7 @@ def test_mtbf_seconds_of_llama3_is_about_three_hours():
 def test_observed_mtbf_replaces_expected_after_two_early_failures():
     assert [observed_mtbf_seconds(100, failures, 60) for failures in (0, 1, 2)] == [100, 100, 30]
     assert observed_mtbf_seconds(100, 2, 600) == 100
-    assert observed_mtbf_seconds(100, 2, -0.5) == 100  # by clocks that differ
+    assert observed_mtbf_seconds(100, 2, -0.5) == 100  # clocks may differ
 
 
 def test_mtbf_seconds_match_published_failure_rate_per_node_day():
@@ -55,8 +55,8 @@ def test_checkpoint_intervals_and_goodput_match_llama3_figures(write, young, dal
     assert daly_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(daly, abs=0.05)
     assert optimal_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
     assert goodput(daly, write, LLAMA3_MTBF_SECONDS, 600) == pytest.approx(expected_goodput, abs=5e-5)
-    found = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
-    assert found == Reliability(
+    result = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
+    assert result == Reliability(
         LLAMA3_MTBF_SECONDS,
         optimal_interval_seconds(write, LLAMA3_MTBF_SECONDS),
         pytest.approx(expected_goodput, abs=5e-5),
@@ -90,7 +90,7 @@ def test_optimal_interval_maximizes_goodput(mtbf, write, restart, other):
 
 @given(MTBF, MTBF_FRACTIONS)
 def test_optimal_interval_solves_its_equation_below_young_and_mtbf(mtbf, write):
-    """u = 1 - e^-(u + d/M), by a search that halves."""
+    """The equation is u = 1 - e^-(u + d/M), solved by bisection."""
     best = optimal_interval_seconds(write * mtbf, mtbf)
     assert 0 < best <= min(young_interval_seconds(write * mtbf, mtbf), mtbf)
     low, high = 0.0, 1.0
@@ -116,8 +116,8 @@ def test_daly_interval_equals_mtbf_when_write_is_at_least_twice_mtbf():
     ("interval", "write", "mtbf", "restart"), [(50, 5, 300, 20), (30, 30, 60, 30), (100, 1, 80, 5)]
 )
 def test_goodput_matches_simulated_failures(interval, write, mtbf, restart):
-    """Time passes until an interval and its write go by without failure; so it does until a restart has."""
-    random, cycles, passed = Random(1), 10_000, 0.0
+    """An interval with its write repeats until no failure occurs in it, and so does a restart."""
+    random, cycles, elapsed = Random(1), 10_000, 0.0
 
     def until_done(seconds):
         failure = random.expovariate(1 / mtbf)
@@ -128,16 +128,16 @@ def test_goodput_matches_simulated_failures(interval, write, mtbf, restart):
 
     for _ in range(cycles):
         attempts = list(until_done(interval + write))
-        passed += sum(attempts) + sum(sum(until_done(restart)) for _ in attempts[:-1])
-    assert cycles * interval / passed == pytest.approx(goodput(interval, write, mtbf, restart), rel=0.03)
+        elapsed += sum(attempts) + sum(sum(until_done(restart)) for _ in attempts[:-1])
+    assert cycles * interval / elapsed == pytest.approx(goodput(interval, write, mtbf, restart), rel=0.03)
 
 
 @given(st.floats(1e-9, 1e-3), st.integers(1, 10**6), st.floats(0.01, 100), st.floats(0, 100))
 def test_reliability_decreases_with_more_devices(rate, devices, write, restart):
-    one, two = (asdict(reliability(rate, count, write, restart)) for count in (devices, 2 * devices))
-    assert two["mtbf_seconds"] == pytest.approx(one["mtbf_seconds"] / 2)
-    assert two["interval_seconds"] < one["interval_seconds"]
-    assert two["goodput"] < one["goodput"] < 1
+    fewer, more = (asdict(reliability(rate, count, write, restart)) for count in (devices, 2 * devices))
+    assert more["mtbf_seconds"] == pytest.approx(fewer["mtbf_seconds"] / 2)
+    assert more["interval_seconds"] < fewer["interval_seconds"]
+    assert more["goodput"] < fewer["goodput"] < 1
 
 
 def test_days_to_scales_with_throughput_and_goodput():

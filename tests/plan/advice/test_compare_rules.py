@@ -1,4 +1,4 @@
-"""Rules of thumb say what was published, apply where they should, and are compared fairly with the planner."""
+"""Rules of thumb equal their publications, apply under their conditions, and are compared fairly with the planner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BASELINE_SITUATION = RunSituation(
     layer_bytes=GIB,
     fits_one_device=True,
 )
-"""A model without difficulties, of which rules are tried on changes."""
+"""Situation without difficulties; tests change single fields."""
 
 
 def make_run(
@@ -82,9 +82,9 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
     ],
 )
 def test_size_rules_match_published_guide(billions, recommendation, requirements):
-    """T25."""
-    found = [rule for rule in SIZE_RULES if rule.applies(replace(BASELINE_SITUATION, parameters=int(billions * 1e9)))]
-    assert [(rule.recommendation, rule.requirements) for rule in found] == [(recommendation, requirements)]
+    """Published as T25."""
+    rules = [rule for rule in SIZE_RULES if rule.applies(replace(BASELINE_SITUATION, parameters=int(billions * 1e9)))]
+    assert [(rule.recommendation, rule.requirements) for rule in rules] == [(recommendation, requirements)]
 
 
 @pytest.mark.parametrize("billions", [1, 10, 100])
@@ -99,7 +99,8 @@ def test_size_rule_boundary_belongs_to_larger_class(billions):
 
 
 def test_optimal_num_checkpoints_of_64_layers_is_eight():
-    """T26: eight checkpoints, sixteen layers' worth, and one forward pass more, a third of a step's compute."""
+    """Published as T26: eight checkpoints, the memory of sixteen layers, and one additional forward
+    pass, which is a third of the compute of a step."""
     assert optimal_num_checkpoints(64) == 8
     assert peak_saved_layers(64, 8) == 16
     assert all(peak_saved_layers(64, other) > 16 for other in range(1, 65) if other != 8)
@@ -187,18 +188,18 @@ def test_exactly_one_pipeline_rule_of_thumb_applies(llama3_8b_report, llama3_70b
 
 
 def test_run_situation_of_llama3_8b_matches_hand_count(llama3_8b_report):
-    """Llama 3 8B: 4, 4 and 8 bytes a parameter with AdamW, and blocks of 218 M parameters."""
-    here = llama3_8b_report.situation
+    """AdamW has 4, 4 and 8 bytes per parameter, and a block of Llama 3 8B has 218 M parameters."""
+    situation = llama3_8b_report.situation
     m, block = 8_030_261_248, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
-    assert (here.parameters, here.layers, here.sequences, here.domain) == (m, 32, 512, 8)
-    assert here.state == {"parameters": 4 * m, "gradients": 4 * m, "optimizer": 8 * m}
-    assert 16 * block < here.layer_bytes < 16 * block + here.activation_bytes / 32
-    assert here.recomputed_bytes < here.activation_bytes / 3
-    assert not here.fits_one_device
+    assert (situation.parameters, situation.layers, situation.sequences, situation.domain) == (m, 32, 512, 8)
+    assert situation.state == {"parameters": 4 * m, "gradients": 4 * m, "optimizer": 8 * m}
+    assert 16 * block < situation.layer_bytes < 16 * block + situation.activation_bytes / 32
+    assert situation.recomputed_bytes < situation.activation_bytes / 3
+    assert not situation.fits_one_device
 
 
 def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
-    """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
+    """Compared with the layouts themselves: the fastest 1F1B pipeline, and the same layout with ZB-H2."""
     roomy = make_run("llama3-70b", "b300", nodes=64, sequence=4096)
     for run, advised, spare in (
         (roomy, advise(roomy, 512), True),
@@ -207,8 +208,8 @@ def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
         ranks = advised.situation.ranks
         pipelines = [c for c in enumerate_layouts(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
         fastest = next(runnable_layouts(run, ranks, rank_fitting(run, ranks, pipelines))).candidate
-        other = evaluate(run, ranks, [fastest._replace(schedule="zb-h2")])[0]
-        assert advised.situation.fits_with_zb_h2 == spare == (other.p_oom < MAX_OOM_PROBABILITY)
+        zb_h2 = evaluate(run, ranks, [fastest._replace(schedule="zb-h2")])[0]
+        assert advised.situation.fits_with_zb_h2 == spare == (zb_h2.p_oom < MAX_OOM_PROBABILITY)
 
 
 def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
@@ -255,16 +256,16 @@ def test_advice_reports_excess_memory_when_rule_does_not_fit():
     assert advice.option.p_oom >= MAX_OOM_PROBABILITY
     assert advice.more_bytes == advice.option.memory_bytes - advised.best.memory_bytes
     assert "state 15.0" in advice.reason, "weights in bf16: the rest is offloaded"
-    used, parts = re.fullmatch(
+    printed_bytes, parts = re.fullmatch(
         r".* uses ([\d.]+) GiB of 24\.0 of device memory .* device memory in GiB: (.*)", advice.reason
     ).groups()
     sizes = {name: float(size) for name, _, size in (part.rpartition(" ") for part in parts.split(", "))}
     assert "driver and libraries" in sizes
-    assert sum(sizes.values()) == pytest.approx(float(used), abs=0.3)
+    assert sum(sizes.values()) == pytest.approx(float(printed_bytes), abs=0.3)
 
 
 def test_advice_reports_rule_without_any_valid_layout():
-    """One sequence a step leaves nothing to data-parallel ranks."""
+    """With one sequence per step, data-parallel ranks have no work."""
     advised = advise(make_run("llama3-8b", tokens=8192), 8)
     assert advice_for_rule(advised, "compute inside layers").verdict in ("agrees", "costs")
     impossible = advice_for_rule(advised, "1B to 10B parameters")
@@ -277,7 +278,7 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
         (make_run("llama3-8b", nodes=4), llama3_8b_report),
         (make_run("llama3-70b", nodes=16), llama3_70b_report),
     ):
-        found = enumerate_layouts(run, advised.situation.ranks)
+        layouts = enumerate_layouts(run, advised.situation.ranks)
         assert advised.best == plan_or_raise(run, advised.situation.ranks, keep=1).layouts[0]
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
         for advice in advised.advice:
@@ -286,17 +287,17 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
             assert advice.rule.is_satisfied_by(advice.option.candidate, 8)
             assert advice.option.p_oom < MAX_OOM_PROBABILITY
             assert (advice.slower < AGREEMENT_TOLERANCE) == (advice.verdict == "agrees")
-            # No layout that obeys the rule is faster, of a sample of all, by more than a simpler one may be slower.
-            others = [c for c in found[::97] if advice.rule.is_satisfied_by(c, 8)]
+            # In a sample of layouts that obey the rule, none is faster by more than the tolerance for simpler layouts.
+            others = [c for c in layouts[::97] if advice.rule.is_satisfied_by(c, 8)]
             fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < MAX_OOM_PROBABILITY]
             assert all((1 + UNCERTAIN_GAIN) * o.step_seconds > 0.998 * advice.option.step_seconds for o in fit)
         assert len(advised.advice) + len(advised.inapplicable_rules) == len(RULES)
 
 
 def test_advise_raises_with_memory_suggestion_when_nothing_fits():
-    with pytest.raises(UserError, match="advise oom") as caught:
+    with pytest.raises(UserError, match="advise oom") as error_info:
         advise(make_run("llama3-70b", "l4", nproc=4), 4)
-    assert "GiB" in caught.value.fix
+    assert "GiB" in error_info.value.fix
 
 
 def test_advice_quotes_papers_or_documentation():

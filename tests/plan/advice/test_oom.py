@@ -1,4 +1,4 @@
-"""What is said to free memory frees it, what is said to fit fits, and the order is the guide's."""
+"""Remedies free the advised memory, remedies that should fit do fit, and their order is that of the guide."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ def make_run(
 
 MEMORY_CONSTANTS = memory_constants()
 SAFE_MEMORY_FRACTION = exp(-1.644853627 * MEMORY_CONSTANTS.spread)
-"""Of memory, what may be filled so that it is likely to be enough."""
+"""Share of memory up to which a run is likely to fit."""
 
 
-def make_run_with_memory_limit(gib: float, **more: Any) -> RunSpec:
-    """A run on devices where it may hold so much: of theirs a GPU's libraries take their part, and some is margin."""
-    return make_run(cluster={"memory_bytes": ceil((gib * GIB + CONTEXT_BYTES) / SAFE_MEMORY_FRACTION)}, **more)
+def make_run_with_memory_limit(gib: float, **sections: Any) -> RunSpec:
+    """Return a run on devices where it may use this many bytes, in addition
+    to those of a GPU's libraries and the margin."""
+    return make_run(cluster={"memory_bytes": ceil((gib * GIB + CONTEXT_BYTES) / SAFE_MEMORY_FRACTION)}, **sections)
 
 
 def make_llama3_8b_run(**layout: Any) -> RunSpec:
@@ -77,12 +78,12 @@ def effects_by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
 
 
 def max_rank_bytes(run: RunSpec) -> int:
-    """Bytes of the fullest rank, asked of the room that counts them."""
-    return max(found.device for found in rank_memory(run, run.cluster.ranks).values())
+    """Return the device bytes of the fullest rank."""
+    return max(memory.device for memory in rank_memory(run, run.cluster.ranks).values())
 
 
 def reload_with_settings(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
-    """The run from a file, with what `--set` says."""
+    """Reload the run from a file with settings of `--set`."""
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(run.model_dump(exclude_none=True)))
     return load_run(path, changes, environment={})
@@ -111,22 +112,22 @@ def diagnosis(run) -> Diagnosis:
 
 def test_diagnose_steps_fit_when_their_settings_are_applied(run, diagnosis, tmp_path):
     assert max_rank_bytes(run) > limit_bytes(run), "the run is of use here only if it does not fit"
-    found = diagnosis
-    assert fits_after(found.steps)
-    for effect in (*found.steps, *found.needed):
+    result = diagnosis
+    assert fits_after(result.steps)
+    for effect in (*result.steps, *result.needed):
         assert effect.new_footprint
         changed = reload_with_settings(run, tmp_path, *effect.settings)
         assert max_rank_bytes(changed) == effect.new_footprint.memory.device
         assert effect.new_footprint.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
-    assert max_rank_bytes(reload_with_settings(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
+    assert max_rank_bytes(reload_with_settings(run, tmp_path, *result.needed[-1].settings)) < run.cluster.memory_bytes
 
 
 def test_single_remedy_effects_match_memory_of_applied_settings(run, tmp_path):
-    cut = plan_batch(run, run.cluster.ranks)
+    batch_plan = plan_batch(run, run.cluster.ranks)
     for effect in evaluate_single_remedies(run):
         if effect.new_footprint:
             changed = reload_with_settings(
-                run, tmp_path, f"layout.micro_batch_size={cut.micro_batch_size}", *effect.settings
+                run, tmp_path, f"layout.micro_batch_size={batch_plan.micro_batch_size}", *effect.settings
             )
             assert max_rank_bytes(changed) == effect.new_footprint.memory.device, effect.settings
             assert effect.new_footprint.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
@@ -148,7 +149,7 @@ def test_apply_until_fits_reports_bytes_freed_between_steps(run):
 
 
 def test_apply_until_fits_skips_remedies_with_negligible_effect():
-    """Short sequences leave few activations next to 8 billion parameters."""
+    """Short sequences have few activations compared with 8 billion parameters."""
     run = make_run({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
     recomputed = effects_by_name(evaluate_single_remedies(run))["recompute blocks"]
     assert 0 < recomputed.freed_bytes < 0.01 * max_rank_bytes(run)
@@ -158,28 +159,30 @@ def test_apply_until_fits_skips_remedies_with_negligible_effect():
 
 
 def test_minimal_subset_has_no_removable_remedy(run):
-    needed = minimal_subset(run, apply_until_fits(run))
-    assert fits_after(needed)
-    for effect in needed:
-        assert not fits_after(apply_until_fits(run, [other.remedy for other in needed if other is not effect]))
+    subset = minimal_subset(run, apply_until_fits(run))
+    assert fits_after(subset)
+    for effect in subset:
+        assert not fits_after(apply_until_fits(run, [other.remedy for other in subset if other is not effect]))
 
 
 def test_diagnose_ranks_cheapest_sufficient_remedies_first(run, diagnosis):
-    """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
-    found = diagnosis
-    assert found.current_footprint.step_seconds
-    groups = [0 if fits_after([effect]) else 1 if effect.helps else 2 for effect in found.single_remedies]
+    """Remedies that make the run fit come first, ordered by their cost in time; remedies with other costs come last."""
+    result = diagnosis
+    assert result.current_footprint.step_seconds
+    groups = [0 if fits_after([effect]) else 1 if effect.helps else 2 for effect in result.single_remedies]
     assert groups == sorted(groups)
     for group in set(groups):
-        mine = [effect for effect, other in zip(found.single_remedies, groups, strict=True) if other == group]
-        assert [effect.remedy.is_last_resort for effect in mine] == sorted(
-            effect.remedy.is_last_resort for effect in mine
+        group_effects = [effect for effect, other in zip(result.single_remedies, groups, strict=True) if other == group]
+        assert [effect.remedy.is_last_resort for effect in group_effects] == sorted(
+            effect.remedy.is_last_resort for effect in group_effects
         )
         costs = [
-            relative_slowdown(effect, found.current_footprint) for effect in mine if not effect.remedy.is_last_resort
+            relative_slowdown(effect, result.current_footprint)
+            for effect in group_effects
+            if not effect.remedy.is_last_resort
         ]
         assert costs == sorted(costs)
-    assert {effect.remedy.name for effect in found.single_remedies if effect.remedy.is_last_resort} == {
+    assert {effect.remedy.name for effect in result.single_remedies if effect.remedy.is_last_resort} == {
         "bf16",
         "SGD",
         "more devices",
@@ -187,31 +190,31 @@ def test_diagnose_ranks_cheapest_sufficient_remedies_first(run, diagnosis):
 
 
 def test_diagnose_advice_is_no_slower_than_any_single_sufficient_remedy(run, diagnosis):
-    found = diagnosis
-    advised = found.needed[-1]
-    for effect in found.single_remedies:
+    result = diagnosis
+    advised = result.needed[-1]
+    for effect in result.single_remedies:
         if fits_after([effect]) and not effect.remedy.is_last_resort:
-            assert relative_slowdown(advised, found.current_footprint) <= relative_slowdown(
-                effect, found.current_footprint
+            assert relative_slowdown(advised, result.current_footprint) <= relative_slowdown(
+                effect, result.current_footprint
             )
-    assert relative_slowdown(advised, found.current_footprint) <= relative_slowdown(
-        minimal_subset(run, apply_until_fits(run))[-1], found.current_footprint
+    assert relative_slowdown(advised, result.current_footprint) <= relative_slowdown(
+        minimal_subset(run, apply_until_fits(run))[-1], result.current_footprint
     )
 
 
 def test_diagnose_uses_published_order_when_step_times_are_unknown():
-    found = diagnose(make_run_with_memory_limit(7, training={"precision": "fp32"}))
-    assert found.current_footprint.step_seconds is None
+    result = diagnose(make_run_with_memory_limit(7, training={"precision": "fp32"}))
+    assert result.current_footprint.step_seconds is None
     order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.is_last_resort)]
     assert order[-3:] == ["bf16", "SGD", "more devices"]
     for suffices in (True, False):
         names = [
             effect.remedy.name
-            for effect in found.single_remedies
+            for effect in result.single_remedies
             if effect.new_footprint and fits_after([effect]) == suffices
         ]
         assert names == sorted(names, key=order.index)
-    assert found.steps == apply_until_fits(make_run_with_memory_limit(7, training={"precision": "fp32"}))
+    assert result.steps == apply_until_fits(make_run_with_memory_limit(7, training={"precision": "fp32"}))
 
 
 def test_remedies_follow_published_guide_order():
@@ -237,7 +240,7 @@ def test_remedies_follow_published_guide_order():
 
 
 def test_sgd_remedy_frees_half_of_adamw_model_state():
-    """With 4 bytes for each of 4 m numbers; SGD with momentum, a quarter."""
+    """AdamW has 4 bytes for each of 4 m numbers. SGD with momentum frees a quarter."""
     run = make_run_with_memory_limit(1, training={"precision": "fp32"})
     state = run_footprint(run).memory.state
     m = count_parameters(run.model).total
@@ -254,23 +257,25 @@ def test_sgd_remedy_frees_half_of_adamw_model_state():
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
-    """Batch x alpha, but for rotary tables, which sequences share, and for a chunk of the loss.
-
-    A batch frees nothing but activations."""
+    """Rotary tables, which sequences share, and a chunk of the loss are not proportional."""
     run = make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size)
     assert max_rank_bytes(run) > limit_bytes(run)
     halved = run_footprint(
         make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size // 2)
     ).memory
-    now = run_footprint(run).memory
-    assert now.activations == pytest.approx(2 * halved.activations, rel=5e-3)
-    assert (now.parameters, now.gradients, now.optimizer) == (halved.parameters, halved.gradients, halved.optimizer)
+    memory = run_footprint(run).memory
+    assert memory.activations == pytest.approx(2 * halved.activations, rel=5e-3)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (
+        halved.parameters,
+        halved.gradients,
+        halved.optimizer,
+    )
     effect = effects_by_name(evaluate_single_remedies(run))["smaller micro-batch"]
     assert effect.settings == ("layout.micro_batch_size=1",)
     assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
     assert effect.new_footprint
-    freed_gaps = now.unused - effect.new_footprint.memory.unused
-    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations + freed_gaps, rel=5e-3)
+    freed_gaps = memory.unused - effect.new_footprint.memory.unused
+    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * memory.activations + freed_gaps, rel=5e-3)
 
 
 def test_pipeline_remedy_names_unequal_layers_of_its_ranks() -> None:
@@ -295,49 +300,49 @@ def test_remedy_applies_smallest_sufficient_change():
 
 def test_zero_remedies_free_the_state_that_their_stage_shards():
     run = make_run_with_memory_limit(0.1, training={"precision": "fp32"})
-    whole = model_state_bytes(count_parameters(run.model), "adamw", "fp32")
-    found = effects_by_name(evaluate_single_remedies(run))
+    state_bytes = model_state_bytes(count_parameters(run.model), "adamw", "fp32")
+    effects = effects_by_name(evaluate_single_remedies(run))
     for stage, parts in (
         (1, {"optimizer"}),
         (2, {"optimizer", "gradients"}),
         (3, {"optimizer", "gradients", "parameters"}),
     ):
-        freed = found[f"ZeRO-{stage}"].freed
+        freed = effects[f"ZeRO-{stage}"].freed
         for part in ("optimizer", "gradients", "parameters"):
-            expected = 7 / 8 * getattr(whole, part) if part in parts else 0
+            expected = 7 / 8 * getattr(state_bytes, part) if part in parts else 0
             assert freed[part] == pytest.approx(expected, rel=0.01), (stage, part)
 
 
 def test_remedy_step_seconds_equal_planner_times_or_none():
     run = make_llama3_8b_run()
-    found = effects_by_name(evaluate_single_remedies(run))
-    recomputed = found["recompute blocks"]
+    effects = effects_by_name(evaluate_single_remedies(run))
+    recomputed = effects["recompute blocks"]
     assert recomputed.run is not None
     assert recomputed.new_footprint
-    planned = evaluate_layout(run, 8, recomputed.run.layout).step_seconds
-    assert recomputed.new_footprint.step_seconds == planned
-    before = run_footprint(run).step_seconds
-    assert before is not None
-    assert 0.2 < planned / before - 1 < 0.4, "about a third"
-    offloaded = found["offload to CPU memory"].new_footprint
+    planned_seconds = evaluate_layout(run, 8, recomputed.run.layout).step_seconds
+    assert recomputed.new_footprint.step_seconds == planned_seconds
+    seconds_before = run_footprint(run).step_seconds
+    assert seconds_before is not None
+    assert 0.2 < planned_seconds / seconds_before - 1 < 0.4, "about a third"
+    offloaded = effects["offload to CPU memory"].new_footprint
     assert offloaded
     assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data_parallel="zero1", offload="cpu")).step_seconds
-    assert offloaded.step_seconds > before
+    assert offloaded.step_seconds > seconds_before
     assert run_footprint(make_run_with_memory_limit(7, training={"precision": "fp32"})).step_seconds is None
 
 
 def test_inapplicable_remedies_report_the_reason():
-    found = effects_by_name(
+    effects = effects_by_name(
         evaluate_single_remedies(
             make_llama3_8b_run(data_parallel="zero3", activation_checkpointing="full", micro_batch_size=1)
         )
     )
     for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
-        assert found[name].new_footprint is None
-        assert found[name].problem.startswith("already applied")
-    assert found["smaller micro-batch"].problem == "a micro-batch is one sequence"
-    assert "no experts" in found["expert parallelism"].problem
-    assert found["more devices"].new_footprint
+        assert effects[name].new_footprint is None
+        assert effects[name].problem.startswith("already applied")
+    assert effects["smaller micro-batch"].problem == "a micro-batch is one sequence"
+    assert "no experts" in effects["expert parallelism"].problem
+    assert effects["more devices"].new_footprint
     odd = effects_by_name(
         evaluate_single_remedies(
             make_run({**WIDE, "num_heads": 9, "num_kv_heads": 9, "hidden_size": 1152}, cluster={"nproc_per_node": 2})
@@ -352,7 +357,7 @@ def test_context_parallel_remedy_chooses_cp_method_like_the_planner():
         make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"}),
     )
     assert effects_by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
-        "layout.cp=4",  # with 8, NCCL's buffers for more peers are larger than what is freed
+        "layout.cp=4",  # with 8, NCCL's buffers for more peers exceed the freed memory
         "layout.cp_method=ulysses",
     )
     assert effects_by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
@@ -363,9 +368,9 @@ def test_context_parallel_remedy_chooses_cp_method_like_the_planner():
 
 def test_remedies_reset_options_that_no_longer_apply():
     run = make_run_with_memory_limit(0.1, data_parallel="ddp", gradient_compression="bf16")
-    found = effects_by_name(evaluate_single_remedies(run))
-    assert "layout.gradient_compression=none" in found["ZeRO-1"].settings
-    assert "layout.gradient_compression=none" in found["pipeline"].settings
+    effects = effects_by_name(evaluate_single_remedies(run))
+    assert "layout.gradient_compression=none" in effects["ZeRO-1"].settings
+    assert "layout.gradient_compression=none" in effects["pipeline"].settings
 
 
 def test_remedies_recompute_all_blocks_of_a_partly_recomputed_run():
@@ -395,7 +400,7 @@ def test_offload_remedy_respects_cpu_memory_limit():
 
 
 def test_offload_remedy_on_one_device_includes_gradients_when_needed():
-    """What the planner finds for it: ZeRO-1 and 2, whose state and gradients rest in CPU memory."""
+    """The planner finds ZeRO-1 and ZeRO-2, whose state and gradients are in CPU memory."""
 
     def one(memory_gib: float, **layout: Any) -> RunSpec:
         cluster = {"nproc_per_node": 1, "memory_bytes": round(memory_gib * GIB)}
@@ -405,11 +410,11 @@ def test_offload_remedy_on_one_device_includes_gradients_when_needed():
         )
 
     for memory, data in ((80, "zero1"), (37, "zero2")):
-        found = diagnose(one(memory))
-        assert found.best
-        assert (found.best.candidate.data_parallel, found.best.candidate.offload) == (data, "cpu")
-        assert [effect.settings for effect in found.needed] == [(f"layout.data_parallel={data}", "layout.offload=cpu")]
-        assert "a single device" in effects_by_name(found.single_remedies)["ZeRO-2"].problem
+        result = diagnose(one(memory))
+        assert result.best
+        assert (result.best.candidate.data_parallel, result.best.candidate.offload) == (data, "cpu")
+        assert [effect.settings for effect in result.needed] == [(f"layout.data_parallel={data}", "layout.offload=cpu")]
+        assert "a single device" in effects_by_name(result.single_remedies)["ZeRO-2"].problem
     offloading = effects_by_name(evaluate_single_remedies(one(37, data_parallel="zero1", offload="cpu")))
     assert offloading["ZeRO-2"].new_footprint
     assert offloading["ZeRO-2"].new_footprint.fits
@@ -417,10 +422,10 @@ def test_offload_remedy_on_one_device_includes_gradients_when_needed():
 
 
 def test_diagnose_needs_no_steps_when_run_fits():
-    found = diagnose(make_run(micro_batch_size=1))
-    assert found.current_footprint.fits
-    assert (found.steps, found.needed) == ([], [])
-    assert len(found.single_remedies) == len(REMEDIES)
+    result = diagnose(make_run(micro_batch_size=1))
+    assert result.current_footprint.fits
+    assert (result.steps, result.needed) == ([], [])
+    assert len(result.single_remedies) == len(REMEDIES)
 
 
 def test_limit_bytes_subtracts_gpu_context_memory():
@@ -434,7 +439,8 @@ def test_limit_bytes_subtracts_gpu_context_memory():
 
 
 def make_calibrated_run(held_bytes: float) -> RunSpec:
-    """In fp32, on a machine where a process has 4 GiB besides its tensors, which take a tenth more than counted."""
+    """Return a run in fp32 on a machine where a process has 4 GiB without
+    tensors, and tensors need 10 % more than counted."""
     measured = {
         "runs": 3,
         "precision": "fp32",
@@ -444,15 +450,15 @@ def make_calibrated_run(held_bytes: float) -> RunSpec:
         "baseline_process_bytes": 4 * GIB,
         "bytes_per_counted_byte": 1.1,
     }
-    beside = 4 * GIB
-    memory = round((1.1 * held_bytes + beside) / SAFE_MEMORY_FRACTION)
+    process_bytes = 4 * GIB
+    memory = round((1.1 * held_bytes + process_bytes) / SAFE_MEMORY_FRACTION)
     return make_run(
         cluster={"memory_bytes": memory, "calibration": measured}, training={"precision": "fp32"}, micro_batch_size=2
     )
 
 
 def test_run_footprint_agrees_with_planner_on_calibrated_machine():
-    """In the precision that it was calibrated in, with what a process takes and tensors really do."""
+    """The run uses the precision of the calibration, with its measured process and tensor bytes."""
     count = max_rank_bytes(make_run(training={"precision": "fp32"}, micro_batch_size=2))
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
         run = make_calibrated_run(room)

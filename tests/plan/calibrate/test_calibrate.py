@@ -1,4 +1,4 @@
-"""Constants fitted to runs on a machine: found again where runs tell them, kept where they do not."""
+"""Constants fitted to runs on a machine: recovered if the runs determine them, unchanged otherwise."""
 
 from dataclasses import replace
 
@@ -61,10 +61,10 @@ def calibration():
     ],
 )
 def test_calibrated_machine_predicts_unseen_layouts(calibration, ranks, layout):
-    other = synthesize_measured_run(ranks, **layout)
-    seconds, width, memory = predict_run(calibration.machine, other)
-    assert seconds == pytest.approx(other.step_seconds, rel=0.03)
-    assert memory == pytest.approx(other.memory_bytes, rel=0.01)
+    unseen_run = synthesize_measured_run(ranks, **layout)
+    seconds, width, memory = predict_run(calibration.machine, unseen_run)
+    assert seconds == pytest.approx(unseen_run.step_seconds, rel=0.03)
+    assert memory == pytest.approx(unseen_run.memory_bytes, rel=0.01)
     assert 1 < width < 1.1
 
 
@@ -80,8 +80,9 @@ def test_calibration_reduces_error_on_calibration_runs(calibration):
 def test_calibration_lists_only_constants_identified_by_runs(calibration):
     measured = calibration.machine.calibration
     assert "link" in measured.identified_constants
-    assert measured.time_constants["link"] == pytest.approx(TRUE_CONSTANTS["link"], rel=0.5)  # it began at 0.65
-    # No run has experts, an engine of DeepSpeed's, or a device of another era.
+    # The initial value is 0.65.
+    assert measured.time_constants["link"] == pytest.approx(TRUE_CONSTANTS["link"], rel=0.5)
+    # No run has experts, the engine of DeepSpeed, or a device of another generation.
     for name in ("route_passes", "deepspeed", "gemm_2", "flash_4"):
         assert name not in measured.time_constants
         assert name not in measured.identified_constants
@@ -95,9 +96,9 @@ def test_calibrated_efficiencies_do_not_exceed_one(calibration):
 
 
 def test_calibration_interval_widens_for_inconsistent_runs():
-    one = CALIBRATION_RUNS[0]
-    apart = [replace(one, step_seconds=one.step_seconds * times) for times in (0.8, 1.0, 1.25)]
-    measured = calibrate(apart, MACHINE).machine.calibration
+    run = CALIBRATION_RUNS[0]
+    inconsistent_runs = [replace(run, step_seconds=run.step_seconds * times) for times in (0.8, 1.0, 1.25)]
+    measured = calibrate(inconsistent_runs, MACHINE).machine.calibration
     assert np.exp(measured.log_half_width) > 1.15
 
 
@@ -105,7 +106,7 @@ def test_search_uses_constants_of_calibrated_machine(calibration):
     run = make_run(4)
     run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 4})})
     best = search_layouts(run, 4).layouts[0]
-    seen = MeasuredRun(
+    best_run = MeasuredRun(
         name="best",
         run=run.model_copy(update={"layout": best.candidate.layout()}),
         ranks=4,
@@ -113,15 +114,15 @@ def test_search_uses_constants_of_calibrated_machine(calibration):
         memory_bytes=1.0,
         peak_flops=None,
     )
-    seconds, width, memory = predict_run(calibration.machine, seen)
+    seconds, width, memory = predict_run(calibration.machine, best_run)
     assert best.step_seconds == pytest.approx(seconds)
     assert best.high_seconds == pytest.approx(seconds * width)
     assert best.memory_bytes >= memory
 
 
 def test_calibration_continues_from_calibrated_machine(calibration):
-    again = calibrate(CALIBRATION_RUNS, calibration.machine)
-    np.testing.assert_allclose(again.before, calibration.after)
+    repeated = calibrate(CALIBRATION_RUNS, calibration.machine)
+    np.testing.assert_allclose(repeated.before, calibration.after)
 
 
 def test_calibrate_rejects_mixed_precisions():
@@ -176,16 +177,18 @@ def test_calibrate_error_names_run_with_unsupported_layout():
 
 
 def test_calibrate_separates_compute_and_waiting_time():
-    """Two runs as long as each other in whole, of which one computes more and the other waits more."""
-    whole = {"ranks": 2, "micro_batch_size": 4}
-    run = synthesize_measured_run(**whole)
+    """Two runs have equal step times: one computes more, the other waits more."""
+    layout = {"ranks": 2, "micro_batch_size": 4}
+    run = synthesize_measured_run(**layout)
     busy, idle = (
         replace(run, computing_seconds=share * run.step_seconds, waiting_seconds=(0.95 - share) * run.step_seconds)
         for share in (0.9, 0.3)
     )
-    of_busy, of_idle = (predict_step_time(calibrate([made], MACHINE).machine, made) for made in (busy, idle))
-    assert of_busy.compute > 1.5 * of_idle.compute
-    assert of_busy.data_parallel < of_idle.data_parallel
+    busy_time, idle_time = (
+        predict_step_time(calibrate([variant], MACHINE).machine, variant) for variant in (busy, idle)
+    )
+    assert busy_time.compute > 1.5 * idle_time.compute
+    assert busy_time.data_parallel < idle_time.data_parallel
 
 
 def test_calibrate_ignores_waiting_time_without_predicted_communication():
@@ -194,22 +197,24 @@ def test_calibrate_ignores_waiting_time_without_predicted_communication():
         predict_step_time(SYNTHETIC_MACHINE, run).exchange + predict_step_time(SYNTHETIC_MACHINE, run).data_parallel
         == 0
     )
-    found = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
-    np.testing.assert_allclose(found.after, [run.step_seconds], rtol=0.05)
+    calibration = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
+    np.testing.assert_allclose(calibration.after, [run.step_seconds], rtol=0.05)
 
 
 def predict_step_time(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
-    own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc_per_node": run.ranks})})
+    run_spec = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc_per_node": run.ranks})})
     return step_seconds(
-        time_constants_for(machine), candidate_jobs(own, run.ranks, [candidate_from_run(own, run.ranks)])
+        time_constants_for(machine), candidate_jobs(run_spec, run.ranks, [candidate_from_run(run_spec, run.ranks)])
     )
 
 
 def test_measured_targets_ignore_compute_time_when_ranks_share_cores():
-    alone, crowded = (
+    two_ranks, four_ranks = (
         replace(synthesize_measured_run(ranks, micro_batch_size=2), computing_seconds=0.5, waiting_seconds=0.4)
         for ranks in (2, 4)
     )
-    of = measured_targets([alone, crowded], job_table([job_row(run, SYNTHETIC_MACHINE) for run in (alone, crowded)]))
-    np.testing.assert_array_equal(of.computing, [0.5, np.nan])
-    np.testing.assert_array_equal(of.waiting, [0.4, np.nan])
+    targets = measured_targets(
+        [two_ranks, four_ranks], job_table([job_row(run, SYNTHETIC_MACHINE) for run in (two_ranks, four_ranks)])
+    )
+    np.testing.assert_array_equal(targets.computing, [0.5, np.nan])
+    np.testing.assert_array_equal(targets.waiting, [0.4, np.nan])

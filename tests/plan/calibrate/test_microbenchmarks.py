@@ -1,4 +1,4 @@
-"""What `phalanx bench` found, and collectives of steps looked at closely, as evidence for constants."""
+"""Measurements of `phalanx bench`, and collectives of profiled steps, as evidence for constants."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
 def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
-    """What `phalanx bench` would find on the imagined machine."""
+    """Return the file that `phalanx bench` would write on the synthetic machine."""
     exchanges = tuple(
         CollectiveTiming(operation=kind, ranks=ranks, stride=1, size_bytes=size, seconds=1.0)
         for kind in OPERATIONS
@@ -45,29 +45,30 @@ def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFi
         exchanges=exchanges,
     )
     times, chance = time_constants_for(SYNTHETIC_MACHINE), np.random.default_rng(0)
-    found = {
-        each.kind: each.predicted(times, np.arange(len(each.seconds)))
-        * np.exp(noise * chance.standard_normal(len(each.seconds)))
-        for each in benchmark_timings(blank, job_table([job_row(blank, SYNTHETIC_MACHINE)]))
+    seconds_by_kind = {
+        timings.kind: timings.predicted(times, np.arange(len(timings.seconds)))
+        * np.exp(noise * chance.standard_normal(len(timings.seconds)))
+        for timings in benchmark_timings(blank, job_table([job_row(blank, SYNTHETIC_MACHINE)]))
     }
     products = blank.products.copy()
-    products[:, 4] = found["matrix products"]
+    products[:, 4] = seconds_by_kind["matrix products"]
     return replace(
         blank,
         products=products,
-        core=found["attention"],
-        passes=np.array([(2**26, *found["memory"])]),
-        exchanges=tuple(replace(e, seconds=s) for e, s in zip(exchanges, found["collectives"], strict=True)),
+        core=seconds_by_kind["attention"],
+        passes=np.array([(2**26, *seconds_by_kind["memory"])]),
+        exchanges=tuple(replace(e, seconds=s) for e, s in zip(exchanges, seconds_by_kind["collectives"], strict=True)),
     )
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_calibrate_with_benchmark_file_predicts_unseen_collectives(noise):
-    """Of layouts whose exchanges no run has shown."""
-    alone = synthesize_measured_run(1, micro_batch_size=4)
+    """No run has shown the collectives of these layouts."""
+    single_rank_run = synthesize_measured_run(1, micro_batch_size=4)
     machine = MACHINE.model_copy(update={"nproc_per_node": 2})
     before, after = (
-        calibrate([alone], machine, sweeps).machine for sweeps in ([], [synthesize_benchmark_file(noise=noise)])
+        calibrate([single_rank_run], machine, sweeps).machine
+        for sweeps in ([], [synthesize_benchmark_file(noise=noise)])
     )
     for layout in (
         {"tp": 2, "micro_batch_size": 2},
@@ -75,22 +76,24 @@ def test_calibrate_with_benchmark_file_predicts_unseen_collectives(noise):
         {"data_parallel": "zero1", "micro_batch_size": 8},
     ):
         truth = synthesize_measured_run(2, **layout)
-        then, now = (abs(np.log(predict_run(known, truth)[0] / truth.step_seconds)) for known in (before, after))
-        assert now < 0.12
-        assert now < then
+        error_before, error_after = (
+            abs(np.log(predict_run(calibrated, truth)[0] / truth.step_seconds)) for calibrated in (before, after)
+        )
+        assert error_after < 0.12
+        assert error_after < error_before
 
 
 def test_calibrate_reduces_error_on_benchmark_timings():
-    found = calibrate([synthesize_measured_run(1, micro_batch_size=4)], MACHINE, [synthesize_benchmark_file()])
-    assert {each.kind: each.count for each in found.operations} == {
+    calibration = calibrate([synthesize_measured_run(1, micro_batch_size=4)], MACHINE, [synthesize_benchmark_file()])
+    assert {operation.kind: operation.count for operation in calibration.operations} == {
         "collectives": len(OPERATIONS) * len(SIZES),
         "matrix products": 3,
         "attention": 2,
         "memory": 1,
     }
-    for each in found.operations:
-        assert each.after < max(0.15, each.before / 2), each
-    assert found.machine.calibration.time_constants["link"] == pytest.approx(0.1, rel=0.2)
+    for operation in calibration.operations:
+        assert operation.after < max(0.15, operation.before / 2), operation
+    assert calibration.machine.calibration.time_constants["link"] == pytest.approx(0.1, rel=0.2)
 
 
 def test_calibrate_uses_collectives_of_profiled_steps():
@@ -102,8 +105,8 @@ def test_calibrate_uses_collectives_of_profiled_steps():
 
 
 def test_collective_timings_use_formula_of_each_operation():
-    """An all-reduce moves its bytes twice, all-to-alls leave a node by each rank's own card, and servers' are not the
-    planner's."""
+    """An all-reduce moves its bytes twice. All-to-alls leave a node by the NIC of each rank. The
+    planner has no formula for parameter servers."""
     machine = SYNTHETIC_MACHINE.model_copy(update={"link_bytes_per_second": 100e9, "network_bytes_per_second": 1e9})
     jobs = job_table([{**job_row(synthesize_benchmark_file(2), machine), "pp": 1.0, "fast_link_domain": 2.0}])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
@@ -132,19 +135,19 @@ def test_operation_timings_compute_geometric_mean_error():
         kind="y",
         seconds=np.array([1.0, 1.0]),
         shares=np.array([0.25, 0.75]),
-        predicted=lambda c, which: np.array([2.0, 0.5])[which],
+        predicted=lambda c, indices: np.array([2.0, 0.5])[indices],
     )
     assert double.geometric_mean_error(time_constants()) == pytest.approx(1.0)
-    both = double.errors(time_constants(), points=2)
-    assert both.shape == (2, 2)
-    np.testing.assert_allclose(both[0], both[1])
+    errors = double.errors(time_constants(), points=2)
+    assert errors.shape == (2, 2)
+    np.testing.assert_allclose(errors[0], errors[1])
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def make_benchmark_document(**more: object) -> dict[str, object]:
-    way = {
+def make_benchmark_document(**changes: object) -> dict[str, object]:
+    collective = {
         "operation": "all_reduce",
         "groups": [[0, 2], [1, 3]],
         "sizes": [{"size_bytes": 64, "calls": 0, "seconds": 0.5}],
@@ -155,8 +158,13 @@ def make_benchmark_document(**more: object) -> dict[str, object]:
         {"causal": causal, "count": count, "forward_seconds": 1.0, "backward_seconds": 2.0}
         for causal, count in ((True, 4), (False, 8))
     ]
-    known = {"run_file": to_toml(make_run(4)), "world_size": 4, "collectives": [way], "matmul": [product | times]}
-    return {**known, "attention": ring, "bandwidth": [{"moved_bytes": 8, "seconds": 2.0}], **more}
+    document = {
+        "run_file": to_toml(make_run(4)),
+        "world_size": 4,
+        "collectives": [collective],
+        "matmul": [product | times],
+    }
+    return {**document, "attention": ring, "bandwidth": [{"moved_bytes": 8, "seconds": 2.0}], **changes}
 
 
 def write_benchmark_document(path: Path, content: object) -> Path:
@@ -166,12 +174,15 @@ def write_benchmark_document(path: Path, content: object) -> Path:
 
 
 def test_read_benchmark_file_parses_all_parts(tmp_path):
-    found = read_benchmark_file(write_benchmark_document(tmp_path, make_benchmark_document()))
-    assert (found.name, found.ranks, found.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
-    np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
-    np.testing.assert_array_equal(found.core, [3, 6])  # of a layer: its own tokens, and twice others'
-    np.testing.assert_array_equal(found.passes, [[8, 2]])
-    assert found.exchanges == (CollectiveTiming(operation="all_reduce", ranks=2, stride=2, size_bytes=64, seconds=0.5),)
+    benchmark = read_benchmark_file(write_benchmark_document(tmp_path, make_benchmark_document()))
+    assert (benchmark.name, benchmark.ranks, benchmark.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
+    np.testing.assert_array_equal(benchmark.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
+    # Count per layer: its own tokens once, and those of other ranks twice.
+    np.testing.assert_array_equal(benchmark.core, [3, 6])
+    np.testing.assert_array_equal(benchmark.passes, [[8, 2]])
+    assert benchmark.exchanges == (
+        CollectiveTiming(operation="all_reduce", ranks=2, stride=2, size_bytes=64, seconds=0.5),
+    )
 
 
 def test_benchmark_file_may_contain_attention_only(tmp_path):

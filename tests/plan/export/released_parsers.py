@@ -1,10 +1,9 @@
-"""Exports, read by the parsers of the trainers' releases: `make test-exports`, in an environment of its own.
+"""Exports, read by the parsers of the trainers' releases: `make test-exports`, in a separate environment.
 
-torchtitan reads a module, and builds the model without memory; DeepSpeed reads a file. Megatron-LM's parser reads every
-flag, and its checks run up to the first that asks for a GPU. The released nanotron cannot be imported (its config and
-its logging import each other): its config package runs from its source, each statement but the imports from nanotron,
-with the definitions from elsewhere in nanotron that those would bring.
-"""
+torchtitan reads a module, and builds the model without memory. DeepSpeed reads a file. Megatron-LM's parser reads
+every flag, and its checks run up to the first that needs a GPU. The released nanotron cannot be imported, because
+its config and its logging import each other. Therefore, its config package runs from its source, without imports
+from nanotron, and with the imported definitions executed separately."""
 
 from __future__ import annotations
 import __future__
@@ -42,11 +41,11 @@ def cases(trainer: Trainer) -> list[RunSpec]:
 
 @pytest.mark.parametrize("trainer", RELEASES)
 def test_installed_version_is_the_one_exports_name(trainer: Trainer) -> None:
-    name, wanted = RELEASES[trainer].split()
+    name, named_version = RELEASES[trainer].split()
     if trainer == "megatron":
-        assert (MEGATRON_DIR / f"megatron_core-{wanted}.dist-info").is_dir()
+        assert (MEGATRON_DIR / f"megatron_core-{named_version}.dist-info").is_dir()
     else:
-        assert version(name) == wanted
+        assert version(name) == named_version
 
 
 @pytest.mark.parametrize("run", cases("torchtitan"))
@@ -78,12 +77,12 @@ def test_torchtitan_model_of_llama3_405b_is_its_own(tmp_path: Path, monkeypatch:
     from torchtitan.models.llama3 import model_registry
 
     exported = load_torchtitan(LLAMA_405B, tmp_path, monkeypatch, ConfigManager()).model_spec.model
-    own = model_registry("405B").model
-    assert exported.layers[0].attention.rope == own.layers[0].attention.rope
-    assert len(exported.layers) == len(own.layers)
+    released = model_registry("405B").model
+    assert exported.layers[0].attention.rope == released.layers[0].attention.rope
+    assert len(exported.layers) == len(released.layers)
     for part in ("w1", "w2", "w3"):
-        sizes, own_sizes = (getattr(each.layers[0].feed_forward, part) for each in (exported, own))
-        assert (sizes.in_features, sizes.out_features) == (own_sizes.in_features, own_sizes.out_features)
+        sizes, released_sizes = (getattr(model.layers[0].feed_forward, part) for model in (exported, released))
+        assert (sizes.in_features, sizes.out_features) == (released_sizes.in_features, released_sizes.out_features)
 
 
 LOGITS_CASES = {
@@ -112,21 +111,21 @@ def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeyp
         torch.nn.init.normal_(parameter, is_norm, 0.3 if is_norm else 2 / parameter.shape[-1] ** 0.5)
     export_hf(run.model, dict(model.named_parameters()), tmp_path / "hf")
     spec = load_torchtitan(run, tmp_path, monkeypatch, ConfigManager()).model_spec
-    other = spec.model.build()
+    torchtitan_model = spec.model.build()
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    other.load_state_dict(spec.state_dict_adapter(spec.model, str(tmp_path / "hf")).from_hf(weights))
+    torchtitan_model.load_state_dict(spec.state_dict_adapter(spec.model, str(tmp_path / "hf")).from_hf(weights))
     tokens = torch.randint(run.model.vocab_size, (2, 256))
     positions = torch.arange(256).expand(2, 256)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        masks = other.get_attention_masks(positions)
+        masks = torchtitan_model.get_attention_masks(positions)
         logits, *_ = model(tokens)
-        difference = logits - other(tokens, positions=positions, attention_masks=masks)
+        difference = logits - torchtitan_model(tokens, positions=positions, attention_masks=masks)
     # Logits have a standard deviation near 2; torchtitan's experts compute in bf16.
     assert difference.abs().max() < (0.1 if run.model.moe else 2e-3)
 
 
 def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) -> Any:
-    """What torchtitan has after its command line names the export."""
+    """Return torchtitan's configuration after its command line has named the export."""
     (folder / "phalanx_run.py").write_text(export(run, WORLD_SIZE, "torchtitan").text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "phalanx_run", raising=False)
@@ -137,16 +136,16 @@ def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) 
 def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(MEGATRON_DIR)
     if sys.version_info < (3, 12):
-        # All that its package needs of Python 3.12 to be read.
+        # The only feature of Python 3.12 that importing the package needs.
         monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
     from megatron.training.arguments import parse_args, validate_args
 
-    words = shlex.split(export(run, WORLD_SIZE, "megatron").text.replace("\\\n", " "), comments=True)
-    start = words.index("pretrain_gpt.py")
-    for word in words[: words.index("torchrun")]:
-        monkeypatch.setenv(*word.split("="))
+    script_words = shlex.split(export(run, WORLD_SIZE, "megatron").text.replace("\\\n", " "), comments=True)
+    start = script_words.index("pretrain_gpt.py")
+    for argument in script_words[: script_words.index("torchrun")]:
+        monkeypatch.setenv(*argument.split("="))
     monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
-    monkeypatch.setattr(sys, "argv", [*words[start:-1], "--mock-data", "--tokenizer-type", "NullTokenizer"])
+    monkeypatch.setattr(sys, "argv", [*script_words[start:-1], "--mock-data", "--tokenizer-type", "NullTokenizer"])
     arguments = parse_args()
     assert arguments.context_parallel_size == run.layout.cp
     try:
@@ -157,7 +156,7 @@ def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
 
 
 class RecordingTable(dict[str, Any]):
-    """A table that knows which of its keys were asked for."""
+    """Table that records the keys that were read."""
 
     def __init__(self, table: dict[str, Any]) -> None:
         super().__init__(table)
@@ -174,7 +173,7 @@ class RecordingTable(dict[str, Any]):
 
 @pytest.fixture
 def deepspeed_ranks() -> Iterator[None]:
-    """A process group whose other ranks are not there: DeepSpeed asks it for its size alone."""
+    """Replace the process group by one of which DeepSpeed can only read the size."""
     import deepspeed.comm
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -193,7 +192,7 @@ def test_deepspeed_reads_every_key_of_export(run: RunSpec) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class ModelRanks:
-        """What a program's pipeline, or AutoTP, tells of its ranks."""
+        """Topology of ranks that a program's pipeline or AutoTP passes to DeepSpeed."""
 
         @staticmethod
         def get_data_parallel_world_size() -> int:
@@ -217,7 +216,7 @@ def test_nanotron_reads_export(run: RunSpec) -> None:
 
 
 def nanotron_config_package() -> ModuleType:
-    """The release's config package in one module."""
+    """Return the release's config package as one module."""
     package = find_spec("nanotron")
     assert package is not None
     assert package.origin is not None
@@ -234,7 +233,8 @@ def nanotron_config_package() -> ModuleType:
 
 
 def execute(file: Path, module: ModuleType, *names: str) -> None:
-    """Run a file's statements in `module`, or its imports and the classes of these names; none that need nanotron."""
+    """Run the statements of a file in `module`, or only its imports and
+    the named classes; skip imports from nanotron."""
 
     def is_needed(statement: ast.stmt) -> bool:
         if isinstance(statement, ast.Import | ast.ImportFrom):

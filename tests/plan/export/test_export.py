@@ -1,4 +1,4 @@
-"""Read back, what was written for another trainer has the run's degrees, batch and shape, and only names it knows."""
+"""Exports for other trainers contain the degrees, batch and shape of the run, and only names that the trainers know."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ EXPERTS = {**SMALL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128
 def make_run(
     model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any
 ) -> RunSpec:
-    """A run of 64 sequences of 1,024 tokens a step."""
+    """Return a run of 64 sequences of 1,024 tokens per step."""
     return run_from_table(
         {
             "name": "other",
@@ -70,22 +70,23 @@ def make_run(
 
 
 def parse_megatron_flags(exported: ExportedConfig) -> Table:
-    """Megatron-LM's flags, without dashes; True for those that have no value."""
-    words = shlex.split(exported.text.replace("\\\n", " "), comments=True)
-    found: Table = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            found[word[2:]] = True if following.startswith("--") or following == "$@" else following
-    return {name: value for name, value in found.items() if name not in ("nnodes", "nproc-per-node")}
+    """Return Megatron-LM's flags without dashes; True for flags without a value."""
+    arguments = shlex.split(exported.text.replace("\\\n", " "), comments=True)
+    flags: Table = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--"):
+            flags[argument[2:]] = True if following.startswith("--") or following == "$@" else following
+    return {name: value for name, value in flags.items() if name not in ("nnodes", "nproc-per-node")}
 
 
 def parse_torchtitan_calls(exported: ExportedConfig) -> dict[str, Table]:
-    """The keywords of each call in torchtitan's module, by the called name; arguments other than literals as source."""
+    """Return the keywords of each call in torchtitan's module by the called
+    name; arguments other than literals as source."""
     calls: dict[str, Table] = {}
     for node in ast.walk(ast.parse(exported.text)):
         if isinstance(node, ast.Call) and node.keywords:
             keywords = calls.setdefault(ast.unparse(node.func), {})
-            keywords.update({word.arg or "": _literal_or_source(word.value) for word in node.keywords})
+            keywords.update({keyword.arg or "": _literal_or_source(keyword.value) for keyword in node.keywords})
     return calls
 
 
@@ -97,7 +98,7 @@ def _literal_or_source(node: ast.expr) -> Any:
 
 
 def dotted_keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all keys; those of a list's tables are those of the list."""
+    """Return the dotted names of all keys; keys of tables in a list have the name of the list."""
     for key, value in table.items():
         yield prefix + key
         for inner in value if isinstance(value, list) else [value]:
@@ -106,14 +107,14 @@ def dotted_keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def known_option_names(trainer: Trainer) -> set[str]:
-    """The names that `make test-exports` has given to the release's parser."""
+    """Return the names that `make test-exports` has read with the release's parser."""
     lines = (KNOWN_OPTIONS_DIR / f"{trainer}.txt").read_text().splitlines()
     assert lines[0] == f"# {RELEASES[trainer]}"
     return set(lines[1:])
 
 
 def exported_option_names(exported: ExportedConfig, trainer: str) -> set[str]:
-    """Every name in what was written."""
+    """Return every name in the export."""
     if trainer == "megatron":
         return set(parse_megatron_flags(exported))
     if trainer == "torchtitan":
@@ -121,7 +122,7 @@ def exported_option_names(exported: ExportedConfig, trainer: str) -> set[str]:
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
         imported = {f"{node.module}:{alias.name}" for node in imports for alias in node.names}
         return imported | {
-            f"{call}.{word}" for call, words in parse_torchtitan_calls(exported).items() for word in words
+            f"{call}.{keyword}" for call, keywords in parse_torchtitan_calls(exported).items() for keyword in keywords
         }
     return set(dotted_keys(json.loads(exported.text) if trainer == "deepspeed" else yaml.safe_load(exported.text)))
 
@@ -151,8 +152,8 @@ def read_megatron(exported: ExportedConfig) -> Table:
 def read_torchtitan(exported: ExportedConfig) -> Table:
     calls = parse_torchtitan_calls(exported)
     axes, training, attention = calls["ParallelismConfig"], calls["TrainingConfig"], calls["make_gqa_config"]
-    (model,) = (words for call, words in calls.items() if call.endswith("Model.Config"))
-    (block,) = (words for call, words in calls.items() if call.endswith("TransformerBlock.Config"))
+    (model,) = (keywords for call, keywords in calls.items() if call.endswith("Model.Config"))
+    (block,) = (keywords for call, keywords in calls.items() if call.endswith("TransformerBlock.Config"))
     pp = axes["pipeline_parallel_degree"]
     return {
         "tp": axes["tensor_parallel_degree"],
@@ -164,7 +165,7 @@ def read_torchtitan(exported: ExportedConfig) -> Table:
         "sequence": training["seq_len"],
         "layers": int(re.findall(r"range\((\d+)\)", model["layers"])[0]),
         "width": model["dim"],
-        # Of layers that all have experts, torchtitan is not told what a dense one would be.
+        # If all layers have experts, the export for torchtitan contains no dense width.
         "ffn": int(re.findall(r"\((\d+)\)", block["feed_forward"])[0])
         if "feed_forward" in block
         else SMALL["ffn_hidden_size"],
@@ -280,7 +281,7 @@ def test_torchtitan_export_imports_only_what_it_uses(run: RunSpec) -> None:
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run: RunSpec) -> None:
     exported = export(run, WORLD_SIZE, trainer)
-    found, sizes, cut, spec = (
+    exported_values, sizes, batch_plan, spec = (
         READERS[trainer](exported),
         parallel_dims(run.layout, WORLD_SIZE),
         plan_batch(run, WORLD_SIZE),
@@ -291,8 +292,8 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
         "tp": sizes.tp,
         "pp": sizes.pp,
         "cp": sizes.cp,
-        "micro_batch": cut.micro_batch_size,
-        "sequences": cut.global_batch_size,
+        "micro_batch": batch_plan.micro_batch_size,
+        "sequences": batch_plan.global_batch_size,
         "sequence": 1024,
         "layers": spec.num_layers,
         "width": spec.hidden_size,
@@ -302,16 +303,21 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
         "kv_heads": spec.num_kv_heads,
         "vocab": spec.vocab_size,
     }
-    assert found == {name: expected[name] for name in found}
-    assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD_SIZE
+    assert exported_values == {name: expected[name] for name in exported_values}
+    assert (
+        exported_values["dp"] * exported_values["tp"] * exported_values.get("pp", sizes.pp) * exported_values["cp"]
+        == WORLD_SIZE
+    )
     if trainer != "deepspeed":
-        assert found.keys() == expected.keys()
+        assert exported_values.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_writes_the_options_that_the_release_has_read(trainer: Trainer) -> None:
     exports = [export(run, WORLD_SIZE, name) for name, run in EXPORT_CASES if name == trainer]
-    assert set().union(*(exported_option_names(each, trainer) for each in exports)) == known_option_names(trainer)
+    assert set().union(
+        *(exported_option_names(exported_run, trainer) for exported_run in exports)
+    ) == known_option_names(trainer)
 
 
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
@@ -401,10 +407,10 @@ def test_export_rejects_options_unsupported_by_the_trainer(
     assert error.value.field == field
     change, others = error.value.fix.split("; trainers for the unchanged run: ")
     assert fix in change
-    named = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
-    assert others == (", ".join(TRAINER_NAMES[other] for other in named) or "none of the four")
+    suggested = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
+    assert others == (", ".join(TRAINER_NAMES[other] for other in suggested) or "none of the four")
     for other in TRAINERS:
-        if other in named:
+        if other in suggested:
             assert export(run, world_size, other).text
         else:
             with pytest.raises(UserError):
@@ -472,18 +478,18 @@ def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> 
     layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
-    left = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
-    for said in (
+    exported = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
+    for expected in (
         "optimizer.learning_rate = 0.003: not set",
         "training.steps = 1000: a default of Phalanx",
         "optimizer.warmup_steps = 50: a default of Phalanx",
     ):
-        assert any(note.startswith(said) for note in left.notes)
-        assert trainer == "deepspeed" or f"# {said}" in left.text
-    assert any(note.startswith("checkpoint.every = 500: ") for note in left.notes) == (trainer == "nanotron")
-    chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
-    chosen["checkpoint"] = {"every": 3}
-    assert not any("default" in note for note in export(run_from_table(chosen), WORLD_SIZE, trainer).notes)
+        assert any(note.startswith(expected) for note in exported.notes)
+        assert trainer == "deepspeed" or f"# {expected}" in exported.text
+    assert any(note.startswith("checkpoint.every = 500: ") for note in exported.notes) == (trainer == "nanotron")
+    tuned = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
+    tuned["checkpoint"] = {"every": 3}
+    assert not any("default" in note for note in export(run_from_table(tuned), WORLD_SIZE, trainer).notes)
 
 
 def test_export_rejects_unknown_trainer() -> None:
@@ -496,9 +502,9 @@ def test_exported_pipeline_split_equals_layers_per_stage(layout: Table) -> None:
     run = make_run(data_parallel="zero1", micro_batch_size=1, **layout)
     lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
-    cut = parse_megatron_flags(export(run, WORLD_SIZE, "megatron"))["pipeline-model-parallel-layout"]
-    assert (cut[0], cut[-1]) == ("E", "L")
-    assert [stage.count("t") for stage in cut.split("|")] == lengths
+    split = parse_megatron_flags(export(run, WORLD_SIZE, "megatron"))["pipeline-model-parallel-layout"]
+    assert (split[0], split[-1]) == ("E", "L")
+    assert [stage.count("t") for stage in split.split("|")] == lengths
     exported = export(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD_SIZE, "torchtitan")
     parts = parse_torchtitan_calls(exported)["ParallelismConfig"]["module_fqns_per_model_part"]
     blocks = [f"layers.{layer}" for layer in range(run.model.num_layers)]
@@ -547,10 +553,10 @@ def test_exported_sharding_options_match_data_parallel_strategy(
 def test_torchtitan_export_local_batch_contains_all_micro_batches() -> None:
     run = make_run(pp=4, data_parallel="zero3", micro_batch_size=2)
     training = parse_torchtitan_calls(export(run, WORLD_SIZE, "torchtitan"))["TrainingConfig"]
-    cut = plan_batch(run, WORLD_SIZE)
-    assert cut.gradient_accumulation_steps > 1
-    assert training["local_batch_size"] == 2 * cut.gradient_accumulation_steps
-    assert training["local_batch_size"] * cut.dp_size == cut.global_batch_size
+    batch_plan = plan_batch(run, WORLD_SIZE)
+    assert batch_plan.gradient_accumulation_steps > 1
+    assert training["local_batch_size"] == 2 * batch_plan.gradient_accumulation_steps
+    assert training["local_batch_size"] * batch_plan.dp_size == batch_plan.global_batch_size
 
 
 @pytest.mark.parametrize(
@@ -583,21 +589,21 @@ def test_megatron_export_asks_for_all_to_all_only_with_enough_key_value_heads(
 
 def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
     model = {**SMALL, "vocab_size": 256, "num_layers": 64}
-    found = parse_megatron_flags(
+    flags = parse_megatron_flags(
         export(
             make_run(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD_SIZE, "megatron"
         )
     )
-    assert found["num-virtual-stages-per-pipeline-rank"] == "2"
-    assert "pipeline-model-parallel-layout" not in found
+    assert flags["num-virtual-stages-per-pipeline-rank"] == "2"
+    assert "pipeline-model-parallel-layout" not in flags
 
 
 def test_megatron_export_sets_expert_parallel_sizes() -> None:
     for ep, split in ((4, "1"), (1, "2")):
-        found = parse_megatron_flags(export(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE, "megatron"))
-        assert (found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]) == (str(ep), split)
-        assert (found["num-experts"], found["moe-router-topk"]) == ("8", "2")
-        assert found["moe-shared-expert-intermediate-size"] == "128"
+        flags = parse_megatron_flags(export(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE, "megatron"))
+        assert (flags["expert-model-parallel-size"], flags["expert-tensor-parallel-size"]) == (str(ep), split)
+        assert (flags["num-experts"], flags["moe-router-topk"]) == ("8", "2")
+        assert flags["moe-shared-expert-intermediate-size"] == "128"
 
 
 def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A value that an exporter does not name is refused, in each choice (a `Literal`, or a component) of a run."""
+"""Exporters reject unknown values of each choice (a `Literal`, or a component) of a run."""
 
 from __future__ import annotations
 

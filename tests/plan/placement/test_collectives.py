@@ -1,4 +1,4 @@
-"""Figures of collectives over all ranks of a run: where formulas apply, and with which nodes and links."""
+"""Figures of collectives over all ranks of a run: conditions of formulas, nodes and links."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ TOPOLOGIES = Path(__file__).parents[2] / "spec" / "topology" / "topologies"
 
 
 def test_with_pxn_relays_only_over_fast_links() -> None:
-    """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
+    """Device 0 relays over the fast link to device 1, but not to device 3. The last node has no device 3."""
     pairs = NodeLayout(domain=(0, 0, 1, 1), rail=(0, 1, 2, 3), nics=(("a",), ("b",), ("c",), ("d",)))
     sent = TrafficMatrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
     assert matrix_entries(with_pxn(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
@@ -46,9 +46,9 @@ def test_nic_loads_split_traffic_of_device_with_two_nics() -> None:
         nvlinks=(1, 1),
         rails=(7, 7, 7),
     )
-    two = node_layout(ClusterSpec(), 2, node)
-    assert (two.rail, two.nics) == ((7, 7), (("a", "b"), ("c",)))
-    loads = nic_loads(TrafficMatrix(4, np.array([0]), np.array([3]), np.array([8.0])), two)
+    two_nodes = node_layout(ClusterSpec(), 2, node)
+    assert (two_nodes.rail, two_nodes.nics) == ((7, 7), (("a", "b"), ("c",)))
+    loads = nic_loads(TrafficMatrix(4, np.array([0]), np.array([3]), np.array([8.0])), two_nodes)
     assert [(load.sent_bytes, load.received_bytes) for load in loads] == [
         (4, 0),
         (4, 0),
@@ -62,7 +62,7 @@ def test_nic_loads_split_traffic_of_device_with_two_nics() -> None:
 def test_node_layout_reads_fast_links_and_nics_from_topology() -> None:
     h100 = node_layout(ClusterSpec(), 8, read_topology(TOPOLOGIES / "h100-nv18.txt"))
     assert (h100.domain, h100.rail, h100.span) == ((0,) * 8, tuple(range(8)), 1)
-    assert len({name for mine in h100.nics for name in mine}) == 8
+    assert len({name for nics in h100.nics for name in nics}) == 8
     assert node_layout(ClusterSpec(), 2, read_topology(TOPOLOGIES / "rtx4090-pcie.txt")).domain == (0, 1)
     with pytest.raises(UserError, match="exceeds the 8 GPUs"):
         node_layout(ClusterSpec(), 9, read_topology(TOPOLOGIES / "h100-nv18.txt"))
@@ -77,7 +77,7 @@ GPU3\tSYS\tSYS\tNV4\tX\tSYS\tPIX
 
 
 def test_node_layout_classifies_links_of_gpu_pairs_with_shared_nics() -> None:
-    """Pairs of GPUs with one card for each pair: GPU 0 of one node reaches GPU 1 of another on one rail."""
+    """Two GPUs share a NIC: GPU 0 of one node reaches GPU 1 of another on one rail."""
     pairs = node_layout(ClusterSpec(), 4, parse_topology(SHARED_NICS_TOPOLOGY))
     assert (pairs.domain, pairs.rail) == ((0, 0, 1, 1), (0, 0, 1, 1))
     source, target = np.zeros(5, np.int64), np.array([1, 2, 4, 5, 6])
@@ -89,11 +89,11 @@ def test_node_layout_classifies_links_of_gpu_pairs_with_shared_nics() -> None:
 
 
 def test_node_layout_fast_link_domain_spans_several_nodes() -> None:
-    """72 GPUs of 18 nodes; and a preset of 8 on nodes of which the run has 4 ranks joins none."""
+    """72 GPUs of 18 nodes share a domain. A preset of 8 GPUs does not join nodes on which the run has 4 ranks."""
     rack = node_layout(ClusterSpec(preset="gb200", fast_link_domain=72), 4)
     assert (rack.span, rack.ranks_per_island) == (18, 72)
-    ways = rack.links(np.array([0, 0, 0]), np.array([71, 72, 73]))
-    assert ways.tolist() == [0, 2, 3]
+    links = rack.links(np.array([0, 0, 0]), np.array([71, 72, 73]))
+    assert links.tolist() == [0, 2, 3]
     half = node_layout(ClusterSpec(preset="h100", fast_link_domain=8), 4)
     assert (half.span, half.domain) == (1, (0, 0, 0, 0))
     assert node_layout(ClusterSpec(fast_link_domain=2), 4).domain == (0, 0, 1, 1)
@@ -102,16 +102,16 @@ def test_node_layout_fast_link_domain_spans_several_nodes() -> None:
 def findings_by_axis(
     layout: dict[str, Any], world_size: int, nproc: int, model: dict[str, Any] = DENSE, **cluster: Any
 ) -> dict[str, str]:
-    run, where = make_run(layout, model), make_node_layout(nproc)
-    parts = traffic_matrices(run, world_size, where.ranks_per_island)
-    found = placement_findings(parallel_dims(run.layout, world_size), parts, where, ClusterSpec(**cluster))
-    return {f"{finding.verdict} {finding.axis}": f"{finding.message}; {finding.fix}" for finding in found}
+    run, node_layout = make_run(layout, model), make_node_layout(nproc)
+    parts = traffic_matrices(run, world_size, node_layout.ranks_per_island)
+    findings = placement_findings(parallel_dims(run.layout, world_size), parts, node_layout, ClusterSpec(**cluster))
+    return {f"{finding.verdict} {finding.axis}": f"{finding.message}; {finding.fix}" for finding in findings}
 
 
 def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
     assert findings_by_axis({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
-    bad = findings_by_axis({"tp": 4}, 8, 2)["bad tp"]
-    assert bad.startswith(
+    finding = findings_by_axis({"tp": 4}, 8, 2)["bad tp"]
+    assert finding.startswith(
         "2 of 2 tp groups extend beyond a fast domain (2 devices); the first has ranks 0 1 2 3; "
         "make layout.tp a divisor of 2"
     )
@@ -122,18 +122,20 @@ def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
 
 
 def test_placement_findings_flag_pipeline_neighbors_on_different_rails() -> None:
-    """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
+    """Stages of 2 ranks are on nodes of 4: the second stage is on devices 2
+    and 3, the third on 0 and 1 of the next node."""
     assert "good pp" in findings_by_axis({"pp": 2, "tp": 2}, 4, 2)
     assert findings_by_axis({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
         "4 of 4 pairs of pipeline neighbors on different nodes are on different rails; make tp x cp a multiple of 4"
     )
     assert not [key for key in findings_by_axis({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
-    apart = findings_by_axis({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]
-    assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of 4")
+    finding = findings_by_axis({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]
+    assert finding.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of 4")
 
 
 def test_placement_findings_flag_partial_nodes_and_oversubscribed_spine() -> None:
-    """All-to-all of 2 x 4 devices: of 4 on the other node 3 are on another rail. Gradients stay on theirs."""
+    """In an all-to-all of 2 x 4 devices, 3 of 4 devices on the other node are
+    on another rail. Gradients stay on their rail."""
     assert findings_by_axis({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
     run = make_run({"ep": 8}, MOE)
     parts = [bytes_by_link(part, make_node_layout(4)) for part in traffic_matrices(run, 8, 4).values()]

@@ -1,4 +1,4 @@
-"""Where traffic goes: small cases counted by hand, conservation, and the loads of a rail fabric."""
+"""Traffic between ranks: small hand-counted cases, conservation, and the loads of a rail fabric."""
 
 from __future__ import annotations
 
@@ -31,59 +31,57 @@ from tests.helpers.placement_runs import DENSE, MOE, make_node_layout, make_run,
 
 
 def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
-    """Products stay on a node (0-1, 2-3); gradients go along rails (0-2, 1-3): each has the sum of half of them, and
-    an all-reduce of two ranks sends it once."""
+    """Tensor parallelism stays on a node (0-1, 2-3), and gradients stay on rails (0-2, 1-3). Each rank reduces half
+    of them, and an all-reduce of two ranks sends it once."""
     run = make_run({"tp": 2})
-    found = traffic_matrices(run, 4, island=2)
-    assert set(found) == {"tp", "dp"}
+    matrices = traffic_matrices(run, 4, island=2)
+    assert set(matrices) == {"tp", "dp"}
     rows = traffic_by_group(run, 4)["rank"]
     products = sum(row.bytes for row in rows if row.group_kind in ("tp", "copies"))
     (gradients,) = (row.bytes for row in rows if row.group_kind == "data")
-    assert matrix_entries(found["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
-    assert matrix_entries(found["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
-    assert bytes_by_link(found["tp"], make_node_layout(2)) == pytest.approx(
+    assert matrix_entries(matrices["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
+    assert matrix_entries(matrices["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
+    assert bytes_by_link(matrices["tp"], make_node_layout(2)) == pytest.approx(
         {"fast": 4 * products, "node": 0, "rail": 0, "spine": 0}
     )
-    assert bytes_by_link(found["dp"], make_node_layout(2)) == pytest.approx(
+    assert bytes_by_link(matrices["dp"], make_node_layout(2)) == pytest.approx(
         {"fast": 0, "node": 0, "rail": 4 * gradients, "spine": 0}
     )
 
 
 def test_traffic_matrix_of_two_data_parallel_ranks_matches_hand_count() -> None:
-    """Two ranks exchange 2 (N-1)/N = 1 times the fp32 gradients."""
     run = make_run({})
     size = 4 * count_parameters(run.model).total
     assert matrix_entries(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
 
 
 def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
-    """Two stages of two ranks that share products: each rank of a stage sends, for each micro-batch, the fp32 residual
-    stream of its half of the tokens, and its gradient comes back."""
+    """Two stages have two tensor-parallel ranks. For each micro-batch, each rank sends the fp32 residual stream of
+    its half of the tokens, and receives its gradient."""
     run = make_run({"pp": 2, "tp": 2}, tokens=8 * 32)
     message = 4 * 32 * 32 / 2
-    found = traffic_matrices(run, 4, island=2)["pp"]
-    assert matrix_entries(found) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
-    assert bytes_by_link(found, make_node_layout(2))["rail"] == pytest.approx(found.total)
+    matrix = traffic_matrices(run, 4, island=2)["pp"]
+    assert matrix_entries(matrix) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
+    assert bytes_by_link(matrix, make_node_layout(2))["rail"] == pytest.approx(matrix.total)
 
 
 def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
-    """Stage 5 is on rank 2 and gives its output to stage 6 on rank 0... of 2 x 3 stages: the last of a round gives to
-    the first rank, so that all three pairs talk."""
+    """With 2 x 3 stages, the last rank of a round sends to the first, so that all three pairs communicate."""
     run = make_run({"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32)
     message = 4 * 32 * 32
     sent = matrix_entries(traffic_matrices(run, 3, island=1)["pp"])
     forward = {(0, 1): 2, (1, 2): 2, (2, 0): 1}
-    back = {(b, a): count for (a, b), count in forward.items()}
-    assert sent == {pair: 3 * count * message for pair, count in {**forward, **back}.items()}
+    backward = {(b, a): count for (a, b), count in forward.items()}
+    assert sent == {pair: 3 * count * message for pair, count in {**forward, **backward}.items()}
 
 
 def test_expert_all_to_all_traffic_is_even() -> None:
     run = make_run({"ep": 4}, MOE)
-    found = traffic_matrices(run, 4, island=2)["ep"]
-    each = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
-    assert matrix_entries(found) == {(a, b): pytest.approx(each) for a in range(4) for b in range(4) if a != b}
-    assert bytes_by_link(found, make_node_layout(2)) == pytest.approx(
-        {"fast": 4 * each, "node": 0, "rail": 4 * each, "spine": 4 * each}
+    matrix = traffic_matrices(run, 4, island=2)["ep"]
+    pair_bytes = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
+    assert matrix_entries(matrix) == {(a, b): pytest.approx(pair_bytes) for a in range(4) for b in range(4) if a != b}
+    assert bytes_by_link(matrix, make_node_layout(2)) == pytest.approx(
+        {"fast": 4 * pair_bytes, "node": 0, "rail": 4 * pair_bytes, "spine": 4 * pair_bytes}
     )
 
 
@@ -110,26 +108,26 @@ LAYOUT_IDS = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
 def test_traffic_matrix_row_sums_equal_counted_traffic(
     world_size: int, layout: dict[str, Any], model: dict[str, Any], nproc: int
 ) -> None:
-    """Every rank sends exactly what `traffic_by_role` counts for its place, to others only."""
+    """Each rank sends the bytes that `traffic_by_role` counts for its position, and none to itself."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(run, world_size)
-    whole = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
-    sent = np.bincount(whole.source, whole.bytes, world_size)
+    total = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
+    sent = np.bincount(total.source, total.bytes, world_size)
     for rank in range(world_size):
-        place = sizes.coordinates(rank)["pp"]
-        rows = counted["rank" if sizes.pp == 1 else f"pp{place}"]
+        stage = sizes.coordinates(rank)["pp"]
+        rows = counted["rank" if sizes.pp == 1 else f"pp{stage}"]
         assert sent[rank] == pytest.approx(sum(row.bytes for row in rows if row.operation != "recv"), rel=1e-12)
-    assert (whole.source != whole.target).all()
-    assert sum(bytes_by_link(whole, make_node_layout(nproc)).values()) == pytest.approx(whole.total)
-    assert whole.aggregated(nproc).total == pytest.approx(whole.total)
-    assert whole.to_dense().sum() == pytest.approx(whole.total)
+    assert (total.source != total.target).all()
+    assert sum(bytes_by_link(total, make_node_layout(nproc)).values()) == pytest.approx(total.total)
+    assert total.aggregated(nproc).total == pytest.approx(total.total)
+    assert total.to_dense().sum() == pytest.approx(total.total)
 
 
 @pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=LAYOUT_IDS)
 def test_communicating_groups_partition_all_ranks(
     world_size: int, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    """A group has the size for which its rows were counted: every rank is in one, and it has company."""
+    """The traffic was counted for these group sizes: every rank is in one group, with at least one other rank."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes = parallel_dims(run.layout, world_size)
     for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):
@@ -141,7 +139,8 @@ def test_communicating_groups_partition_all_ranks(
 
 
 def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
-    """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
+    """8 ranks are 2 replicas of 4. Within a replica, every second rank has
+    the same experts; each shard is reduced with that of the other replica."""
     run = make_run({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
     assert communication_groups(run, sizes, "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -151,7 +150,7 @@ def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
 
 
 def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
-    """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
+    """Context-parallel ranks share a replica's shards; 2 key/value heads are shared by pairs of 4 ranks."""
     run = make_run({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
     assert communication_groups(run, parallel_dims(run.layout, 8), "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     run = make_run({"tp": 4})
@@ -165,7 +164,7 @@ def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
 
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(staleness: int | None) -> None:
-    """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
+    """W workers send and receive the model W times. With synchronous steps, a chain distributes it."""
     run = make_run({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
     sent = matrix_entries(traffic_matrices(run, 5, island=5)["servers"])
     size = 4 * count_parameters(run.model).total
@@ -178,40 +177,40 @@ def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(stalen
 
 @given(nodes=st.integers(1, 5), devices=st.integers(1, 6))
 def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: int) -> None:
-    """The formulas of `rail_fabric` (there enumerated) come out of the matrix."""
+    """The formulas of `rail_fabric` are tested there by enumeration."""
     count, size = nodes * devices, 1e6
     members = np.arange(count)[None]
     if count == 1:
         return
-    where = make_node_layout(devices)
+    layout = make_node_layout(devices)
 
     def loads(matrix: TrafficMatrix) -> tuple[float, float, float]:
-        links = bytes_by_link(matrix, where)
-        away = links["rail"] + links["spine"]
-        return away / count, links["fast"] / count, links["spine"] / away if away else 0.0
+        links = bytes_by_link(matrix, layout)
+        leaving = links["rail"] + links["spine"]
+        return leaving / count, links["fast"] / count, links["spine"] / leaving if leaving else 0.0
 
     ring = TrafficMatrix(count, *_ring_transfers(members, sent_bytes("all_reduce", size, count), devices))
     expected = flat_ring_all_reduce(size, nodes, devices)
     assert loads(ring) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, 0.0))
     tokens = TrafficMatrix(count, *_all_to_all_transfers(members, sent_bytes("all_to_all", size, count)))
-    for pxn, matrix in ((False, tokens), (True, with_pxn(tokens, where))):
+    for pxn, matrix in ((False, tokens), (True, with_pxn(tokens, layout))):
         expected = all_to_all(size, nodes, devices, pxn)
         assert loads(matrix) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, expected.spine_share))
 
 
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3))
 def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int, stride: int) -> None:
-    """Also where a group has different numbers on its islands."""
+    """Includes groups with different numbers of ranks on their islands."""
     members = np.arange(2 * count * stride).reshape(2, count, stride).swapaxes(1, 2).reshape(-1, count)
     sent = TrafficMatrix(2 * count * stride, *_ring_transfers(members, 6.0, island))
-    for ends in (sent.source, sent.target):
-        assert np.bincount(ends, sent.bytes) == pytest.approx(6.0)
+    for devices in (sent.source, sent.target):
+        assert np.bincount(devices, sent.bytes) == pytest.approx(6.0)
     group = {int(rank): row for row, ranks in enumerate(members) for rank in ranks}
     assert all(group[a] == group[b] and a != b for a, b in matrix_entries(sent))
 
 
 def test_ring_traffic_uses_one_ring_for_uneven_node_groups() -> None:
-    """2, 1 and 3 members on nodes of 4."""
+    """The group has 2, 1 and 3 members on nodes of 4."""
     source, target, sent = _ring_transfers(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
     assert list(zip(source, target, sent, strict=True)) == [
         (2, 3, 5),
@@ -231,7 +230,7 @@ def test_traffic_matrix_is_empty_for_one_rank() -> None:
 
 
 def test_traffic_by_group_separates_expert_gradients() -> None:
-    """Gradients of experts go to the ranks with the same experts, others to all."""
+    """Gradients of experts go to ranks with the same experts, other gradients to all ranks."""
     rows = [row for row in traffic_by_group(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
     assert [row.group_kind for row in rows] == ["data", "same_experts"]
     (merged,) = [r for r in traffic_by_role(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]

@@ -1,4 +1,4 @@
-"""Predicted exchanges across nodes against the bytes that leave by the busiest network card."""
+"""Predicted time of communication across nodes, compared with the bytes that leave by the busiest NIC."""
 
 import numpy as np
 import pytest
@@ -50,8 +50,9 @@ def test_all_to_all_across_nodes_takes_bytes_of_busiest_card(model, sequence, te
 
 
 def test_ulysses_across_nodes_sends_what_arithmetic_says():
-    """Two nodes, one rank a card: of 65,536 / 16 tokens, 32 heads of queries, 2 x 16 of keys and values (8 and their
-    copies) and 32 of outputs, 128 wide in bf16, half leaves the node; forward and backward, 32 blocks, 32 sequences."""
+    """Two nodes have one rank per NIC. Of 65,536 / 16 tokens with 32 heads of queries, 2 x 16 of keys
+    and values (8 and their copies) and 32 of outputs, 128 wide in bf16, half leaves the node:
+    forward and backward, 32 blocks, 32 sequences."""
     sent_bytes = 4096 * (32 + 2 * 16 + 32) * 128 * 2 / 2 * 2 * 32 * 32
     cluster = {"nodes": 2, "network_bytes_per_second": 2e9}
     run = make_run(sequence=65536, sequences=32, cluster=cluster)
@@ -60,8 +61,8 @@ def test_ulysses_across_nodes_sends_what_arithmetic_says():
 
 
 def test_ring_attention_across_nodes_takes_bytes_of_the_card_between_nodes():
-    """Keys and values go on 15 times forward and backward, and backward their gradients in fp32: the traffic's count
-    has one hop more of these, which brings them home."""
+    """Keys and values are sent 15 times forward and backward, and their fp32 gradients 15 times backward. The
+    traffic count has one more hop of gradients, which returns them to their rank."""
     layout = parse_layout("cp=16,cp_method=ring,micro_batch_size=1")
     cluster = {"nodes": 2, "network_bytes_per_second": 1e8}
     run = make_run(sequence=65536, sequences=32, cluster=cluster).model_copy(update={"layout": layout})

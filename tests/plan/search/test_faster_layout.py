@@ -1,4 +1,4 @@
-"""The much faster layout that does not fit, against every layout."""
+"""The much faster layout that does not fit, compared with every layout."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_find_faster_layout_is_smallest_of_much_faster_layouts():
 
 @pytest.mark.parametrize("part", ["device", "host"])
 def test_find_faster_layout_fits_when_missing_bytes_are_added(part):
-    """And does not with one percent less of it."""
+    """With one percent less than the missing bytes, the layout does not fit."""
     run = two_cards(24) if part == "device" else two_cards(40, host_memory_bytes=92 * 2**30)
     faster = find_faster_layout(run, 2, search_layouts(run, 2, keep=1))
     assert faster is not None
@@ -52,7 +52,7 @@ def test_find_faster_layout_fits_when_missing_bytes_are_added(part):
     missing = faster.missing_device_bytes if part == "device" else faster.missing_host_bytes
     assert missing > 0
     for share in (0.99, 1.02):
-        # memory that is enough grows a little less than memory itself
+        # The usable part of memory grows a little more slowly than memory itself.
         memory = round(getattr(run.cluster, field) + share * missing / 0.978)
         larger = run.model_copy(update={"cluster": run.cluster.model_copy(update={field: memory})})
         fits = evaluate_layout(larger, 2, faster.option.candidate.layout()).p_oom < MAX_OOM_PROBABILITY

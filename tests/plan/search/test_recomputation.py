@@ -55,21 +55,21 @@ def make_run(model, machine, memory_bytes, layout):
 
 
 def predict(run):
-    """The seconds of a step, and the device bytes of the fullest rank."""
+    """Return the seconds of a step, and the device bytes of the fullest rank."""
     seconds = evaluate(run, 8, [candidate_from_run(run, 8)])[0].step_seconds
     return seconds, device_and_host_bytes(run.cluster, worker_memories(run, 8))[0]
 
 
 def fastest_mix(run):
-    """The seconds of the fastest mix of blocks that recompute nothing, norms, attention or all and that fits.
+    """Return the seconds of the fastest mix that fits, of blocks that recompute nothing, norms, attention or all.
 
     Time and memory are linear in the numbers of blocks, except for the peak of recomputation, which is left out."""
     seconds, size = predict(with_recomputation(run, "none", [0]))
-    one = {method: predict(with_recomputation(run, method, [1])) for method in METHODS}
+    one_block = {method: predict(with_recomputation(run, method, [1])) for method in METHODS}
     limit, layers = safe_capacity_bytes(run.cluster), run.model.num_layers
 
     def mixed(counts, part, base):
-        return base + sum(count * (one[method][part] - base) for method, count in counts.items())
+        return base + sum(count * (one_block[method][part] - base) for method, count in counts.items())
 
     mixes = [
         dict(zip(METHODS, counts, strict=True))

@@ -1,4 +1,4 @@
-"""The search against brute force, and what it may offer."""
+"""The search, compared with brute force, and the layouts that it may offer."""
 
 from bisect import bisect_left
 from itertools import islice
@@ -35,100 +35,99 @@ from tests.helpers.synthetic_machine import SYNTHETIC_MACHINE
     memory=st.sampled_from([16, 40, 80]),
 )
 def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
-    """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
-    described = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
-    ways = ENUMERATED_METHODS
-    again = {
-        kept._replace(activation_checkpointing=way): None
-        for kept in enumerate_layouts(described, ranks)
-        for way in ways
+    """Compared with every layout. Some are also evaluated alone, to find columns that mix."""
+    run = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
+    methods = ENUMERATED_METHODS
+    layouts = {
+        layout._replace(activation_checkpointing=method): None
+        for layout in enumerate_layouts(run, ranks)
+        for method in methods
     }
-    pairs = [(kept, other) for kept in again for other in (kept, *smaller_variants(described, kept))]
-    plain, every = (list(side) for side in zip(*pairs, strict=True))
-    found = search_layouts(described, ranks, keep=3)
-    assert len(set(plain)) <= found.searched <= len(every)
-    options = evaluate(described, ranks, every)
+    pairs = [(layout, variant) for layout in layouts for variant in (layout, *smaller_variants(run, layout))]
+    plain, variants = (list(side) for side in zip(*pairs, strict=True))
+    result = search_layouts(run, ranks, keep=3)
+    assert len(set(plain)) <= result.searched <= len(variants)
+    options = evaluate(run, ranks, variants)
     likely = {
-        option.candidate for option in options if option.candidate in again and option.p_oom < MAX_OOM_PROBABILITY
+        option.candidate for option in options if option.candidate in layouts and option.p_oom < MAX_OOM_PROBABILITY
     }
-    for at in range(0, len(every), 1 + len(every) // 20):
-        alone = evaluate(described, ranks, [every[at]])[0]
-        assert (alone.step_seconds, alone.memory_bytes) == (options[at].step_seconds, options[at].memory_bytes)
-    # What one rank has is not looked for elsewhere where it fits: as ZeRO has it, it is another strategy.
-    needed = [kept.data_parallel == other.data_parallel or kept not in likely for kept, other in pairs]
+    for index in range(0, len(variants), 1 + len(variants) // 20):
+        single = evaluate(run, ranks, [variants[index]])[0]
+        assert (single.step_seconds, single.memory_bytes) == (options[index].step_seconds, options[index].memory_bytes)
+    # Variants with another strategy are searched only if the layout itself does not fit.
+    needs = [layout.data_parallel == variant.data_parallel or layout not in likely for layout, variant in pairs]
     fitting = [
-        option for option, need in zip(options, needed, strict=True) if need and option.p_oom < MAX_OOM_PROBABILITY
+        option
+        for option, is_needed in zip(options, needs, strict=True)
+        if is_needed and option.p_oom < MAX_OOM_PROBABILITY
     ]
-    assert len(likely) <= found.fitting <= len(fitting)
-    as_counted = (
-        with_exact_memory(described, ranks, option) for option in sorted(fitting, key=lambda o: o.step_seconds)
-    )
+    assert len(likely) <= result.fitting <= len(fitting)
+    as_counted = (with_exact_memory(run, ranks, option) for option in sorted(fitting, key=lambda o: o.step_seconds))
     best = next((option for option in as_counted if option.p_oom < MAX_OOM_PROBABILITY), None)
     if best:
-        assert found.layouts[0].step_seconds <= best.step_seconds * (1 + 2 * TIE_TOLERANCE)
+        assert result.layouts[0].step_seconds <= best.step_seconds * (1 + 2 * TIE_TOLERANCE)
     else:
-        assert found.layouts == []
-        assert found.closest_to_fitting is not None
-        assert found.closest_to_fitting.p_oom >= MAX_OOM_PROBABILITY
-        by_formula = options[every.index(found.closest_to_fitting.candidate)]
+        assert result.layouts == []
+        assert result.closest_to_fitting is not None
+        assert result.closest_to_fitting.p_oom >= MAX_OOM_PROBABILITY
+        by_formula = options[variants.index(result.closest_to_fitting.candidate)]
         assert by_formula.p_oom == min(option.p_oom for option in options)
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 12)])
 def test_enumerate_layouts_yields_only_runnable_layouts(model, ranks):
-    described = make_run(model, sequence=1024, sequences=48)
-    for kept in enumerate_layouts(described, ranks):
-        for candidate in (kept, *smaller_variants(described, kept)):
-            own = described.model_copy(update={"layout": candidate.layout()})
-            check_layout(own, ranks)
-            assert candidate_from_run(own, ranks) == candidate
+    run = make_run(model, sequence=1024, sequences=48)
+    for layout in enumerate_layouts(run, ranks):
+        for candidate in (layout, *smaller_variants(run, layout)):
+            layout_run = run.model_copy(update={"layout": candidate.layout()})
+            check_layout(layout_run, ranks)
+            assert candidate_from_run(layout_run, ranks) == candidate
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 1)])
 @pytest.mark.parametrize("machine", ["v100-16gb", "h100", "b200"])
 def test_smaller_variants_never_shorten_a_step_and_always_save_memory(model, machine, ranks):
-    """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
+    """Holds for arbitrarily fast CPUs. Therefore, the search may try
+    smaller variants only for layouts that do not fit."""
     fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
-    rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
-    described = make_run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
-    pairs = [
-        (kept, other) for kept in enumerate_layouts(described, ranks) for other in smaller_variants(described, kept)
-    ]
+    layout = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
+    run = make_run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=layout)
+    pairs = [(kept, other) for kept in enumerate_layouts(run, ranks) for other in smaller_variants(run, kept)]
     assert {other.offload for _, other in pairs} == {"none", "cpu", "nvme"}
     assert all(other.offloads or other.activation_checkpointing == "norms" for _, other in pairs)
-    kept, others = (evaluate(described, ranks, list(side)) for side in zip(*pairs, strict=True))
+    kept, others = (evaluate(run, ranks, list(side)) for side in zip(*pairs, strict=True))
     for before, after in zip(kept, others, strict=True):
-        alike = after.candidate.data_parallel == before.candidate.data_parallel
-        assert after.step_seconds >= before.step_seconds or not alike, str(after.candidate)
+        same_strategy = after.candidate.data_parallel == before.candidate.data_parallel
+        assert after.step_seconds >= before.step_seconds or not same_strategy, str(after.candidate)
         assert after.memory_bytes < before.memory_bytes, str(after.candidate)
 
 
 def test_search_offers_offload_when_nothing_else_fits():
-    """8 billion parameters of 16 bytes each in 80 GiB."""
-    described = make_run(sequences=8, cluster={"nproc_per_node": 1})
-    found = search_layouts(described, 1)
-    assert found.layouts
-    for option in found.layouts:
+    """The model has 8 billion parameters of 16 bytes, and the device 80 GiB."""
+    run = make_run(sequences=8, cluster={"nproc_per_node": 1})
+    result = search_layouts(run, 1)
+    assert result.layouts
+    for option in result.layouts:
         assert option.candidate.offload == "cpu"
         assert option.parts["offload"] > 0
-        own = described.model_copy(update={"layout": option.candidate.layout()})
-        check_layout(own, 1)
-        (place,) = rank_memory(own, 1).values()
-        assert option.memory_bytes == place.device < 80 * 2**30
-        assert option.host_bytes == place.host > place.offloaded > 0
-    scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
-    assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).layouts == []
+        option_run = run.model_copy(update={"layout": option.candidate.layout()})
+        check_layout(option_run, 1)
+        (memory,) = rank_memory(option_run, 1).values()
+        assert option.memory_bytes == memory.device < 80 * 2**30
+        assert option.host_bytes == memory.host > memory.offloaded > 0
+    scarce = run.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
+    assert search_layouts(run.model_copy(update={"cluster": scarce}), 1).layouts == []
     files = run_from_table(
         {"layout": {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}}
     ).layout
-    in_files = search_layouts(described.model_copy(update={"cluster": scarce, "layout": files}), 1).layouts
+    in_files = search_layouts(run.model_copy(update={"cluster": scarce, "layout": files}), 1).layouts
     assert in_files
     assert {option.candidate.offload for option in in_files} == {"nvme"}
     assert in_files[0].candidate.layout().offload_directory == "/local"
 
 
 def test_search_offloads_activations_where_full_recomputation_does_not_fit():
-    """Whole sequences of 262,144 tokens on each device."""
+    """Each device trains whole sequences of 262,144 tokens."""
     run = make_run("llama3-8b", sequence=262144, sequences=8, cluster={"memory_bytes": 80 * 2**30})
     run = run.model_copy(update={"model": run.model.replace(vocab_size=1024, ffn_hidden_size=4096)})
     options = search_layouts(run, 8, is_wanted=lambda c: c.dp == 8 and c.data_parallel == "zero3").layouts
@@ -138,20 +137,20 @@ def test_search_offloads_activations_where_full_recomputation_does_not_fit():
 
 @pytest.mark.parametrize(("gib", "expected"), [(60, "none"), (24, "full")])
 def test_search_recomputes_only_when_memory_is_tight(gib, expected):
-    """Of 8 billion parameters with long sequences."""
+    """The model has 8 billion parameters and long sequences."""
     run = make_run(sequence=8192, sequences=16, cluster={"memory_bytes": gib * 2**30})
     best = search_layouts(run, 8, keep=1, is_wanted=lambda candidate: not candidate.offloads).layouts[0]
     assert best.candidate.activation_checkpointing == expected
 
 
 def test_search_options_are_sorted_and_pareto_front_decreases():
-    found = search_layouts(make_run(), 16, keep=50)
-    times = np.log([option.step_seconds for option in found.layouts])
+    result = search_layouts(make_run(), 16, keep=50)
+    times = np.log([option.step_seconds for option in result.layouts])
     assert (np.diff(np.floor(times / TIE_TOLERANCE)) >= 0).all()
-    front = [option.memory_bytes for option in found.pareto_front]
+    front = [option.memory_bytes for option in result.pareto_front]
     assert front == sorted(front, reverse=True)
-    assert found.pareto_front[0] is found.layouts[0]
-    for option in found.layouts:
+    assert result.pareto_front[0] is result.layouts[0]
+    for option in result.layouts:
         assert option.low_seconds < option.step_seconds < option.high_seconds
         assert option.p_oom < MAX_OOM_PROBABILITY
         assert sum(option.parts.values()) == pytest.approx(option.step_seconds)
@@ -165,15 +164,13 @@ NEAR_RUNS = {
 
 @pytest.mark.parametrize("name", NEAR_RUNS)
 def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
-    """Equals are steps from one to another that is longer by the error of predictions."""
-    described = NEAR_RUNS[name]
-    ranks = described.cluster.ranks
-    plan = plan_or_raise(described, ranks, keep=60, group_schedules=False)
-    fastest = search_layouts(described, ranks, keep=1).layouts[0]
+    """Step times are equal if they differ by less than the error of predictions."""
+    run = NEAR_RUNS[name]
+    ranks = run.cluster.ranks
+    plan = plan_or_raise(run, ranks, keep=60, group_schedules=False)
+    fastest = search_layouts(run, ranks, keep=1).layouts[0]
     assert plan.fastest == fastest
-    bands = TimeBands(
-        described, ranks, with_smaller_variants(described, ranks, enumerate_layouts(described, ranks))[1], fastest
-    )
+    bands = TimeBands(run, ranks, with_smaller_variants(run, ranks, enumerate_layouts(run, ranks))[1], fastest)
     assert list(islice(bands, 2000))
     assert bands.ends[0] == fastest.step_seconds * (1 + UNCERTAIN_GAIN)
     effort = [
@@ -187,25 +184,25 @@ def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
 
 @pytest.mark.parametrize("name", NEAR_RUNS)
 def test_plan_groups_schedules_of_a_layout_and_takes_the_same(name):
-    described = NEAR_RUNS[name]
-    ranks = described.cluster.ranks
-    grouped, every = (plan_or_raise(described, ranks, 20, group_schedules=kind) for kind in (True, False))
-    assert grouped.best == every.best
+    run = NEAR_RUNS[name]
+    ranks = run.cluster.ranks
+    grouped, ungrouped = (plan_or_raise(run, ranks, 20, group_schedules=kind) for kind in (True, False))
+    assert grouped.best == ungrouped.best
     safe = [
         option.candidate._replace(schedule="", virtual_stages=1)
         for option in grouped.layouts
         if option.p_oom < SAFE_OOM_PROBABILITY
     ]
     assert len(safe) == len(set(safe))
-    assert [option for option in every.layouts if option in grouped.layouts] == [
-        option for option in grouped.layouts if option in every.layouts
+    assert [option for option in ungrouped.layouts if option in grouped.layouts] == [
+        option for option in grouped.layouts if option in ungrouped.layouts
     ]
 
 
 def test_explanation_blames_exposed_gathers_of_zero3_on_a_slow_network():
-    described = make_run(sequence=8192, sequences=128, cluster={"nodes": 8, "network_bytes_per_second": 2e9})
+    run = make_run(sequence=8192, sequences=128, cluster={"nodes": 8, "network_bytes_per_second": 2e9})
     zero3, piped = (
-        evaluate_layout(described, 64, parse_layout(text))
+        evaluate_layout(run, 64, parse_layout(text))
         for text in ("data_parallel=zero3", "data_parallel=zero1,tp=4,pp=8,rank_order=pipeline_outer")
     )
     assert zero3.exposed > 0.6 * zero3.step_seconds
@@ -218,36 +215,36 @@ def test_explanation_blames_exposed_gathers_of_zero3_on_a_slow_network():
 
 def test_search_filter_finds_matching_layouts_at_any_rank():
     tight = make_run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
-    every = search_layouts(tight, 4, keep=40).layouts
-    pipelines = [option for option in every if option.candidate.pp == 2]
-    assert every.index(pipelines[0]) > 3
+    all_layouts = search_layouts(tight, 4, keep=40).layouts
+    pipelines = [option for option in all_layouts if option.candidate.pp == 2]
+    assert all_layouts.index(pipelines[0]) > 3
     assert search_layouts(tight, 4, 3, is_wanted=lambda candidate: candidate.pp == 2).layouts == pipelines[:3]
 
 
 def test_search_reports_progress():
-    told: list[tuple[str, int, int]] = []
-    found = search_layouts(make_run(), 16, 5, lambda *what: told.append(what))
-    stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
+    progress: list[tuple[str, int, int]] = []
+    result = search_layouts(make_run(), 16, 5, lambda *event: progress.append(event))
+    stages = {phase: [(done, total) for name, done, total in progress if name == phase] for phase, _, _ in progress}
     evaluating, counting = stages.values()
     assert evaluating[0][0] == 0
-    assert evaluating[-1] == (found.searched, found.searched)
+    assert evaluating[-1] == (result.searched, result.searched)
     assert counting == [(done, 5) for done in range(6)]
-    assert found == search_layouts(make_run(), 16, 5)
+    assert result == search_layouts(make_run(), 16, 5)
 
 
 def test_evaluated_layout_mfu_uses_trainer_formula():
-    described = make_run()
-    option = evaluate(described, 8, [candidate_from_run(described, 8)])[0]
-    flops = training_flops_per_token(described.model, 4096)
-    assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
+    run = make_run()
+    option = evaluate(run, 8, [candidate_from_run(run, 8)])[0]
+    flops = training_flops_per_token(run.model, 4096)
+    assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, run.cluster.peak_flops, 8))
 
 
 def test_evaluated_layout_hfu_includes_recomputed_flops():
-    described = make_run()
-    alike = candidate_from_run(described, 8)
-    kinds = [alike._replace(activation_checkpointing=again) for again in ("none", "selective", "full")]
-    none, selective, full = evaluate(described, 8, kinds)
-    parts = forward_flops(described.model, 4096)
+    run = make_run()
+    candidate = candidate_from_run(run, 8)
+    kinds = [candidate._replace(activation_checkpointing=method) for method in ("none", "selective", "full")]
+    none, selective, full = evaluate(run, 8, kinds)
+    parts = forward_flops(run.model, 4096)
     forward = parts.blocks + parts.head
     assert none.hfu == none.mfu
     assert selective.hfu / selective.mfu == pytest.approx(1 + (parts.projections + parts.core) / (3 * forward))
@@ -256,21 +253,22 @@ def test_evaluated_layout_hfu_includes_recomputed_flops():
 
 @pytest.mark.parametrize(("machine", "device"), [("h100", "cuda"), ("cpu", "cpu")])
 def test_search_plans_device_auto_as_device_of_preset(machine, device):
-    """Layouts, times, memory with CUDA's parts, and risks: all with `cluster.device` left to where the run starts."""
-    auto, known = (
+    """Layouts, times, memory including CUDA's, and risks are equal when
+    the device is detected at the start of the run."""
+    auto, cuda = (
         make_run("olmoe-1b-7b", machine, sequences=16, cluster={"device": name, "memory_bytes": 2**34})
         for name in ("auto", device)
     )
-    plans = [search_layouts(run, 8, keep=5) for run in (auto, known)]
+    plans = [search_layouts(run, 8, keep=5) for run in (auto, cuda)]
     assert plans[0].layouts == plans[1].layouts
     cp = "cp=2,cp_method=ring,data_parallel=zero1,micro_batch_size=1"
-    assert evaluate_layout(auto, 8, parse_layout(cp)) == evaluate_layout(known, 8, parse_layout(cp))
+    assert evaluate_layout(auto, 8, parse_layout(cp)) == evaluate_layout(cuda, 8, parse_layout(cp))
 
 
 def test_search_best_never_slows_with_more_memory_or_devices():
     small = make_run(cluster={"memory_bytes": 24 * 2**30})
     large = make_run(cluster={"memory_bytes": 80 * 2**30})
-    first, second = (search_layouts(described, 8, keep=1).layouts[0].step_seconds for described in (small, large))
+    first, second = (search_layouts(variant, 8, keep=1).layouts[0].step_seconds for variant in (small, large))
     assert second <= first * (1 + TIE_TOLERANCE)
     assert search_layouts(large, 16, keep=1).layouts[0].step_seconds < second
 
@@ -286,68 +284,60 @@ def test_search_limits_tp_to_fast_link_domain_for_llama3_405b():
 @pytest.mark.parametrize(
     ("model", "layout", "min_ratio"),
     [
-        (
-            "llama3-8b",
-            {"pp": 2, "schedule": "zb-v", "activation_checkpointing": "full"},
-            0.72,
-        ),  # one rank has both ends
+        # One rank has the embedding and the head.
+        ("llama3-8b", {"pp": 2, "schedule": "zb-v", "activation_checkpointing": "full"}, 0.72),
         ("llama3-8b", {"pp": 4, "schedule": "1f1b", "data_parallel": "zero1"}, 0.85),
-        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data_parallel": "zero1"}, 0.85),  # experts are cut as MLPs are
-        (
-            "mixtral-8x7b",
-            {"tp": 2, "ep": 8, "pp": 2, "data_parallel": "zero1"},
-            0.68,
-        ),  # the fullest owns a whole expert's state
+        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data_parallel": "zero1"}, 0.85),  # experts are split as MLPs are
+        # The fullest rank has the state of a whole expert.
+        ("mixtral-8x7b", {"tp": 2, "ep": 8, "pp": 2, "data_parallel": "zero1"}, 0.68),
     ],
 )
 def test_estimated_memory_is_close_to_exact_memory(model, layout, min_ratio):
-    described = make_run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
-    (option,) = evaluate(described, 32, [candidate_from_run(described, 32)])
-    assert min_ratio < option.memory_bytes / with_exact_memory(described, 32, option).memory_bytes < 1.15
+    run = make_run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
+    (option,) = evaluate(run, 32, [candidate_from_run(run, 32)])
+    assert min_ratio < option.memory_bytes / with_exact_memory(run, 32, option).memory_bytes < 1.15
 
 
 def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
-    """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
-    described = make_run("mixtral-8x7b", sequences=256, cluster={"nodes": 8, "memory_bytes": 100 * 2**30})
-    piped = [option for option in search_layouts(described, 64, keep=20).layouts if option.candidate.pp > 1]
+    """The experts of a stage share nodes, which the predicted time prefers. In one node, no traffic leaves it."""
+    run = make_run("mixtral-8x7b", sequences=256, cluster={"nodes": 8, "memory_bytes": 100 * 2**30})
+    piped = [option for option in search_layouts(run, 64, keep=20).layouts if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
     assert {option.candidate.rank_order for option in piped} == {"pipeline_outer"}
-    other = best.candidate.layout().model_copy(update={"rank_order": "data_outer"})
-    assert evaluate_layout(described, 64, other).step_seconds > 1.05 * best.step_seconds
-    alone = [c for c in enumerate_layouts(make_run("mixtral-8x7b"), 8) if c.pp > 1]
-    assert {c.rank_order for c in alone} == {"data_outer"}
+    data_outer = best.candidate.layout().model_copy(update={"rank_order": "data_outer"})
+    assert evaluate_layout(run, 64, data_outer).step_seconds > 1.05 * best.step_seconds
+    one_node = [c for c in enumerate_layouts(make_run("mixtral-8x7b"), 8) if c.pp > 1]
+    assert {c.rank_order for c in one_node} == {"data_outer"}
 
 
 def test_search_returns_smallest_layout_when_none_fits():
-    described = make_run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
-    found = search_layouts(described, 8)
-    assert (found.layouts, found.fitting) == ([], 0)
-    assert found.closest_to_fitting is not None
-    assert found.closest_to_fitting.memory_bytes > 3 * 2**30
+    run = make_run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
+    result = search_layouts(run, 8)
+    assert (result.layouts, result.fitting) == ([], 0)
+    assert result.closest_to_fitting is not None
+    assert result.closest_to_fitting.memory_bytes > 3 * 2**30
 
 
 def test_plan_or_raise_reports_cpu_memory_shortage():
-    """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
+    """Offloading needs the least device memory, but CPU memory has no room for the state."""
     scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
-    described = make_run(sequences=8, cluster=scarce)
+    run = make_run(sequences=8, cluster=scarce)
     with pytest.raises(UserError, match=r"uses [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
-        plan_or_raise(described, 1)
-    least = search_layouts(described, 1).closest_to_fitting
+        plan_or_raise(run, 1)
+    least = search_layouts(run, 1).closest_to_fitting
     assert least.host_bytes > 60 * 2**30
-    assert least == with_exact_memory(described, 1, least)
+    assert least == with_exact_memory(run, 1, least)
 
 
 def test_search_rejects_cluster_without_speeds():
-    described = run_from_table({"model": {"preset": "tiny"}})
+    run = run_from_table({"model": {"preset": "tiny"}})
     with pytest.raises(UserError, match=r"cluster\.peak_flops.*\n.*preset"):
-        search_layouts(described, 8)
+        search_layouts(run, 8)
 
 
 def test_candidate_jobs_columns_match_layout():
-    described = make_run(
-        layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2}
-    )
-    jobs = candidate_jobs(described, 16, [candidate_from_run(described, 16)])
+    run = make_run(layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
+    jobs = candidate_jobs(run, 16, [candidate_from_run(run, 16)])
     assert (jobs.tp, jobs.pp, jobs.virtual_stages, jobs.dp, jobs.zero_stage, jobs.shard_group_size) == (
         2,
         2,
@@ -364,15 +354,15 @@ def test_candidate_jobs_columns_match_layout():
     [
         ({}, (32, 32, 32)),
         ({"pp": 2}, (17, 17, 15)),
-        ({"pp": 5}, (7, 7, 4)),  # the head is as long as two or three blocks
+        ({"pp": 5}, (7, 7, 4)),  # the head takes as long as two or three blocks
         ({"pp": 5, "schedule": "zb-v"}, (4, 7, 4)),  # embedding and head are on one rank
         ({"pp": 4, "schedule": "interleaved", "virtual_stages": 3}, (8, 9, 7)),
     ],
 )
 def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
-    """As the run cuts them, not a share of all: the step takes what the longest takes."""
-    described = make_run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
-    jobs = candidate_jobs(described, 40, [candidate_from_run(described, 40)])
+    """A step takes as long as its longest stage, not the mean of stages."""
+    run = make_run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
+    jobs = candidate_jobs(run, 40, [candidate_from_run(run, 40)])
     assert tuple(jobs.blocks) == blocks
 
 
@@ -389,10 +379,10 @@ def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
     ],
 )
 def test_candidate_from_run_rejects_unsupported_layout_field(field, layout):
-    described = make_run("olmoe-1b-7b", layout=layout)
+    run = make_run("olmoe-1b-7b", layout=layout)
     with pytest.raises(UserError, match=rf"layout\.{field}.*not supported by the planner"):
-        candidate_from_run(described, 8)
-    assert run_footprint(described).step_seconds is None, "`advise oom` tells what it can"
+        candidate_from_run(run, 8)
+    assert run_footprint(run).step_seconds is None, "`advise oom` tells what it can"
 
 
 def test_candidate_from_run_ignores_fields_without_effect():
@@ -404,41 +394,41 @@ def test_candidate_from_run_ignores_fields_without_effect():
 
 
 def test_candidate_from_run_uses_effective_strategy():
-    """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
+    """ZeRO-2 keeps whole gradients in a pipeline, and FSDP without other ranks is a replica."""
     assert candidate_from_run(make_run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
     assert candidate_from_run(make_run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
     assert candidate_from_run(make_run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
 
 
 def test_search_options_fit_by_exact_rank_memory():
-    described = make_run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
-    for option in search_layouts(described, 64, keep=4).layouts:
-        places = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64).values()
-        assert option.memory_bytes == max(place.device for place in places) < 80 * 2**30
+    run = make_run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
+    for option in search_layouts(run, 64, keep=4).layouts:
+        memories = rank_memory(run.model_copy(update={"layout": option.candidate.layout()}), 64).values()
+        assert option.memory_bytes == max(memory.device for memory in memories) < 80 * 2**30
 
 
 def test_enumerate_layouts_has_both_methods_of_cp_when_it_divides_heads():
-    """Of 12 heads two or four ranks can exchange some for tokens; eight cannot."""
-    described = make_run("gpt2-124m", sequence=1024, sequences=16)
-    found = {
+    """Two or four ranks can exchange 12 heads for tokens; eight ranks cannot."""
+    run = make_run("gpt2-124m", sequence=1024, sequences=16)
+    candidates = {
         (c.cp, c.cp_method): c
-        for c in enumerate_layouts(described, 8)
+        for c in enumerate_layouts(run, 8)
         if c.tp == c.pp == c.ep == 1 and c.activation_checkpointing == "none"
     }
-    assert set(found) == {(1, "ring"), (2, "ring"), (2, "ulysses"), (4, "ring"), (4, "ulysses"), (8, "ring")}
-    jobs = candidate_jobs(described, 8, [found[4, "ulysses"], found[8, "ring"], found[1, "ring"]])
+    assert set(candidates) == {(1, "ring"), (2, "ring"), (2, "ulysses"), (4, "ring"), (4, "ulysses"), (8, "ring")}
+    jobs = candidate_jobs(run, 8, [candidates[4, "ulysses"], candidates[8, "ring"], candidates[1, "ring"]])
     assert list(jobs.attention) == [AttentionKernel.FLASH_3, AttentionKernel.RING, AttentionKernel.FLASH_3]
     assert list(jobs.ulysses) == [1, 0, 0]
 
 
 def test_fp8_is_faster_than_bf16_and_needs_memory_for_casts():
     layout = {"data_parallel": "zero3", "micro_batch_size": 2}
-    found = {}
+    evaluated = {}
     for precision in ("bf16", "fp8"):
         run = make_run(sequence=8192, layout=layout, training={"precision": precision, "compile": True})
-        found[precision] = evaluate_layout(run, 8, run.layout)
-    assert 0.6 < found["fp8"].step_seconds / found["bf16"].step_seconds < 0.95
-    assert found["bf16"].memory_bytes <= found["fp8"].memory_bytes < 1.02 * found["bf16"].memory_bytes
+        evaluated[precision] = evaluate_layout(run, 8, run.layout)
+    assert 0.6 < evaluated["fp8"].step_seconds / evaluated["bf16"].step_seconds < 0.95
+    assert evaluated["bf16"].memory_bytes <= evaluated["fp8"].memory_bytes < 1.02 * evaluated["bf16"].memory_bytes
 
 
 @pytest.mark.parametrize("machine", ["a100", "l4", "mi300x", "cpu"])

@@ -19,7 +19,7 @@ def without_directory(candidate: CandidateLayout) -> CandidateLayout:
 def test_row_of_every_candidate_is_read_as_its_layout(model: str) -> None:
     run = make_run(model, cluster=SLOW_NETWORK, layout={"offload_directory": "/local", "offload": "nvme"})
     enumerated = enumerate_layouts(run, 16)
-    candidates = [*enumerated, *(variant for one in enumerated[::7] for variant in smaller_variants(run, one))]
+    candidates = [*enumerated, *(variant for larger in enumerated[::7] for variant in smaller_variants(run, larger))]
     texts = {str(candidate): candidate for candidate in candidates}
     for text, candidate in texts.items():
         assert layout_of_row(text) == without_directory(candidate).layout(), text

@@ -1,4 +1,4 @@
-"""Tables that cannot be read."""
+"""Unreadable tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines as columns: nothing is guessed in silence."""
+"""Machines as columns: every assumed value is reported."""
 
 import pytest
 
@@ -31,11 +31,11 @@ def test_unknown_network_is_asked_for_where_ranks_leave_a_domain(preset):
     cluster = load_machine(preset).model_copy(update={"nproc_per_node": 8})
     domain = cluster.fast_link_domain_size
     machine_columns(cluster, domain)
-    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second") as caught:
+    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second") as error_info:
         machine_columns(cluster, 2 * domain)
-    assert f"{2 * domain} devices are more than the {domain}" in str(caught.value)
-    known = cluster.model_copy(update={"network_bytes_per_second": 1.5625e9})
-    assert machine_columns(known, 2 * domain)["network_bytes_per_second"] == 1.5625e9
+    assert f"{2 * domain} devices are more than the {domain}" in str(error_info.value)
+    with_network = cluster.model_copy(update={"network_bytes_per_second": 1.5625e9})
+    assert machine_columns(with_network, 2 * domain)["network_bytes_per_second"] == 1.5625e9
 
 
 def test_unknown_links_are_asked_for_where_ranks_share_a_domain():
@@ -43,13 +43,13 @@ def test_unknown_links_are_asked_for_where_ranks_share_a_domain():
     with pytest.raises(UserError, match=r"cluster\.link_bytes_per_second"):
         machine_columns(cluster, 8)
     machine_columns(cluster, 1)
-    alone = cluster.model_copy(update={"fast_link_domain": 1, "network_bytes_per_second": 1e9})
-    assert machine_columns(alone, 8)["link_bytes_per_second"] == 1e9
+    one_device = cluster.model_copy(update={"fast_link_domain": 1, "network_bytes_per_second": 1e9})
+    assert machine_columns(one_device, 8)["link_bytes_per_second"] == 1e9
 
 
 @pytest.mark.parametrize("preset", preset_names("machines"))
 def test_each_value_that_is_filled_in_is_described(preset):
-    """Of every preset, offload in files included: what a column takes and the cluster does not have is in a line."""
+    """For each preset, also with offload to files, a line describes each value that the cluster does not define."""
     cluster = load_machine(preset).model_copy(update={"nproc_per_node": 8})
     values = assumed_values(cluster)
     lines = describe_assumptions(cluster, 8, {"nvme"})
@@ -63,8 +63,8 @@ def test_assumptions_name_peak_of_preset_that_stands_for_fp32():
     peak = "cluster.peak_flops = 60.0 GFLOP/s also in fp32, preset cpu"
     assert peak in describe_assumptions(cluster, 2, set(), "fp32")
     assert peak not in describe_assumptions(cluster, 2, set())
-    stated = cluster.model_copy(update={"peak_flops": 1e11})
-    assert not any("peak_flops" in line for line in describe_assumptions(stated, 2, set(), "fp32"))
+    with_peak = cluster.model_copy(update={"peak_flops": 1e11})
+    assert not any("peak_flops" in line for line in describe_assumptions(with_peak, 2, set(), "fp32"))
 
 
 def test_assumptions_name_network_of_preset_only_where_it_is_used():
@@ -72,5 +72,5 @@ def test_assumptions_name_network_of_preset_only_where_it_is_used():
     network = "cluster.network_bytes_per_second = 50.0 GB/s per device, preset h100"
     assert network in describe_assumptions(cluster, 16, set())
     assert network not in describe_assumptions(cluster, 8, set())
-    stated = cluster.model_copy(update={"network_bytes_per_second": 2e9, "oversubscription": 1.0})
-    assert [line for line in describe_assumptions(stated, 16, set()) if "network" in line or "over" in line] == []
+    with_network = cluster.model_copy(update={"network_bytes_per_second": 2e9, "oversubscription": 1.0})
+    assert [line for line in describe_assumptions(with_network, 16, set()) if "network" in line or "over" in line] == []

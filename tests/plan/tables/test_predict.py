@@ -1,4 +1,4 @@
-"""Rows of a table: what they state, what they leave open, and what is wrong with them."""
+"""Rows of a table: stated values, missing values and errors."""
 
 import json
 import math
@@ -15,18 +15,18 @@ from tests.helpers.published_rows import L40S_ROW, MEGATRON_22B_ROW
 
 @cache
 def predict_row(**changes: str) -> Prediction:
-    (found,) = predict_rows([{**MEGATRON_22B_ROW, **changes}])
-    assert isinstance(found, Prediction), found
-    return found
+    (prediction,) = predict_rows([{**MEGATRON_22B_ROW, **changes}])
+    assert isinstance(prediction, Prediction), prediction
+    return prediction
 
 
 def test_predict_rows_matches_published_megatron_run():
-    found = predict_row()
-    assert found.step_time_s == pytest.approx(1.42, rel=0.1)
-    assert found.step_time_low_s < found.step_time_s < found.step_time_high_s
-    assert found.assumed == []
-    assert found.p_oom < 0.01
-    assert found.tflops_per_gpu == pytest.approx(found.mfu / 100 * 312)
+    prediction = predict_row()
+    assert prediction.step_time_s == pytest.approx(1.42, rel=0.1)
+    assert prediction.step_time_low_s < prediction.step_time_s < prediction.step_time_high_s
+    assert prediction.assumed == []
+    assert prediction.p_oom < 0.01
+    assert prediction.tflops_per_gpu == pytest.approx(prediction.mfu / 100 * 312)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def test_predict_rows_matches_published_megatron_run():
     ],
 )
 def test_predict_rows_hfu_includes_recomputed_flops(changes, recomputed_fraction):
-    """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
-    much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
-    found = predict_row(**changes)
-    assert found.hfu / found.mfu - 1 == pytest.approx(recomputed_fraction, rel=0.01, abs=1e-9)
+    """Recomputation repeats the forward pass of blocks: 24 h^2 + 4 h s per token and layer. The model has three
+    times this, and the head 2 h V / L (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
+    prediction = predict_row(**changes)
+    assert prediction.hfu / prediction.mfu - 1 == pytest.approx(recomputed_fraction, rel=0.01, abs=1e-9)
 
 
 def test_predict_rows_ignores_result_columns():
-    answers = {
+    results = {
         "step_time_s": "99",
         "tflops_per_gpu": "1",
         "mfu": "1",
@@ -54,17 +54,19 @@ def test_predict_rows_ignores_result_columns():
         "notes": "flash ZB-V",
         "source": "DeepSpeed",
     }
-    assert predict_row(**answers) == predict_row()
-    without = {column: text for column, text in MEGATRON_22B_ROW.items() if column not in answers}
-    assert predict_rows([without]) == [predict_row()]
+    assert predict_row(**results) == predict_row()
+    row_without_results = {column: text for column, text in MEGATRON_22B_ROW.items() if column not in results}
+    assert predict_rows([row_without_results]) == [predict_row()]
 
 
 def test_predict_rows_offload_fact_increases_time_and_reduces_memory():
     row = {"tp": "1", "dp": "8", "zero": "3", "micro_batch": "1", "global_batch": "8", "schedule": "FSDP"}
-    kept, said, away = (predict_row(**row, facts=facts) for facts in ("", "offload=False", "flash; offload=True"))
-    assert kept == said
-    assert away.step_time_s > kept.step_time_s
-    assert kept.memory_gib - away.memory_gib == pytest.approx(16 * 22e9 / 8 / 2**30, rel=0.03)
+    unstated, stated_off, offloaded = (
+        predict_row(**row, facts=facts) for facts in ("", "offload=False", "flash; offload=True")
+    )
+    assert unstated == stated_off
+    assert offloaded.step_time_s > unstated.step_time_s
+    assert unstated.memory_gib - offloaded.memory_gib == pytest.approx(16 * 22e9 / 8 / 2**30, rel=0.03)
 
 
 def test_predict_rows_corrects_and_reports_inconsistent_degrees():
@@ -72,12 +74,12 @@ def test_predict_rows_corrects_and_reports_inconsistent_degrees():
 
 
 def test_predict_rows_chooses_and_reports_missing_values():
-    found = predict_row(micro_batch="", recompute="", global_batch="16")
-    assert found.assumed == ["micro-batch", "recompute"]
-    assert found.p_oom < 0.5
-    stated = [predict_row(micro_batch=size, recompute="full", global_batch="16") for size in ("1", "2", "4", "8")]
-    assert found.step_time_s <= min(row.step_time_s for row in stated if row.p_oom < 0.5)
-    width = found.step_time_high_s / found.step_time_s
+    prediction = predict_row(micro_batch="", recompute="", global_batch="16")
+    assert prediction.assumed == ["micro-batch", "recompute"]
+    assert prediction.p_oom < 0.5
+    complete = [predict_row(micro_batch=size, recompute="full", global_batch="16") for size in ("1", "2", "4", "8")]
+    assert prediction.step_time_s <= min(row.step_time_s for row in complete if row.p_oom < 0.5)
+    width = prediction.step_time_high_s / prediction.step_time_s
     assert width > predict_row().step_time_high_s / predict_row().step_time_s
 
 
@@ -94,11 +96,11 @@ def test_predict_rows_chooses_and_reports_missing_values():
     ],
 )
 def test_predict_rows_reports_reason_for_unpredictable_row(changes, reason):
-    (found, other) = predict_rows([{**MEGATRON_22B_ROW, **changes}, MEGATRON_22B_ROW])
-    assert isinstance(found, PredictionFailure)
-    assert reason in found.reason
-    assert other == predict_row()
-    json.dumps(found.reason)
+    (prediction, valid) = predict_rows([{**MEGATRON_22B_ROW, **changes}, MEGATRON_22B_ROW])
+    assert isinstance(prediction, PredictionFailure)
+    assert reason in prediction.reason
+    assert valid == predict_row()
+    json.dumps(prediction.reason)
 
 
 @settings(max_examples=300, deadline=None)
@@ -111,16 +113,16 @@ def test_predict_rows_reports_reason_for_unpredictable_row(changes, reason):
     other=st.sampled_from(["", "2", "8", "none"]),
 )
 def test_predict_rows_continues_after_invalid_row(column, text, other):
-    """Whatever a cell holds, the row is predicted, or says why not."""
+    """For any content of a cell, the row has a prediction or an error."""
     spoiled = {**MEGATRON_22B_ROW, column: text, "pp": other} if column != "pp" else {**MEGATRON_22B_ROW, column: text}
-    found, after = predict_rows([spoiled, MEGATRON_22B_ROW])
-    assert after == predict_row()
-    if isinstance(found, Prediction):
-        assert 0 < found.step_time_low_s < found.step_time_s < found.step_time_high_s < math.inf
-        assert 0 <= found.p_oom <= 1
-        assert found.memory_gib > 0
+    prediction, next_prediction = predict_rows([spoiled, MEGATRON_22B_ROW])
+    assert next_prediction == predict_row()
+    if isinstance(prediction, Prediction):
+        assert 0 < prediction.step_time_low_s < prediction.step_time_s < prediction.step_time_high_s < math.inf
+        assert 0 <= prediction.p_oom <= 1
+        assert prediction.memory_gib > 0
     else:
-        assert found.reason
+        assert prediction.reason
 
 
 def test_read_rows_pads_short_rows_and_truncates_long_rows(tmp_path):
@@ -137,8 +139,8 @@ def test_read_rows_pads_short_rows_and_truncates_long_rows(tmp_path):
 def test_predict_rows_needs_exactly_the_required_columns():
     assert {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS} == {*MEGATRON_22B_ROW, "experts", "topk", "ep"}
     for column in MEGATRON_22B_ROW:
-        (found,) = predict_rows([{name: text for name, text in MEGATRON_22B_ROW.items() if name != column}])
-        assert isinstance(found, PredictionFailure) == (column in REQUIRED_COLUMNS), column
+        (prediction,) = predict_rows([{name: text for name, text in MEGATRON_22B_ROW.items() if name != column}])
+        assert isinstance(prediction, PredictionFailure) == (column in REQUIRED_COLUMNS), column
 
 
 @pytest.mark.parametrize(
@@ -148,11 +150,11 @@ def test_predict_rows_needs_exactly_the_required_columns():
 def test_predict_rows_matches_zero_paper_for_model_state_only_rows(zero, ranks, gigabytes):
     """ZeRO (arXiv 1910.02054), table 1: 7.5 B parameters."""
     row = {"id": "z", "params_b": "7.5", "dp": str(ranks), "zero": str(zero), "facts": "activations excluded"}
-    (found,) = predict_rows([row])
-    assert isinstance(found, PredictionFailure)
-    assert found.memory_gib == pytest.approx(gigabytes, rel=0.005)
+    (prediction,) = predict_rows([row])
+    assert isinstance(prediction, PredictionFailure)
+    assert prediction.memory_gib == pytest.approx(gigabytes, rel=0.005)
 
 
 def test_predict_rows_predicts_devices_without_fast_links():
-    (found,) = predict_rows([L40S_ROW])
-    assert isinstance(found, Prediction)
+    (prediction,) = predict_rows([L40S_ROW])
+    assert isinstance(prediction, Prediction)

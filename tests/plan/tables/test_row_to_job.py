@@ -1,4 +1,4 @@
-"""Jobs from rows of a table: devices, schedules and parameters by the names that people write."""
+"""Jobs from rows of a table: devices, schedules and parameters by their common names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_job_from_row_recognizes_device_names():
 
 @pytest.mark.parametrize(("name", "preset"), [("H100-80GB-PCIe", "h100-pcie"), ("A100-80GB-PCIe", "a100-pcie")])
 def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
-    """They are slower, and joined in pairs where a row states no links."""
+    """PCIe cards are slower, and joined in pairs if a row has no links."""
     unstated = {**MEGATRON_22B_ROW, "gpu_type": name, "intra_bw": ""}
     choice, machine = job_from_row(unstated).choices[0], load_machine(preset)
     assert (choice["hbm_bytes_per_second"], choice["fast_link_domain"]) == (machine.hbm_bytes_per_second, 2)
@@ -39,21 +39,21 @@ def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
 
 
 def test_job_from_row_joins_l40s_of_a_node_by_pcie():
-    (alone,) = job_from_row(L40S_ROW).choices
-    assert (alone["fast_link_domain"], alone["link_bytes_per_second"], alone["shard_group_size"]) == (8, 31.5e9, 8)
+    (choice,) = job_from_row(L40S_ROW).choices
+    assert (choice["fast_link_domain"], choice["link_bytes_per_second"], choice["shard_group_size"]) == (8, 31.5e9, 8)
     sixteen = {**L40S_ROW, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
-    assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # a node's
+    assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # shards are within a node
 
 
 def test_job_from_row_counts_mi250x_gcds_as_devices():
-    whole, half = (job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
-    assert whole.choices == half.choices
-    assert (whole.assumed, half.assumed) == (["gpus counts GCDs; an MI250X has two"], [])
+    module, gcd = (job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
+    assert module.choices == gcd.choices
+    assert (module.assumed, gcd.assumed) == (["gpus counts GCDs; an MI250X has two"], [])
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])
 def test_job_from_row_parameters_match_presets(name):
-    """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
+    """A row with the numbers of a preset has the parameters of the preset, without learned positions."""
     spec = load_model_spec(name)
     count = count_parameters(spec).total
     experts = {"experts": str(spec.moe.num_experts), "topk": str(spec.moe.top_k)} if spec.moe else {}

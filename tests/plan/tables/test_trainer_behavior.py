@@ -1,4 +1,4 @@
-"""What a trainer's name and facts say of how it computes."""
+"""Behavior of trainers, inferred from their names and published facts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ def test_trainer_behavior_follows_trainer_name_and_facts():
         1,
         4,
     )
-    named = trainer_behavior("1f1b; attention kernel=torch", "bf16", 0, 1)
-    assert (named["attention"], named["fused_elementwise"], named["gathers_logits"]) == (AttentionKernel.SEPARATE, 0, 1)
+    behavior = trainer_behavior("1f1b; attention kernel=torch", "bf16", 0, 1)
+    assert (behavior["attention"], behavior["fused_elementwise"], behavior["gathers_logits"]) == (
+        AttentionKernel.SEPARATE,
+        0,
+        1,
+    )
     assert trainer_behavior("comm overlap disabled", "bf16", 2, 1)["overlap_grad_reduce"] == 0
     nanotron = trainer_behavior("1f1b; nanotron", "bf16", 1, 1)
     assert (nanotron["scatter_gather_p2p"], nanotron["trainer"]) == (0, "nanotron")

@@ -1,4 +1,4 @@
-"""Heat maps: what is in the picture, read back from it."""
+"""Heat maps, read back from their pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEATMAP = Heatmap("dp 2 < tp 2 & more", TRAFFIC_BYTES, node=2)
 
 
 def lightness(text: str) -> float:
-    red, green, blue = (int(text[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(text[index : index + 2], 16) for index in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -30,13 +30,13 @@ def test_heatmap_draws_one_cell_per_communicating_pair() -> None:
     assert root.tag == f"{SVG_NAMESPACE}svg"
     page = elements_of_class(svg(HEATMAP), "none")[0]
     left, top, side = (float(page.attrib[key]) for key in ("x", "y", "width"))
-    found = {}
+    cells = {}
     for cell in elements_of_class(svg(HEATMAP), "cell"):
         x, y, width = (float(cell.attrib[key]) for key in ("x", "y", "width"))
         assert width == pytest.approx(side / 4)
-        place = round((y - top) / width), round((x - left) / width)
-        found[place] = cell.findtext(f"{SVG_NAMESPACE}title")
-    assert found == {
+        pair = round((y - top) / width), round((x - left) / width)
+        cells[pair] = cell.findtext(f"{SVG_NAMESPACE}title")
+    assert cells == {
         (0, 1): "rank 0 to rank 1: 5 GB",
         (0, 3): "rank 0 to rank 3: 1 MB",
         (1, 0): "rank 1 to rank 0: 5 GB",
@@ -52,15 +52,15 @@ def test_heatmap_colors_maximum_darkest_and_labels_legend() -> None:
     }
     assert fills["rank 0 to rank 1: 5 GB"] == COLORS[-1]
     assert fills["rank 2 to rank 1: 2.5 kB"] == COLORS[0]
-    said = [element.text for element in elements_of_class(svg(HEATMAP), "bytes")]
-    assert (said[0], said[-1], len(said)) == ("2.5 kB", "5 GB", 5)
+    labels = [element.text for element in elements_of_class(svg(HEATMAP), "bytes")]
+    assert (labels[0], labels[-1], len(labels)) == ("2.5 kB", "5 GB", 5)
 
 
 @given(st.floats(1, 1e15), st.floats(1, 1e15))
 def test_heatmap_color_darkens_monotonically_with_bytes(one: float, other: float) -> None:
     limits = 1.0, 1e15
-    less, more = sorted((one, other))
-    assert lightness(color(more, limits)) <= lightness(color(less, limits)) + 1  # rounding of channels
+    fewer_bytes, more_bytes = sorted((one, other))
+    assert lightness(color(more_bytes, limits)) <= lightness(color(fewer_bytes, limits)) + 1  # rounding of channels
 
 
 def test_heatmap_color_scale_has_one_step_per_power_of_ten() -> None:
@@ -92,12 +92,12 @@ def test_heatmap_supports_zero_or_uniform_traffic(traffic_bytes: Any, tmp_path: 
 
 @given(st.integers(1, 5000), st.integers(0, 72))
 def test_heatmap_axis_ticks_are_at_most_20_and_on_node_boundaries(count: int, node: int) -> None:
-    shown = axis_ticks(count, node)
-    assert shown[0] == 0
-    assert shown[-1] < count
-    assert len(shown) <= 20
+    ticks = axis_ticks(count, node)
+    assert ticks[0] == 0
+    assert ticks[-1] < count
+    assert len(ticks) <= 20
     if count > 20 and node > 1:
-        assert all(at % node == 0 for at in shown)
+        assert all(tick % node == 0 for tick in ticks)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])

@@ -1,4 +1,4 @@
-"""The picture of a step's time and memory: its figures are those it was given, read back from it."""
+"""The picture of a step's time and memory, read back and compared with its input."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ BREAKDOWN = Breakdown(
 )
 
 
-def render_svg(shown: Breakdown, folder: Path) -> str:
-    save_picture(shown, folder / "step.svg")
+def render_svg(breakdown: Breakdown, folder: Path) -> str:
+    save_picture(breakdown, folder / "step.svg")
     return (folder / "step.svg").read_text()
 
 
@@ -53,12 +53,12 @@ def tooltips_of_class(text: str, name: str) -> list[str | None]:
 
 def test_step_breakdown_shows_seconds_and_share_of_each_part(tmp_path):
     text = render_svg(BREAKDOWN, tmp_path)
-    for parts, found in (
+    for parts, texts in (
         (STEP_SECONDS, tooltips_of_class(text, "time")[: len(STEP_SECONDS)]),
         (SLOWER_STEP_SECONDS, tooltips_of_class(text, "time")[len(STEP_SECONDS) :]),
     ):
         step = sum(parts.values())
-        assert found == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
+        assert texts == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
     assert texts_of_class(text, "total") == ["10.000 s", "12.750 s (+27.5%)"]
     assert texts_of_class(text, "section") == ["time of a step, s", "memory of a rank, GiB"]
     assert texts_of_class(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
@@ -84,10 +84,10 @@ def test_step_breakdown_draws_memory_against_device_limit(tmp_path):
 
 def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
     bars = [mark for mark in layout_shapes(BREAKDOWN) if isinstance(mark, Region) and mark.kind == "time"]
-    own, other = bars[: len(STEP_SECONDS)], bars[len(STEP_SECONDS) :]
-    for drawn, parts in ((own, STEP_SECONDS), (other, SLOWER_STEP_SECONDS)):
-        assert [mark.fill for mark in drawn] == [COLORS[part] for part in parts]
-        starts = [mark.x for mark in drawn] + [LEFT + sum(parts.values()) / 12.75 * MAX_BAR_WIDTH]
+    bars_of_layout, bars_of_other = bars[: len(STEP_SECONDS)], bars[len(STEP_SECONDS) :]
+    for drawn_bars, parts in ((bars_of_layout, STEP_SECONDS), (bars_of_other, SLOWER_STEP_SECONDS)):
+        assert [mark.fill for mark in drawn_bars] == [COLORS[part] for part in parts]
+        starts = [mark.x for mark in drawn_bars] + [LEFT + sum(parts.values()) / 12.75 * MAX_BAR_WIDTH]
         assert [after - start for start, after in pairwise(starts)] == pytest.approx(
             [value / 12.75 * MAX_BAR_WIDTH for value in parts.values()]
         )
@@ -107,16 +107,16 @@ def test_step_breakdown_uses_milliseconds_for_short_steps(tmp_path):
 
 
 def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
-    """By the width that matplotlib's letters have, which are wider than browsers'."""
+    """Widths are those of matplotlib's font, which is wider than browsers' fonts."""
     textpath = pytest.importorskip("matplotlib.textpath")
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
-    many = {place: Bar(long, SLOWER_STEP_SECONDS) for place in (102, 103, 104, 105)}
-    for counted in (1, 20, 79):
-        shown = replace(
-            BREAKDOWN, layout=long, meaning=PART_DESCRIPTIONS, other_layouts=many, counted_bytes=counted * GIB
+    compared = {number: Bar(long, SLOWER_STEP_SECONDS) for number in (102, 103, 104, 105)}
+    for num_counted in (1, 20, 79):
+        breakdown = replace(
+            BREAKDOWN, layout=long, meaning=PART_DESCRIPTIONS, other_layouts=compared, counted_bytes=num_counted * GIB
         )
         boxes = []
-        for mark in layout_shapes(shown):
+        for mark in layout_shapes(breakdown):
             if isinstance(mark, Label):
                 weight = "bold" if mark.bold else "normal"
                 width = textpath.TextPath((0, 0), mark.content, mark.size, prop={"weight": weight}).get_extents().width
@@ -131,10 +131,10 @@ def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
 
 @given(st.floats(1e-6, 1e9))
 def test_step_breakdown_axis_ticks_are_5_to_11_within_maximum(maximum: float) -> None:
-    shown = axis_ticks(maximum)
-    assert shown[0] == 0
-    assert shown[-1] <= maximum
-    assert 5 <= len(shown) <= 11
+    ticks = axis_ticks(maximum)
+    assert ticks[0] == 0
+    assert ticks[-1] <= maximum
+    assert 5 <= len(ticks) <= 11
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])

@@ -1,4 +1,4 @@
-"""Columns survive packing: choices exactly, numbers to the bits that are kept."""
+"""Packed columns: choices are exact, and numbers exact to the bits that are kept."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from tests.helpers.explorations import small_exploration
 
 
 def layout_of(**fields):
-    """The first layout of the small plan with these fields, whose memory is enough."""
-    found = small_exploration()
-    fitting = found.column(found.predictions.p_oom) < 0.01
+    """Return the first layout of the small plan with these fields that fits."""
+    exploration = small_exploration()
+    fitting = exploration.column(exploration.predictions.p_oom) < 0.01
     return next(
         layout
-        for layout, fits in zip(found.layouts, fitting, strict=True)
+        for layout, fits in zip(exploration.layouts, fitting, strict=True)
         if fits and all(getattr(layout, name) == value for name, value in fields.items())
     )
 
@@ -33,8 +33,8 @@ PIPELINES.append({"pp": 2, "schedule": "interleaved", "virtual_stages": 2})
 
 @pytest.mark.parametrize("fields", [{"pp": 1, "data_parallel": "zero3"}, *PIPELINES])
 def test_layout_details_equal_what_the_planner_says(fields):
-    found, candidate = small_exploration(), layout_of(**fields)
-    run, world_size = found.run, found.world_size
+    exploration, candidate = small_exploration(), layout_of(**fields)
+    run, world_size = exploration.run, exploration.world_size
     details = layout_details(run, world_size, candidate)
     option = evaluate_layout(run, world_size, candidate.layout())
     assert details["name"] == str(candidate)
@@ -46,10 +46,10 @@ def test_layout_details_equal_what_the_planner_says(fields):
     memories = rank_memory(layout_run, world_size)
     assert list(details["memory"]) == list(memories)
     for role, memory in memories.items():
-        shown = details["memory"][role]
-        assert shown["peak_bytes"] == process_bytes(run.cluster, memory.device)
-        assert shown["parts"]["activations"] == memory.activations
-        assert sum(shown["parts"].values()) - memory.non_concurrent_bytes == shown["peak_bytes"]
+        role_details = details["memory"][role]
+        assert role_details["peak_bytes"] == process_bytes(run.cluster, memory.device)
+        assert role_details["parts"]["activations"] == memory.activations
+        assert sum(role_details["parts"].values()) - memory.non_concurrent_bytes == role_details["peak_bytes"]
     site = node_layout(run.cluster, 8)
     assert details["traffic"] == {
         axis: bytes_by_link(matrix, site)
@@ -59,35 +59,37 @@ def test_layout_details_equal_what_the_planner_says(fields):
 
 @pytest.mark.parametrize("fields", PIPELINES)
 def test_timeline_starts_follow_from_order_durations_and_waits(fields):
-    found, candidate = small_exploration(), layout_of(**fields)
-    timeline = simulate_candidate(found.run, found.world_size, candidate)
-    shown = layout_details(found.run, found.world_size, candidate)["timeline"]
-    assert shown["makespan"] == timeline.makespan
+    exploration, candidate = small_exploration(), layout_of(**fields)
+    timeline = simulate_candidate(exploration.run, exploration.world_size, candidate)
+    described_timeline = layout_details(exploration.run, exploration.world_size, candidate)["timeline"]
+    assert described_timeline["makespan"] == timeline.makespan
     expected = sorted((rank, span.start, span.end, str(span.action)) for rank, span in executed_spans(timeline))
     rebuilt = []
-    for index, rank in enumerate(shown["ranks"]):
-        now, waits = 0.0, dict(rank["waits"])
-        for at, (kind, stage, micro) in enumerate(zip(rank["kinds"], rank["stages"], rank["micros"], strict=True)):
-            start = now + waits.get(at, 0.0)
-            now = start + shown["seconds"][kind][stage]
-            rebuilt.append((index, start, now, f"{stage}{kind}{micro}"))
+    for number, rank in enumerate(described_timeline["ranks"]):
+        clock, waits = 0.0, dict(rank["waits"])
+        for position, (kind, stage, micro) in enumerate(
+            zip(rank["kinds"], rank["stages"], rank["micros"], strict=True)
+        ):
+            start = clock + waits.get(position, 0.0)
+            clock = start + described_timeline["seconds"][kind][stage]
+            rebuilt.append((number, start, clock, f"{stage}{kind}{micro}"))
     assert [(rank, text) for rank, _, _, text in rebuilt] == [(rank, text) for rank, _, _, text in expected]
-    for one, other in zip(rebuilt, expected, strict=True):
-        assert one[1:3] == pytest.approx(other[1:3], abs=1e-5 * timeline.makespan)
+    for computed, planned in zip(rebuilt, expected, strict=True):
+        assert computed[1:3] == pytest.approx(planned[1:3], abs=1e-5 * timeline.makespan)
 
 
 def test_layout_details_name_offload_where_there_is_some():
-    found = small_exploration()
+    exploration = small_exploration()
     details = layout_details(
-        found.run, found.world_size, layout_of(data_parallel="zero3", pp=1)._replace(offload="cpu")
+        exploration.run, exploration.world_size, layout_of(data_parallel="zero3", pp=1)._replace(offload="cpu")
     )
     assert details["host_use"] == "checkpoint copies and offload"
 
 
 def test_layout_details_say_why_a_layout_cannot_be_trained():
-    found = small_exploration()
+    exploration = small_exploration()
     candidate = layout_of(pp=4, micro_batches=2)._replace(schedule="interleaved", virtual_stages=2)
-    details = layout_details(found.run, found.world_size, candidate)
+    details = layout_details(exploration.run, exploration.world_size, candidate)
     assert "interleaved" in details["problem"]
     assert "memory" not in details
     assert details["host_use"] == "offloaded state, estimated; checkpoint copies are not included"
@@ -95,7 +97,7 @@ def test_layout_details_say_why_a_layout_cannot_be_trained():
 
 def test_layout_details_leave_out_a_timeline_of_too_many_passes(monkeypatch):
     monkeypatch.setattr(details_module, "MAX_ACTIONS", 10)
-    found, candidate = small_exploration(), layout_of(pp=4, schedule="1f1b")
+    exploration, candidate = small_exploration(), layout_of(pp=4, schedule="1f1b")
     passes = 3 * candidate.pp * candidate.micro_batches
-    timeline = layout_details(found.run, found.world_size, candidate)["timeline"]
+    timeline = layout_details(exploration.run, exploration.world_size, candidate)["timeline"]
     assert timeline == {"note": f"The schedule has {passes} passes; a page can show at most 10."}

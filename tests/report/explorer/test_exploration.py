@@ -16,37 +16,46 @@ from tests.helpers.planned_runs import make_run
 
 
 def test_explore_ranks_layouts_as_plan_does():
-    found = small_exploration()
-    plan = plan_or_raise(found.run, found.world_size, NUM_FIRST_CHOICES)
-    assert list(found.ranked.values()) == plan.layouts
-    assert [found.layouts[index] for index in found.ranked] == [option.candidate for option in plan.layouts]
-    assert found.layouts[: plan.searched] == plan.candidates
+    exploration = small_exploration()
+    plan = plan_or_raise(exploration.run, exploration.world_size, NUM_FIRST_CHOICES)
+    assert list(exploration.ranked.values()) == plan.layouts
+    assert [exploration.layouts[index] for index in exploration.ranked] == [option.candidate for option in plan.layouts]
+    assert exploration.layouts[: plan.searched] == plan.candidates
 
 
 def test_explore_predicts_every_layout_as_evaluate_does():
-    found = small_exploration()
-    sample = range(0, len(found.layouts), 97)
-    options = evaluate(found.run, found.world_size, [found.layouts[index] for index in sample])
+    exploration = small_exploration()
+    sample = range(0, len(exploration.layouts), 97)
+    options = evaluate(exploration.run, exploration.world_size, [exploration.layouts[index] for index in sample])
     for index, option in zip(sample, options, strict=True):
-        columns = found.predictions.time.total, found.predictions.memory.allocated, found.predictions.p_oom
-        predicted = [float(found.column(column)[index]) for column in columns]
+        columns = (
+            exploration.predictions.time.total,
+            exploration.predictions.memory.allocated,
+            exploration.predictions.p_oom,
+        )
+        predicted = [float(exploration.column(column)[index]) for column in columns]
         assert predicted == pytest.approx([option.step_seconds, option.memory_bytes, option.p_oom], rel=1e-12)
 
 
 def test_front_has_the_counted_layouts_that_no_counted_layout_beats():
-    found = small_exploration()
-    assert {*found.ranked, *found.front} < {*found.counted}
-    front = list(found.front.values())
-    assert front == pareto_front(list(found.counted.values()))
-    for option in found.counted.values():
+    exploration = small_exploration()
+    assert {*exploration.ranked, *exploration.front} < {*exploration.counted}
+    front = list(exploration.front.values())
+    assert front == pareto_front(list(exploration.counted.values()))
+    for option in exploration.counted.values():
         assert any(a.step_seconds <= option.step_seconds and a.memory_bytes <= option.memory_bytes for a in front)
 
 
 def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
-    found = small_exploration()
-    seconds = found.column(found.predictions.time.total)
-    memory, p_oom = found.column(found.predictions.memory.allocated), found.column(found.predictions.p_oom)
-    options = formula_front(found.run, found.world_size, found.layouts, predictions=found.predictions)
+    exploration = small_exploration()
+    seconds = exploration.column(exploration.predictions.time.total)
+    memory, p_oom = (
+        exploration.column(exploration.predictions.memory.allocated),
+        exploration.column(exploration.predictions.p_oom),
+    )
+    options = formula_front(
+        exploration.run, exploration.world_size, exploration.layouts, predictions=exploration.predictions
+    )
     front = list(options)
     assert len(front) > 3
     assert (np.diff(seconds[front]) >= 0).all()
@@ -54,16 +63,18 @@ def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
     for index in np.flatnonzero(p_oom < MAX_OOM_PROBABILITY):
         beaten = (seconds[front] <= seconds[index]) & (memory[front] <= memory[index])
         if not beaten.any():
-            candidate = found.layouts[index]
-            assert not can_run(found.run, found.world_size, candidate) or (
+            candidate = exploration.layouts[index]
+            assert not can_run(exploration.run, exploration.world_size, candidate) or (
                 with_exact_memory(
-                    found.run, found.world_size, evaluate(found.run, found.world_size, [candidate])[0]
+                    exploration.run,
+                    exploration.world_size,
+                    evaluate(exploration.run, exploration.world_size, [candidate])[0],
                 ).p_oom
                 >= MAX_OOM_PROBABILITY
             )
     for option in options.values():
         assert option.p_oom < MAX_OOM_PROBABILITY
-        assert can_run(found.run, found.world_size, option.candidate)
+        assert can_run(exploration.run, exploration.world_size, option.candidate)
 
 
 def test_explore_raises_the_planners_error_when_nothing_fits():

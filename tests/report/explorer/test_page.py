@@ -1,4 +1,4 @@
-"""The explorer's page without a browser: it holds all layouts, needs nothing else, and its texts are escaped."""
+"""The explorer's page without a browser: it contains all layouts, needs no other file, and escapes its texts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_progress_covers_every_part_of_the_work():
         tasks.setdefault(task, []).append((done, total))
 
     run = make_run(sequences=16)
-    found = explore(run, 8, 5, report=report)
-    packed_details(found, report)
+    exploration = explore(run, 8, 5, report=report)
+    packed_details(exploration, report)
     assert list(tasks) == [
         "evaluating layouts",
         "counting memory of the fastest",
@@ -50,38 +50,46 @@ def test_progress_covers_every_part_of_the_work():
 
 
 def test_page_facts_have_every_layout(facts):
-    found, (choices, columns) = small_exploration(), unpack_columns(facts["columns"])
+    exploration, (choices, columns) = small_exploration(), unpack_columns(facts["columns"])
     for name in CHOICE_COLUMNS:
-        assert choices[name] == [getattr(layout, name) for layout in found.layouts]
+        assert choices[name] == [getattr(layout, name) for layout in exploration.layouts]
     for part in PART_DESCRIPTIONS:
-        expected = found.column(getattr(found.predictions.time, part)).tolist()
+        expected = exploration.column(getattr(exploration.predictions.time, part)).tolist()
         assert columns[part] == pytest.approx(expected, rel=2.0**-16, abs=1e-30)
 
 
 def test_page_has_one_memory_of_a_layout(facts):
-    """The axis has what the list and the details have: the count where there is one, or else the formula's estimate."""
-    found, (_, columns) = small_exploration(), unpack_columns(facts["columns"])
-    memory = found.column(found.predictions.memory.allocated).tolist()
-    shown = [found.counted[row].memory_bytes if row in found.counted else memory[row] for row in range(len(memory))]
-    assert columns["memory"] == pytest.approx(shown, rel=2.0**-16)
-    first = next(iter(found.ranked))
-    assert facts["counted"][str(first)]["memory_bytes"] == details_of(found, first)["counted_bytes"] == shown[first]
+    """The axis, the list and the details have the same value: the exact
+    count if there is one, otherwise the estimate."""
+    exploration, (_, columns) = small_exploration(), unpack_columns(facts["columns"])
+    memory = exploration.column(exploration.predictions.memory.allocated).tolist()
+    expected = [
+        exploration.counted[row].memory_bytes if row in exploration.counted else memory[row]
+        for row in range(len(memory))
+    ]
+    assert columns["memory"] == pytest.approx(expected, rel=2.0**-16)
+    first = next(iter(exploration.ranked))
+    assert (
+        facts["counted"][str(first)]["memory_bytes"]
+        == details_of(exploration, first)["counted_bytes"]
+        == expected[first]
+    )
 
 
 def test_page_facts_have_counted_figures_of_choices_and_front(facts):
-    found = small_exploration()
-    assert facts["ranked"] == list(found.ranked)
-    assert facts["front"] == list(found.front)
-    for index, option in {**found.front, **found.ranked}.items():
+    exploration = small_exploration()
+    assert facts["ranked"] == list(exploration.ranked)
+    assert facts["front"] == list(exploration.front)
+    for index, option in {**exploration.front, **exploration.ranked}.items():
         assert facts["counted"][str(index)]["memory_bytes"] == option.memory_bytes
 
 
 def test_packed_details_are_those_of_choices_and_front():
-    found = small_exploration()
-    packed = packed_details(found)
-    assert set(packed) == {*found.ranked, *found.front}
+    exploration = small_exploration()
+    packed = packed_details(exploration)
+    assert set(packed) == {*exploration.ranked, *exploration.front}
     index = next(iter(packed))
-    assert unpack_json(packed[index]) == json.loads(json.dumps(details_of(found, index)))
+    assert unpack_json(packed[index]) == json.loads(json.dumps(details_of(exploration, index)))
 
 
 def test_page_needs_no_network(facts):
@@ -102,4 +110,4 @@ def test_page_escapes_names(facts):
 def test_page_offers_colors_of_choices_that_differ_only(facts):
     text = page(facts | {"details": {}, "web": False})
     assert '<option value="tp">' in text
-    assert '<option value="ep">' not in text  # a model without experts
+    assert '<option value="ep">' not in text  # the model has no experts

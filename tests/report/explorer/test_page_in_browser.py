@@ -1,5 +1,5 @@
-"""The explorer as Chromium shows it: it names layouts as the planner does, a click shows the planner's numbers, it
-reaches nothing outside, it fits, and it can be read in the dark."""
+"""The explorer in Chromium: it names layouts as the planner does, a click shows the planner's numbers, no other
+address is requested, and texts fit and are readable in the dark."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CONTEXT = PageContext(
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as found:
-        yield found
+    with Browser() as opened_browser:
+        yield opened_browser
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    found = small_exploration()
-    facts = page_facts(found, CONTEXT) | {"details": packed_details(found), "web": False}
+    exploration = small_exploration()
+    facts = page_facts(exploration, CONTEXT) | {"details": packed_details(exploration), "web": False}
     file = tmp_path_factory.mktemp("explorer") / "plan.html"
     file.write_text(page(facts), encoding="utf-8")
     return file.as_uri()
@@ -57,7 +57,7 @@ def texts(browser, selector):
 
 
 def click_layout(browser, row):
-    """Click the point of a layout with the mouse, where no other covers it."""
+    """Click a visible point of a layout with the mouse."""
     browser.evaluate("scrollTo(0, 0)")
     x, y = browser.evaluate(
         "(() => { const box = scatter.marks.getBoundingClientRect(); "
@@ -75,13 +75,15 @@ def test_explorer_names_every_layout_as_the_planner_does(opened):
 
 
 def test_explorer_shows_details_of_clicked_layout(opened):
-    found = small_exploration()
-    row = list(found.front)[-1]
-    assert texts(opened, "#details h3") == [str(found.layouts[next(iter(found.ranked))])]
+    exploration = small_exploration()
+    row = list(exploration.front)[-1]
+    assert texts(opened, "#details h3") == [str(exploration.layouts[next(iter(exploration.ranked))])]
     opened.evaluate("setView('all')")
     click_layout(opened, row)
-    opened.wait_until(f"document.querySelector('#details h3').textContent === {json.dumps(str(found.layouts[row]))}")
-    details = details_of(found, row)
+    opened.wait_until(
+        f"document.querySelector('#details h3').textContent === {json.dumps(str(exploration.layouts[row]))}"
+    )
+    details = details_of(exploration, row)
     assert texts(opened, "#details .memory .total")[0] == opened.evaluate(
         f"gib({next(iter(details['memory'].values()))['peak_bytes']})"
     )
@@ -96,25 +98,29 @@ def test_explorer_shows_details_of_clicked_layout(opened):
 
 
 def test_explorer_says_what_a_file_does_not_have(opened):
-    found = small_exploration()
-    row = next(row for row in range(len(found.layouts)) if row not in found.ranked and row not in found.front)
+    exploration = small_exploration()
+    row = next(
+        row for row in range(len(exploration.layouts)) if row not in exploration.ranked and row not in exploration.front
+    )
     opened.evaluate(f"select({row})")
-    opened.wait_until(f"document.querySelector('#details h3').textContent === {json.dumps(str(found.layouts[row]))}")
+    opened.wait_until(
+        f"document.querySelector('#details h3').textContent === {json.dumps(str(exploration.layouts[row]))}"
+    )
     assert "phalanx plan explore" in texts(opened, "#details .brief")[0]
     assert texts(opened, "#details .memory") == []
 
 
 def test_explorer_compares_two_layouts(opened):
-    found = small_exploration()
-    first, second = list(found.ranked)[:2]
+    exploration = small_exploration()
+    first, second = list(exploration.ranked)[:2]
     opened.evaluate("document.querySelector('.compare').click()")
     opened.wait_until("document.querySelectorAll('#details article').length === 2")
     assert texts(opened, "#details .empty h3") == ["Click a second layout"]
     opened.evaluate("document.querySelectorAll('#choices-list button')[1].click()")
     opened.wait_until("document.querySelector('#comparison table') !== null")
-    assert texts(opened, "#details h3") == [str(found.layouts[row]) for row in (first, second)]
-    more = found.ranked[second].step_seconds - found.ranked[first].step_seconds
-    assert texts(opened, "#comparison .sum td:last-child") == [opened.evaluate(f"seconds({more}, true)")]
+    assert texts(opened, "#details h3") == [str(exploration.layouts[row]) for row in (first, second)]
+    difference = exploration.ranked[second].step_seconds - exploration.ranked[first].step_seconds
+    assert texts(opened, "#comparison .sum td:last-child") == [opened.evaluate(f"seconds({difference}, true)")]
 
 
 def test_explorer_hides_categories_and_says_when_none_is_left(opened):
@@ -126,7 +132,7 @@ def test_explorer_hides_categories_and_says_when_none_is_left(opened):
 
 
 def test_explorer_file_fetches_nothing(opened):
-    assert [asked for asked in opened.requested_urls if not asked.startswith(("file:", "data:", "blob:"))] == []
+    assert [url for url in opened.requested_urls if not url.startswith(("file:", "data:", "blob:"))] == []
     assert opened.errors == []
 
 
@@ -160,5 +166,5 @@ def test_explorer_web_plans_for_new_choices(browser, tmp_path):
         browser.evaluate(f"{form}.nodes.value = '10007'; {form}.plan.click()")
         browser.wait_until("!document.getElementById('problem').hidden")
         assert "ranks have no layout that divides this model and this batch" in texts(browser, "#problem")[0]
-        assert all(asked.startswith((address, "data:", "blob:")) for asked in browser.requested_urls)
+        assert all(url.startswith((address, "data:", "blob:")) for url in browser.requested_urls)
         assert browser.errors == []

@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto."""
+"""Export of a run as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -40,47 +40,46 @@ def test_chrome_trace_passes_lie_within_their_step(trace):
     for rank in range(4):
         steps = [event for event in rank_events(trace, "steps", rank) if event["name"] in ("step 5", "step 6")]
         for event in rank_events(trace, "passes", rank):
-            inside = [
+            within_step = [
                 step
                 for step in steps
                 if step["ts"] <= event["ts"] + 1 and event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 1
             ]
-            assert len(inside) == 1
+            assert len(within_step) == 1
 
 
 def test_chrome_trace_collectives_do_not_overlap_within_a_track(trace):
     for rank in range(4):
         events = rank_events(trace, "collectives", rank)
         for lane in {event["tid"] for event in events}:
-            own = sorted((event for event in events if event["tid"] == lane), key=lambda event: event["ts"])
-            assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(own))
+            track = sorted((event for event in events if event["tid"] == lane), key=lambda event: event["ts"])
+            assert all(earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3 for earlier, later in pairwise(track))
 
 
 def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
-    """A rank whose clock is an hour off says so when it starts, or in the step."""
+    """The clock of one rank is an hour off, which it records at its start or in the step."""
     directory = copy_run(hybrid_run(), tmp_path)
     file = directory / "trace" / "rank-00003.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[0] |= {"clock_offset_seconds": -3600.0, "clock_error_seconds": 0.25}
     for line in lines[1:]:
         line["start"] += 3600
-        for other in ("clock", "waits", "collectives", "memory"):
-            line.pop(other, None)
-        line["spans"] = [[*what, begun + 3600, end + 3600] for *what, begun, end in line.get("spans", ())]
+        for key in ("clock", "waits", "collectives", "memory"):
+            line.pop(key, None)
+        line["spans"] = [[*fields, start + 3600, end + 3600] for *fields, start, end in line.get("spans", ())]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     before, after = chrome_trace(read_run(hybrid_run())), chrome_trace(read_run(directory))
     assert after["otherData"]["clock_error_seconds"] == 0.25
     assert after["otherData"]["clock_error_seconds_of_ranks"]["3"] == 0.25
-    for one, other in zip(rank_events(before, "passes", 3), rank_events(after, "passes", 3), strict=True):
-        assert other["ts"] == pytest.approx(
-            one["ts"], abs=1e3
-        )  # what an hour costs in digits, and the steps' own clocks
+    for event, shifted in zip(rank_events(before, "passes", 3), rank_events(after, "passes", 3), strict=True):
+        # The offset of an hour costs digits, and each step has its own clock offset.
+        assert shifted["ts"] == pytest.approx(event["ts"], abs=1e3)
 
 
 def test_report_trace_rejects_run_without_records_and_several_runs(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     for file in (directory / "trace").glob("*"):
         file.unlink()
-    for words in ((directory,), (two_rank_run(), hybrid_run())):
+    for directories in ((directory,), (two_rank_run(), hybrid_run())):
         with pytest.raises(UserError, match="--trace"):
-            command_output("report", *words, "--trace", tmp_path / "trace.json", "--html", tmp_path / "page.html")
+            command_output("report", *directories, "--trace", tmp_path / "trace.json", "--html", tmp_path / "page.html")

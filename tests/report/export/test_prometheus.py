@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus, read by its own parser, and the alerts that use it."""
+"""The metrics of a run for Prometheus, read by its own parser, and the alerts that use them."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ Samples = dict[str, dict[tuple[str, ...], float]]
 
 
 def parse_exposition(text: str) -> Samples:
-    """Values by name and then by labels, but for the run's."""
-    found: Samples = {}
+    """Return values by name and then by labels, without those of the run."""
+    samples: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = tuple(value for key, value in sorted(sample.labels.items()) if key != "run")
-            assert labels not in found.setdefault(sample.name, {})
-            found[sample.name][labels] = sample.value
-    return found
+            assert labels not in samples.setdefault(sample.name, {})
+            samples[sample.name][labels] = sample.value
+    return samples
 
 
-def read_metrics(directory: Path, watched: RunMetrics | None = None) -> Samples:
-    return parse_exposition((watched or RunMetrics(directory)).exposition_text(checkpoints(directory / "checkpoints")))
+def read_metrics(directory: Path, run_metrics: RunMetrics | None = None) -> Samples:
+    return parse_exposition(
+        (run_metrics or RunMetrics(directory)).exposition_text(checkpoints(directory / "checkpoints"))
+    )
 
 
 @pytest.mark.parametrize("run", [two_rank_run, hybrid_run])
 def test_prometheus_metrics_match_run_records(run: Callable[[], Path]) -> None:
-    found, recorded = read_metrics(run()), read_run(run())
+    samples, recorded = read_metrics(run()), read_run(run())
     last = recorded.step_metrics[-1]
     expected = {
         "phalanx_step": last["step"],
@@ -73,24 +75,24 @@ def test_prometheus_metrics_match_run_records(run: Callable[[], Path]) -> None:
         ),
         "phalanx_checkpoint_timestamp_seconds": (run() / "checkpoints" / "step-00000008").stat().st_mtime,
     }
-    assert {name: found[name][()] for name in expected} == expected
+    assert {name: samples[name][()] for name in expected} == expected
     lines = {str(rank): record.steps[-1] for rank, record in recorded.ranks.items()}
     assert len(lines) == recorded.world_size
     for name, field in (("phalanx_rank_step", "step"), ("phalanx_peak_memory_bytes", "peak_memory_bytes")):
-        assert found[name] == {(rank,): line[field] for rank, line in lines.items()}
+        assert samples[name] == {(rank,): line[field] for rank, line in lines.items()}
     for name, field in (("phalanx_phase_seconds", "seconds"), ("phalanx_wait_seconds", "wait_seconds")):
-        assert found[name] == {(phase, rank): s for rank, line in lines.items() for phase, s in line[field].items()}
-    for (rank,), seconds in found["phalanx_compute_seconds"].items():
+        assert samples[name] == {(phase, rank): s for rank, line in lines.items() for phase, s in line[field].items()}
+    for (rank,), seconds in samples["phalanx_compute_seconds"].items():
         passes = sum(sum(kinds.values()) for kinds in lines[rank]["stages"].values())
         assert seconds == pytest.approx(passes - lines[rank]["wait_seconds"]["passes"])
     for rank, record in recorded.ranks.items():
-        assert found["phalanx_rank_info"]["cpu", record.host, str(rank)] == 1
-        assert found["phalanx_device_memory_bytes"][(str(rank),)] == record.memory_bytes
-    assert set(found) == set(FAMILIES)
+        assert samples["phalanx_rank_info"]["cpu", record.host, str(rank)] == 1
+        assert samples["phalanx_device_memory_bytes"][(str(rank),)] == record.memory_bytes
+    assert set(samples) == set(FAMILIES)
 
 
 def test_prometheus_metric_names_follow_naming_conventions() -> None:
-    """Counters, and only they, end in _total; base units (prometheus.io/docs/practices/naming)."""
+    """Only counters end in _total, and units are base units (prometheus.io/docs/practices/naming)."""
     for name, (kind, text) in FAMILIES.items():
         assert re.fullmatch(r"phalanx_[a-z_]+", name)
         assert (kind == "counter") == name.endswith("_total")
@@ -101,8 +103,8 @@ def test_prometheus_metric_names_follow_naming_conventions() -> None:
 
 def test_prometheus_metrics_report_nan_loss_and_failed_ranks(tmp_path: Path) -> None:
     run = copy_run(two_rank_run(), tmp_path)
-    watched = RunMetrics(run)
-    assert read_metrics(run, watched)["phalanx_loss_nats_per_token"][()] > 0
+    run_metrics = RunMetrics(run)
+    assert read_metrics(run, run_metrics)["phalanx_loss_nats_per_token"][()] > 0
     *_, last = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**last, "step": 9, "loss": None, "grad_norm": None, "skipped_steps": 1}) + "\n")
@@ -112,34 +114,34 @@ def test_prometheus_metrics_report_nan_loss_and_failed_ranks(tmp_path: Path) -> 
     shutil.rmtree(run / "checkpoints")
     lock = acquire_run_lock(run)
     assert lock is not None
-    found = read_metrics(run, watched)
+    samples = read_metrics(run, run_metrics)
     lock.close()
-    assert math.isnan(found["phalanx_loss_nats_per_token"][()])
-    assert (found["phalanx_step"][()], found["phalanx_skipped_steps"][()]) == (9, 1)
-    assert (found["phalanx_failed_ranks"][()], found["phalanx_under_way"][()]) == (1, 1)
-    assert "phalanx_checkpoint_step" not in found
+    assert math.isnan(samples["phalanx_loss_nats_per_token"][()])
+    assert (samples["phalanx_step"][()], samples["phalanx_skipped_steps"][()]) == (9, 1)
+    assert (samples["phalanx_failed_ranks"][()], samples["phalanx_under_way"][()]) == (1, 1)
+    assert "phalanx_checkpoint_step" not in samples
 
 
 def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Path) -> None:
     run = copy_run(two_rank_run(), tmp_path)
-    watched = RunMetrics(run)
-    assert len(read_metrics(run, watched)["phalanx_rank_info"]) == 2
+    run_metrics = RunMetrics(run)
+    assert len(read_metrics(run, run_metrics)["phalanx_rank_info"]) == 2
     file = run / "trace" / "rank-00000.jsonl"
     opening, *lines = file.read_text().splitlines(keepends=True)
-    again = json.dumps({**json.loads(opening), "step": 4, "ranks": 1}) + "\n"
-    aside = file.with_suffix(".partial")  # as `JsonLinesLogger` does it
-    aside.write_text("".join([opening, *lines[:4], again]))
+    restart_line = json.dumps({**json.loads(opening), "step": 4, "ranks": 1}) + "\n"
+    aside = file.with_suffix(".partial")  # as `JsonLinesLogger` does
+    aside.write_text("".join([opening, *lines[:4], restart_line]))
     aside.replace(file)
-    found = read_metrics(run, watched)
-    assert [labels[-1] for labels in found["phalanx_rank_info"]] == ["0"]
-    assert "phalanx_rank_step" not in found  # it did no step yet
+    samples = read_metrics(run, run_metrics)
+    assert [labels[-1] for labels in samples["phalanx_rank_info"]] == ["0"]
+    assert "phalanx_rank_step" not in samples  # the rank has finished no step yet
 
 
 def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> None:
-    """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
-    ranks' records, as steps do."""
+    """Prometheus reads a decreasing counter as a restart from 0. When a run rolls back, later steps and
+    later starts are removed from the records of ranks."""
     run = copy_run(two_rank_run(), tmp_path)
-    record, watched = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
+    record, run_metrics = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
     opening = json.loads(record.read_text().splitlines()[0])
 
     def start(after_step: int) -> Samples:
@@ -148,7 +150,7 @@ def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> No
         notes.write({**opening, "step": after_step})
         notes.close()
         append_event(run, STARTED, ranks=2, step=after_step)
-        return read_metrics(run, watched)
+        return read_metrics(run, run_metrics)
 
     before = [start(8), start(8)][-1]
     after = start(4)
@@ -159,9 +161,9 @@ def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> No
 
 
 def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: Path) -> None:
-    """And a time from which its first step can be waited for: that of its last start."""
+    """Before the first step, the time of the last step is that of the last start, so that alerts notice a long wait."""
     shutil.copy(two_rank_run() / "run.toml", tmp_path)
-    asked = (tmp_path / "run.toml").stat().st_mtime
+    start_time = (tmp_path / "run.toml").stat().st_mtime
     expected = {
         "phalanx_step": 0,
         "phalanx_planned_steps": 8,
@@ -169,27 +171,28 @@ def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: 
         "phalanx_failed_ranks": 0,
         "phalanx_failures_total": 0,
         "phalanx_starts_total": 0,
-        "phalanx_start_timestamp_seconds": asked,
-        "phalanx_last_step_timestamp_seconds": asked,
+        "phalanx_start_timestamp_seconds": start_time,
+        "phalanx_last_step_timestamp_seconds": start_time,
     }
     assert {name: values[()] for name, values in read_metrics(tmp_path).items()} == expected
     append_event(tmp_path, STARTED, ranks=2, step=0)
     began = float(read_events(tmp_path)[0]["time"])
-    assert began > asked
+    assert began > start_time
     assert read_metrics(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
 
 
 def test_prometheus_last_step_time_uses_rank_records(tmp_path: Path) -> None:
-    """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
+    """With metrics.every = 100, rank records contain each step and
+    metrics.jsonl few. Records before the last start are old."""
     run = copy_run(two_rank_run(), tmp_path)
-    watched, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
-    stepped = read_metrics(run, watched)[last][()] + 100
+    run_metrics, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
+    stepped = read_metrics(run, run_metrics)[last][()] + 100
     os.utime(run / "trace" / "rank-00001.jsonl", (stepped, stepped))
-    assert read_metrics(run, watched)[last][()] == stepped
+    assert read_metrics(run, run_metrics)[last][()] == stepped
     os.utime(run / "run.toml", (stepped + 100, stepped + 100))
     assert (
-        read_metrics(run, watched)[last][()]
-        == read_metrics(run, watched)["phalanx_start_timestamp_seconds"][()]
+        read_metrics(run, run_metrics)[last][()]
+        == read_metrics(run, run_metrics)["phalanx_start_timestamp_seconds"][()]
         == stepped + 100
     )
 
@@ -231,14 +234,14 @@ def test_example_alerts_pass_promtool_unit_tests() -> None:
 
 
 def test_example_alerts_use_exported_metrics_and_are_documented() -> None:
-    named = set()
+    metric_names = set()
     for rule in load_alert_rules():
         used = set(re.findall(r"\bphalanx_\w+", rule["expr"] + rule["annotations"]["summary"]))
         assert used <= set(FAMILIES), rule["alert"]
-        named |= used
+        metric_names |= used
         assert len(rule["annotations"]["do"].strip().splitlines()) == 1
         assert rule["labels"]["severity"] in ("page", "ticket")
-    assert len(named) > 10
+    assert len(metric_names) > 10
     text = (ROOT / "docs" / "guides" / "reports-and-monitoring.md").read_text()
     for name in [*FAMILIES, *(rule["alert"] for rule in load_alert_rules())]:
         assert f"`{name}`" in text

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from phalanx.report.gpu_profile.intervals import Interval, merge_intervals, subtract_intervals, total_length
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
-"""Some of them are empty: the end is not after the start."""
+"""Some intervals are empty: the end is not after the start."""
 
 
 def points(intervals: list[Interval]) -> set[int]:
-    """Return the unit intervals that are covered, by their starts."""
+    """Return the covered unit intervals by their starts."""
     return {point for start, end in intervals for point in range(int(start), int(end))}
 
 

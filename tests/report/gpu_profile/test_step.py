@@ -1,4 +1,4 @@
-"""Figures of a step: of a trace by hand, and of random events compared with counting every microsecond."""
+"""Figures of a step: from a hand-written trace, and from random events compared with a count of every microsecond."""
 
 from __future__ import annotations
 

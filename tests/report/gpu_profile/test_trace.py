@@ -1,4 +1,4 @@
-"""Traces of torch.profiler: one that it records here on the CPU, and one of a GPU by hand."""
+"""Traces of torch.profiler: recorded on this CPU, and hand-written ones of a GPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def two_run_report():
 
 
 def test_report_speed_and_mfu_ratios_agree_on_shared_cores(two_run_report):
-    speed, mfu = (formatting.measured_row(two_run_report["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+    speed, mfu = (
+        formatting.measured_row(two_run_report["runs"][0], quantity) for quantity in ("tokens_per_second", "mfu")
+    )
     assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
 
 
@@ -52,7 +54,7 @@ def test_report_page_reads_its_files_as_utf8_in_any_locale(monkeypatch):
         text = page({"runs": []})
     finally:
         locale.setlocale(locale.LC_CTYPE, before)
-    assert "闰" in text  # of plotly's calendars
+    assert "闰" in text  # from plotly's calendars
 
 
 def test_report_page_is_small_enough_to_send(two_run_report):
@@ -62,8 +64,8 @@ def test_report_page_is_small_enough_to_send(two_run_report):
 def test_report_page_figures_are_valid_plotly(two_run_report):
     from plotly.graph_objects import Figure
 
-    drawn = parse_embedded_json(main(two_run_report), "figures")
-    assert set(drawn) == {
+    figures = parse_embedded_json(main(two_run_report), "figures")
+    assert set(figures) == {
         "ranks-0",
         "ranks-1",
         "timeline-0",
@@ -73,8 +75,8 @@ def test_report_page_figures_are_valid_plotly(two_run_report):
         "traffic-1",
         "experts-0",
     }
-    for figure in drawn.values():
-        Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
+    for figure in figures.values():
+        Figure(data=figure["data"], layout=figure["layout"])  # raises for unknown properties
 
 
 def test_report_page_timelines_share_one_axis(two_run_report):
@@ -130,7 +132,7 @@ def test_report_page_has_table_of_gpus_if_a_run_has_their_figures(two_run_report
     report["runs"][0]["gpu"] = {"step": 6, "ranks": [{"rank": 0, **profile}]}
     text = main(report)
     assert "<td>exposed communication of mesh_tp</td><td>50.0 µs  5.0 %</td>" in text
-    assert "No step was profiled on a GPU" in text  # of the second run
+    assert "No step was profiled on a GPU" in text  # note of the second run
 
 
 def test_report_page_has_sensors_of_gpus_if_a_run_recorded_them(two_run_report):
@@ -141,4 +143,4 @@ def test_report_page_has_sensors_of_gpus_if_a_run_recorded_them(two_run_report):
     text = main(report)
     assert "<td>SM clock, median</td><td>1,755 MHz</td><td>1,200 MHz</td>" in text
     assert "<p>Rank 1 on node0: SM clock of 1,200 MHz" in text
-    assert "No sensors were recorded" in text  # of the second run
+    assert "No sensors were recorded" in text  # note of the second run

@@ -1,5 +1,5 @@
-"""The page as Chromium shows it: its figures are those of the JSON, it reaches nothing outside, it fits, it can be
-read in the dark."""
+"""The page in Chromium: its figures equal the JSON, no other address is
+requested, and texts fit and are readable in the dark."""
 
 from __future__ import annotations
 
@@ -27,45 +27,48 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as found:
-        yield found
+    with Browser() as opened_browser:
+        yield opened_browser
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Each page with what `--json` printed with it."""
+    """Return each page and the output of `--json` that was written with it."""
     folder = tmp_path_factory.mktemp("pages")
     runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()]}
     return {
-        name: ((folder / f"{name}.html").as_uri(), command_json("report", *each, "--html", folder / f"{name}.html"))
-        for name, each in runs.items()
+        name: (
+            (folder / f"{name}.html").as_uri(),
+            command_json("report", *directories, "--html", folder / f"{name}.html"),
+        )
+        for name, directories in runs.items()
     }
 
 
 @pytest.fixture(params=["hybrid", "both"])
 def opened_page(request, browser, pages):
-    """The page in the browser, and its facts."""
-    address, whole = pages[request.param]
+    """Return the page in the browser, and its facts."""
+    address, facts = pages[request.param]
     browser.requested_urls.clear()
     browser.errors.clear()
     browser.open(address)
-    return browser, whole
+    return browser, facts
 
 
-def plotly_traces(browser, place):
-    """What plotly has drawn there."""
+def plotly_traces(browser, element_id):
+    """Return the data that plotly has drawn in an element."""
     return browser.evaluate(
-        f"document.getElementById('{place}').data.map(({{x, y, z, base, name, type}}) => "
+        f"document.getElementById('{element_id}').data.map(({{x, y, z, base, name, type}}) => "
         "({x, y, z, base, name, type}))"
     )
 
 
 def test_report_page_figures_in_browser_equal_report_json(opened_page):
-    browser, whole = opened_page
-    assert browser.evaluate("JSON.parse(document.getElementById('facts').textContent)") == whole
-    assert any(all(facts[what] for what in ("timeline", "memory", "experts")) for facts in whole["runs"])
-    for at, facts in enumerate(whole["runs"]):
-        bars = plotly_traces(browser, f"ranks-{at}")
+    browser, report = opened_page
+    assert browser.evaluate("JSON.parse(document.getElementById('facts').textContent)") == report
+    assert any(all(facts[figure] for figure in ("timeline", "memory", "experts")) for facts in report["runs"])
+    for number, facts in enumerate(report["runs"]):
+        bars = plotly_traces(browser, f"ranks-{number}")
         parts = [
             part
             for part in facts["ranks"][0]
@@ -77,34 +80,34 @@ def test_report_page_figures_in_browser_equal_report_json(opened_page):
             assert trace["x"] == [rank[part] for rank in facts["ranks"]]
         if facts["timeline"]:
             spans = [
-                [kind, begun]
-                for trace in plotly_traces(browser, f"timeline-{at}")
-                for kind, begun in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
+                [kind, start]
+                for trace in plotly_traces(browser, f"timeline-{number}")
+                for kind, start in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
             ]
             timelines = [facts["timeline"][name] for name in ("planned", "simulated", "measured")]
             names = {"F": "forward", "B": "backward"}
             assert sorted(spans) == sorted(
-                [names[kind], begun] for each in timelines for _, kind, _, _, begun, _ in each
+                [names[kind], start] for timeline in timelines for _, kind, _, _, start, _ in timeline
             )
         if facts["memory"]:
-            held = {trace["name"]: trace["y"] for trace in plotly_traces(browser, f"memory-{at}")}
-            assert held == {part: values for part, values in facts["memory"]["bytes"].items() if any(values)}
+            memory_traces = {trace["name"]: trace["y"] for trace in plotly_traces(browser, f"memory-{number}")}
+            assert memory_traces == {part: values for part, values in facts["memory"]["bytes"].items() if any(values)}
         if facts["experts"]:
-            (cells,) = plotly_traces(browser, f"experts-{at}")
+            (cells,) = plotly_traces(browser, f"experts-{number}")
             tokens = facts["experts"]["tokens"]
             assert cells["z"] == [[value * len(layer) / sum(layer) for value in layer] for layer in tokens]
 
 
 def test_report_page_curves_contain_every_run(opened_page):
-    browser, whole = opened_page
+    browser, report = opened_page
     lines = [trace for trace in plotly_traces(browser, "curves") if trace["type"] == "scatter"]
-    for facts in whole["runs"]:
+    for facts in report["runs"]:
         for curve in ("loss", "tokens_per_second"):
             assert facts["curves"][curve] in [trace["y"] for trace in lines]
 
 
 def test_report_page_tables_equal_report_json(opened_page):
-    browser, whole = opened_page
+    browser, report = opened_page
     rows = browser.evaluate(
         "[...document.querySelectorAll('.comparison tbody tr')].map(row => "
         "[...row.cells].map(cell => cell.firstChild.textContent))"
@@ -115,7 +118,7 @@ def test_report_page_tables_equal_report_json(opened_page):
             *(formatting.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
             format_ratio(row["ratio"]),
         ]
-        for facts in whole["runs"]
+        for facts in report["runs"]
         for _, group in formatting.group_rows(facts["comparison"])
         for row in group
     ]
@@ -162,7 +165,7 @@ def test_watch_page_updates_figures_during_training(browser):
             assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
             assert browser.evaluate(f"{step} === document.getElementById('curves').data[0].x.at(-1)")
             assert {f"{address}main.html"} <= set(browser.requested_urls)
-            assert all(asked.startswith((address, "data:")) for asked in browser.requested_urls)
+            assert all(url.startswith((address, "data:")) for url in browser.requested_urls)
     finally:
         train.terminate()
         train.wait(60)

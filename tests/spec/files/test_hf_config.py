@@ -10,7 +10,7 @@ from phalanx.spec.model import ModelSpec
 from tests.helpers.choices import choice_fields, with_unknown_value
 
 BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
-# Hugging Face's mixtures have no router z-loss; Mixtral's and OLMoE's dense width is that of their experts.
+# Hugging Face's models with experts have no router z-loss. The dense width of Mixtral and OLMoE is that of experts.
 MOE = {"num_experts": 6, "top_k": 2, "expert_ffn_size": 48, "z_loss_coef": 0.0, "balance_loss_coef": 0.02}
 SHAPES = {
     "llama": {**BASE, "num_kv_heads": 2, "rope": {"theta": 5e5}},
@@ -65,23 +65,23 @@ def test_model_table_reads_rope_keys_of_older_transformers():
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_hf_config_round_trips_model_presets(preset):
     spec = load_model_spec(preset)
-    back = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
+    reread = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
     moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()
-    # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.
+    # In Mixtral and OLMoE only experts have a width. The original context length matters only with RoPE scaling.
     ffn = (
         spec.moe.expert_ffn_size
         if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe")
         else spec.ffn_hidden_size
     )
-    assert back == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
+    assert reread == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
     transformers = pytest.importorskip("transformers")
     config = hf_config(parse_table(ModelSpec, SHAPES[kind]))
-    theirs = transformers.AutoConfig.for_model(**config)
-    assert model_table(theirs.to_dict()) == model_table(config)
+    auto_config = transformers.AutoConfig.for_model(**config)
+    assert model_table(auto_config.to_dict()) == model_table(config)
 
 
 UNSUPPORTED_SETTINGS = [
@@ -145,9 +145,9 @@ def test_model_table_reads_sliding_window_of_qwen3(change, window, full_layers):
     config = QWEN3_WINDOW | change
     table = model_table(config)
     assert (table.get("sliding_window"), table.get("full_attention_layers", [])) == (window, full_layers)
-    theirs = transformers.AutoConfig.for_model(**config)
-    layers = getattr(theirs, "layer_types", [SLIDING])
-    assert (theirs.sliding_window if SLIDING in layers else None) == window
+    auto_config = transformers.AutoConfig.for_model(**config)
+    layers = getattr(auto_config, "layer_types", [SLIDING])
+    assert (auto_config.sliding_window if SLIDING in layers else None) == window
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "qwen3_moe"])
@@ -211,12 +211,12 @@ UNEXPORTABLE_FIELDS = {
 @pytest.mark.parametrize("field", UNEXPORTABLE_FIELDS)
 def test_hf_config_rejects_model_without_hugging_face_architecture(field):
     spec = parse_table(ModelSpec, {**BASE, **UNEXPORTABLE_FIELDS[field]})
-    with pytest.raises(UserError, match="fix: export a model with") as caught:
+    with pytest.raises(UserError, match="fix: export a model with") as error_info:
         hf_config(spec)
-    assert caught.value.field == field
+    assert error_info.value.field == field
 
 
-# The loss is not exported, and a network of one's own is refused for any value.
+# The loss is not exported, and a custom network is rejected for any value.
 IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation")
 
 
@@ -229,6 +229,6 @@ IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation")
 )
 def test_hf_config_refuses_a_value_that_it_does_not_name(base, field):
     spec = with_unknown_value(parse_table(ModelSpec, base), field.removeprefix("model."))
-    with pytest.raises(UserError, match="is not used by any supported Hugging Face architecture") as caught:
+    with pytest.raises(UserError, match="is not used by any supported Hugging Face architecture") as error_info:
         hf_config(spec)
-    assert caught.value.field == field
+    assert error_info.value.field == field

@@ -23,7 +23,7 @@ def test_family_defaults_equal_those_of_transformers(kind):
     config_class = type(transformers.AutoConfig.for_model(kind))
     theirs = {field.name: field.default for field in dataclasses.fields(config_class)}
     theirs["num_experts"] = theirs.get("num_experts", theirs.get("num_local_experts"))
-    theirs.setdefault("head_dim")  # not a field of Qwen3-MoE and OLMoE, whose attention reads it all the same
+    theirs.setdefault("head_dim")  # not a field of Qwen3-MoE and OLMoE, but their attention reads it
     ours = FAMILY_DEFAULTS[kind]
     wrong = {field: value for field, value in ours.items() if field not in OLDER_NAMES and theirs[field] != value}
     assert not wrong

@@ -18,7 +18,7 @@ def write_run_file(tmp_path, text):
 
 
 INVALID_RUNS = [
-    # text, the field it must name, its value as shown, and a part of the fix
+    # text of the run file, named field, printed value, and a part of the fix
     ('[training]\nsteps = "many"', "training.steps", "'many'", "write a whole number, such as steps = 4"),
     ("[training]\nsteps = 1.5", "training.steps", "1.5", "write a whole number"),
     ("[training]\nsteps = 0", "training.steps", "0", "increase steps"),
@@ -157,13 +157,13 @@ def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_pat
         None,
         2,
     )
-    here = load_run(path, ["layout.offload=none"], {}).layout
-    assert (here.reshard_after_forward, here.offload_directory) == (False, None)
+    without_offload = load_run(path, ["layout.offload=none"], {}).layout
+    assert (without_offload.reshard_after_forward, without_offload.offload_directory) == (False, None)
     zero1 = load_run(path, ["layout.data_parallel=zero1"], {}).layout
     assert (zero1.reshard_after_forward, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
-    asked = load_run(path, ["layout.data_parallel=ddp", "layout.max_staleness=2"], {}).layout
+    layout = load_run(path, ["layout.data_parallel=ddp", "layout.max_staleness=2"], {}).layout
     with pytest.raises(UserError, match=r"layout\.max_staleness = 2: cannot be combined"):
-        check_inapplicable_options(asked)
+        check_inapplicable_options(layout)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,12 @@ def test_model_spec_replace_validates_new_values():
 )
 def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, batch_plan):
     layout = {} if micro_batch is None else {"micro_batch_size": micro_batch}
-    made = plan_batch(run_from_table({"layout": layout}), world_size)
-    assert (made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == batch_plan
-    assert made.global_batch_size == made.dp_size * made.micro_batch_size * made.gradient_accumulation_steps
+    computed = plan_batch(run_from_table({"layout": layout}), world_size)
+    assert (computed.dp_size, computed.micro_batch_size, computed.gradient_accumulation_steps) == batch_plan
+    assert (
+        computed.global_batch_size
+        == computed.dp_size * computed.micro_batch_size * computed.gradient_accumulation_steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, batch_plan):
     [(2048, 256, 64), (32_768, 256, 64), (65_536, 256, 32), (128_256, 1024, 4), (128_256, 8192, 1), (257, 32_768, 1)],
 )
 def test_plan_batch_limits_default_micro_batch_by_tokens_and_logit_bytes(vocab, sequence, micro_batch):
-    """A loss of the user needs all logits."""
+    """A custom loss needs all logits."""
     training = {"seq_len": sequence, "tokens_per_step": 128 * sequence, "loss": "my_loss:smoothed"}
     run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
     assert plan_batch(run, 1).micro_batch_size == micro_batch
@@ -307,8 +310,13 @@ def test_plan_batch_rejects_indivisible_step_and_suggests_valid_size():
 
 
 def test_plan_batch_allows_uneven_batches_for_ddp():
-    made = plan_batch(run_from_table({}), 3)
-    assert (made.global_batch_size, made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == (
+    batch_plan = plan_batch(run_from_table({}), 3)
+    assert (
+        batch_plan.global_batch_size,
+        batch_plan.dp_size,
+        batch_plan.micro_batch_size,
+        batch_plan.gradient_accumulation_steps,
+    ) == (
         64,
         3,
         22,
@@ -323,12 +331,15 @@ def test_plan_batch_allows_uneven_batches_for_ddp():
     [("keep", 4, 64, 1.0), ("linear", 4, 128, 2.0), ("linear", 1, 32, 0.5), ("sqrt", 8, 256, 2.0)],
 )
 def test_plan_batch_applies_batch_scaling_rule_to_other_rank_counts(scaling, ranks, sequences, learning_rate):
-    """Tokens per update are those of 2 ranks, 64 sequences."""
+    """Tokens per update are those of 2 ranks with 64 sequences."""
     base = {} if scaling == "keep" else {"base_dp_size": 2}
     run = run_from_table({"training": {"batch_scaling": scaling, **base}, "layout": {"micro_batch_size": 4}})
-    made = plan_batch(run, ranks)
-    assert (made.global_batch_size, made.learning_rate_scale) == (sequences, learning_rate)
-    assert made.global_batch_size == made.micro_batch_size * made.dp_size * made.gradient_accumulation_steps
+    batch_plan = plan_batch(run, ranks)
+    assert (batch_plan.global_batch_size, batch_plan.learning_rate_scale) == (sequences, learning_rate)
+    assert (
+        batch_plan.global_batch_size
+        == batch_plan.micro_batch_size * batch_plan.dp_size * batch_plan.gradient_accumulation_steps
+    )
 
 
 def test_hf_config_is_read_when_run_file_gives_the_required_shape(tmp_path):
@@ -339,7 +350,7 @@ def test_hf_config_is_read_when_run_file_gives_the_required_shape(tmp_path):
     table = resolve_model({"from_hf": str(tmp_path), **shape})
     assert (table["rope"]["theta"], table["norm_eps"], table["tie_embeddings"]) == (5e5, 1e-6, True)
     resolved = parse_table(ModelSpec, table).model_dump(mode="json", exclude_none=True)
-    (tmp_path / "config.json").unlink()  # a run directory needs it no more
+    (tmp_path / "config.json").unlink()  # a run directory no longer needs the file
     assert resolve_model(resolved) == resolved
 
 
@@ -357,8 +368,8 @@ def test_load_run_reads_and_writes_automatic_activation_checkpointing(tmp_path):
     run = load_run(write_run_file(tmp_path, text), [], {})
     assert (run.layout.auto_checkpointing, run.layout.activation_checkpointing) == (True, "none")
     assert load_run(write_run_file(tmp_path, to_toml(run)), [], {}) == run
-    chosen = load_run(write_run_file(tmp_path, text), ["layout.activation_checkpointing=selective"], {})
-    assert (chosen.layout.auto_checkpointing, chosen.layout.activation_checkpointing) == (False, "selective")
+    overridden = load_run(write_run_file(tmp_path, text), ["layout.activation_checkpointing=selective"], {})
+    assert (overridden.layout.auto_checkpointing, overridden.layout.activation_checkpointing) == (False, "selective")
 
 
 @pytest.mark.parametrize("method", ["none", "auto"])

@@ -5,7 +5,7 @@ import pytest
 from phalanx.spec.errors import UserError
 from phalanx.spec.topology.read import infer_cluster, parse_topology, read_topology
 
-# What real machines printed, from public reports. Rows of NICs, which are not read, are left out where it says so.
+# Output of real machines, from public reports. Rows of NICs, which are not read, are left out of some files.
 # a100-nv12: Lightning-AI/litgpt tests/test_utils.py. h100-nv18: NVIDIA/nccl#1453 (without rows of NICs).
 # rtx4090-pcie: NVIDIA/go-gpuallocator#17. k40-soc: tensorflow/tensorflow tensorflow/contrib/gdr/README.md (2017).
 # v100-cube-mesh: Oneflow-Inc/DLPerf, HugeCTR report (driver 470, tabs added by hand).
@@ -41,8 +41,8 @@ def test_read_topology_parses_output_of_real_machines(file, gpus, nics, nvlinks,
     assert node.nvlinks == (nvlinks,) * gpus
     assert " ".join(node.nearest_nics(2)) == nearest
     assert node.numa_nodes == tuple(numa)
-    known = infer_cluster(node).fields
-    assert (known["nproc_per_node"], known["fast_link_domain"]) == (gpus, domain)
+    fields = infer_cluster(node).fields
+    assert (fields["nproc_per_node"], fields["fast_link_domain"]) == (gpus, domain)
 
 
 def test_read_topology_returns_link_kinds_of_gpus_and_nics():
@@ -77,7 +77,7 @@ def test_infer_cluster_link_bandwidth_is_nvlink_count_times_per_link_rate(file, 
 
 
 def test_topology_without_nvlinks_leaves_pcie_of_preset_as_it_is():
-    """A domain of one device would send all by the network."""
+    """A domain of one device would send all traffic over the network."""
     inferred = infer_cluster(read_topology(TOPOLOGIES / "rtx4090-pcie.txt"), "rtx4090")
     assert (
         inferred.unknown["fast_link_domain"] == "the GPUs have no NVLinks; PCIe connects the GPUs of a node (rtx4090)"
@@ -122,12 +122,12 @@ def test_parse_topology_handles_escape_codes_and_blank_cpu_affinity():
         "GPU0\t X \tNV18\t44-51,148-155\t0\t\tN/A\nGPU1\tNV18\t X \t\t1\t\tN/A\n"
     )
     assert (node.gpus, node.numa_nodes, node.links) == (("GPU0", "GPU1"), (0, 1), (("X", "NV18"), ("NV18", "X")))
-    alone = parse_topology("[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID[0m\nGPU0\t X \t\t\t\tN/A\n")
-    assert (alone.numa_nodes, alone.nvlinks, alone.nvlink_domains()) == ((None,), (0,), ((0,),))
+    topology = parse_topology("[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID[0m\nGPU0\t X \t\t\t\tN/A\n")
+    assert (topology.numa_nodes, topology.nvlinks, topology.nvlink_domains()) == ((None,), (0,), ((0,),))
 
 
 def test_parse_topology_counts_nvlinks_of_switchless_4_gpu_node():
-    """HGX A100 4-GPU: 4 NVLinks between each two are 12 of each."""
+    """In an HGX A100 4-GPU, each pair has 4 NVLinks, so each GPU has 12."""
     rows = [f"GPU{i} " + " ".join("X" if i == j else "NV4" for j in range(4)) for i in range(4)]
     assert parse_topology(topology_matrix(*rows)).nvlinks == (12,) * 4
 
@@ -163,7 +163,7 @@ CLOUD_XML = """<system version="1">
 
 
 def test_parse_topology_reads_cloud_xml_without_nvlinks():
-    """As Azure/azhpc-images topology/ndv5-topo.xml: devices by their class, and no NVLinks."""
+    """The file is like Azure/azhpc-images topology/ndv5-topo.xml: devices have a class, and NVLinks are missing."""
     node = parse_topology(CLOUD_XML.format(numa=-1))
     assert (node.nics, node.numa_nodes) == (("0101:00:00.0",), (None, None, 1))
     assert (node.links[0], node.nic_paths) == (("X", "PXB", "SYS"), (("PIX",), ("PXB",), ("SYS",)))
@@ -187,7 +187,7 @@ def test_parse_topology_reads_nvlinks_to_gpu_switch_and_cpu():
 
 
 def test_parse_topology_reads_rails_of_nics():
-    """The attributes that NVIDIA/nccl src/graph/xml.cc writes where a network plugin knows them."""
+    """NVIDIA/nccl src/graph/xml.cc writes these attributes if a network plugin defines them."""
     nets = "".join(f'<net name="n{i}" speed="400000" rail="{i}"/>' for i in range(2)) + '<net name="n2"/>'
     node = parse_topology(f"<system><cpu>{gpu_element('a', 0)}<pci busid='b'><nic>{nets}</nic></pci></cpu></system>")
     assert node.rails == (0, 1, None)
