@@ -32,11 +32,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("product", [MatmulShape(1, 12, 8, 4), MatmulShape(3, 12, 8, 4)])
 def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShape) -> None:
     shapes = {"forward": (product.m, product.n), "inputs": (product.m, product.k), "weights": (product.n, product.k)}
-<<<<<<< HEAD
-    for what, call in _make_matmul_calls(product, torch.float32, CPU).items():
-=======
-    for name, call in _matmul_calls(product, torch.float32, CPU).items():
->>>>>>> s-merge
+    for name, call in _make_matmul_calls(product, torch.float32, CPU).items():
         with FlopCounter() as meter:
             out = call()
         assert out.shape[-2:] == shapes[name]
