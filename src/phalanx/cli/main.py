@@ -155,8 +155,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(shown: bool) -> None:
-    if shown:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"phalanx {__version__}")
         raise typer.Exit
 

@@ -235,8 +235,8 @@ def describe_longest_wait(run_data: RunData) -> str:
     if not wait_seconds:
         return ""
     (operation, group), _ = wait_seconds.most_common(1)[0]
-    shown = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
-    return f", the longest of them {operation} among ranks {shown}"
+    group_text = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
+    return f", the longest of them {operation} among ranks {group_text}"
 
 
 def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:

@@ -89,8 +89,10 @@ def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[
         values = [run.get(setting) for run in runs]
         if None in values or all(value == values[0] for value in values):
             continue
-        shown = [formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values]
-        pairs = "; ".join(f"{name} {value}" for name, value in zip(names, shown, strict=True))
+        value_texts = [
+            formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values
+        ]
+        pairs = "; ".join(f"{name} {value}" for name, value in zip(names, value_texts, strict=True))
         yield f"The runs have different {plural}: {pairs}."
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
     if len(peaks) == len(runs) and any(peak != peaks[0] for peak in peaks):

@@ -88,9 +88,9 @@ def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
 
     The groups are a step, memory and bytes of each role of ranks, and rounds.
     """
-    shown = [row for row in comparison if row["predicted"] or row["measured"]]
-    for role in dict.fromkeys(row["role"] for row in shown):
-        role_rows = [row for row in shown if row["role"] == role]
+    nonzero_rows = [row for row in comparison if row["predicted"] or row["measured"]]
+    for role in dict.fromkeys(row["role"] for row in nonzero_rows):
+        role_rows = [row for row in nonzero_rows if row["role"] == role]
         if role in TITLES:
             yield TITLES[role], role_rows
             continue

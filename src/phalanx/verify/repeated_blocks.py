@@ -127,36 +127,38 @@ class RepeatedBlocks:
         """Number of the next tensor that the meter sees; 0 in a step that is not recorded."""
         return 0 if self.meter is None else self.meter.num_created
 
-    def _replace_forward_passes(self, kind: _EqualBlocks) -> None:
-        for index, block in enumerate(kind.blocks):
+    def _replace_forward_passes(self, equal_blocks: _EqualBlocks) -> None:
+        for index, block in enumerate(equal_blocks.blocks):
             if index == NUM_TRACED - 1:
-                forward = partial(self._record_forward, kind, block, block.forward)
-            elif index == len(kind.blocks) - NUM_TRACED:
-                forward = partial(self._record_backward, kind, block, block.forward)
-            elif NUM_TRACED <= index < len(kind.blocks) - NUM_TRACED:
-                forward = partial(self._repeat_forward, kind, block, block.forward)
+                forward = partial(self._record_forward, equal_blocks, block, block.forward)
+            elif index == len(equal_blocks.blocks) - NUM_TRACED:
+                forward = partial(self._record_backward, equal_blocks, block, block.forward)
+            elif NUM_TRACED <= index < len(equal_blocks.blocks) - NUM_TRACED:
+                forward = partial(self._repeat_forward, equal_blocks, block, block.forward)
             else:
                 continue
             block.forward = forward
 
-    def _record_forward(self, kind: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+    def _record_forward(self, equal_blocks: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
         recording = _Recording(self, {"input": ref(x.untyped_storage())}, is_own=lambda _: False)
         outputs = forward(x, *args)
-        kind.forward = recording.end(_present_tensors(outputs), buffers=list(block.buffers()))
-        kind.input = ref(x.untyped_storage())
+        equal_blocks.forward = recording.end(_present_tensors(outputs), buffers=list(block.buffers()))
+        equal_blocks.input = ref(x.untyped_storage())
         return outputs
 
-    def _record_backward(self, kind: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
-        recorder = _BackwardRecorder(self, kind, list(block.parameters()), x=x)
+    def _record_backward(
+        self, equal_blocks: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any
+    ) -> Any:
+        recorder = _BackwardRecorder(self, equal_blocks, list(block.parameters()), x=x)
         (x,) = _CallOnGradient.apply(recorder.end, x)
         outputs = _present_tensors(forward(x, *args))
         recorder.end_forward()
         outputs = _CallOnGradient.apply(recorder.begin, *outputs)
         return outputs if len(outputs) == 2 else (*outputs, None)
 
-    def _repeat_forward(self, kind: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+    def _repeat_forward(self, equal_blocks: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
         parameters = list(block.parameters())
-        parts = kind.backward
+        parts = equal_blocks.backward
         if not parts:
             assert self.meter is None, "only the first step, which is not recorded, has unknown parts"
             # DDP creates its buckets in the order in which gradients become ready.
@@ -165,15 +167,15 @@ class RepeatedBlocks:
             trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
             parts = [_PassPart(results=[_TensorShape.of(parameters[index])], parameter=index) for index in trained]
             parts.append(_PassPart(results=[_TensorShape.of(x)]))
-        assert kind.forward is not None
-        assert kind.input is not None
-        is_kept = kind.input() is not None
-        repeated = _RepeatedBackward(blocks=self, kind=kind, parts=parts, outside={"input": x})
-        repeated.count(kind.forward)
+        assert equal_blocks.forward is not None
+        assert equal_blocks.input is not None
+        is_kept = equal_blocks.input() is not None
+        repeated = _RepeatedBackward(blocks=self, equal_blocks=equal_blocks, parts=parts, outside={"input": x})
+        repeated.count(equal_blocks.forward)
         if not is_kept:
             del repeated.outside["input"]
         buffers = list(block.buffers())
-        for index in kind.forward.buffers:
+        for index in equal_blocks.forward.buffers:
             # The meter counts the result of any operation.
             buffers[index].view_as(buffers[index])
         token = x
@@ -253,10 +255,12 @@ class _BackwardRecorder:
     The hooks of strategies on a gradient run between two parts, and are not recorded.
     """
 
-    def __init__(self, blocks: RepeatedBlocks, kind: _EqualBlocks, parameters: Sequence[Tensor], x: Tensor) -> None:
+    def __init__(
+        self, blocks: RepeatedBlocks, equal_blocks: _EqualBlocks, parameters: Sequence[Tensor], x: Tensor
+    ) -> None:
         """Create the recorder before the forward pass of `x`, whose backward pass it will record."""
         self.blocks = blocks
-        self.kind = kind
+        self.equal_blocks = equal_blocks
         self.parameters = parameters
         self.outside = {"input": ref(x.untyped_storage())}
         self.first_number = blocks.num_created
@@ -304,7 +308,7 @@ class _BackwardRecorder:
     def end(self, input_gradient: Tensor) -> None:
         """Record the last part, which ends with the gradient of the block's input."""
         self._end_part(None, [input_gradient])
-        self.kind.backward = self.parts
+        self.equal_blocks.backward = self.parts
         self.hooks.close()
 
 
@@ -313,7 +317,7 @@ class _RepeatedBackward:
     """The backward pass of a block that repeats the recorded pass of an equal block."""
 
     blocks: RepeatedBlocks
-    kind: _EqualBlocks
+    equal_blocks: _EqualBlocks
     parts: list[_PassPart]
     """The parts known in the forward pass, in the order of the backward pass."""
     outside: dict[str, Tensor]
@@ -351,7 +355,7 @@ class _RepeatedBackward:
         part = self.parts[index]
         if part.work is not None:
             # The forward pass may have seen the parts of an earlier micro-batch.
-            part = self.kind.backward[index]
+            part = self.equal_blocks.backward[index]
             assert part.parameter == self.parts[index].parameter
         self.count(part)
         is_last_part = part.parameter is None
@@ -397,8 +401,8 @@ class _RepeatedOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, repeated: _RepeatedBackward) -> tuple[Tensor, ...]:
         ctx.outside = repeated.outside
-        assert repeated.kind.forward is not None
-        return tuple(shape.empty(repeated.blocks.meter) for shape in repeated.kind.forward.results)
+        assert repeated.equal_blocks.forward is not None
+        return tuple(shape.empty(repeated.blocks.meter) for shape in repeated.equal_blocks.forward.results)
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:

@@ -193,9 +193,9 @@ def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
         yield _print_periodically(console.print)
         return
     columns = (bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn())
-    with bar.Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("", total=total_bytes)
-        yield lambda counts: shown.update(task, completed=counts.text_bytes, description=format_counts(counts))
+    with bar.Progress(*columns, console=console, transient=True) as progress_bar:
+        task = progress_bar.add_task("", total=total_bytes)
+        yield lambda counts: progress_bar.update(task, completed=counts.text_bytes, description=format_counts(counts))
 
 
 def _print_periodically(print_line: Callable[[str], object]) -> Progress:
@@ -217,5 +217,5 @@ def _print_facts(facts: dict[str, Any], as_json: bool) -> None:
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int | float) else str(value)
-        print(f"{name.replace('_', ' '):<{width}}  {shown}")
+        value_text = f"{value:,}" if isinstance(value, int | float) else str(value)
+        print(f"{name.replace('_', ' '):<{width}}  {value_text}")

@@ -255,5 +255,5 @@ def _print_collectives(console: Terminal, facts: dict[str, Any]) -> None:
     if facts["nccl_latencies"]:
         console.print("\nlatency of a small all-reduce over all ranks, by NCCL's tuning model for Intel hosts:")
     for algorithm, latencies in facts["nccl_latencies"].items():
-        shown = ", ".join(f"{protocol} {format_seconds(seconds)}" for protocol, seconds in latencies.items())
-        console.print(f"  {algorithm}: {shown}")
+        latencies_text = ", ".join(f"{protocol} {format_seconds(seconds)}" for protocol, seconds in latencies.items())
+        console.print(f"  {algorithm}: {latencies_text}")

@@ -57,8 +57,8 @@ def _print_rule_advice(console: Terminal, advice: Advice, best: EvaluatedLayout)
     partial_note = f" [{rule.requirements_text}]" if rule.requirements_text else ""
     console.print(f"{rule.name} -> {rule.recommendation}{partial_note}", highlight=False, soft_wrap=True, markup=False)
     lines = [f"because {advice.why_rule_applies} ({rule.source})"]
-    if advice.option is not None and advice.option is not best:
-        lines.append(f"with {_format_layout(advice.option)} ({advice.more_bytes / GIB:+.1f})")
+    if advice.evaluated is not None and advice.evaluated is not best:
+        lines.append(f"with {_format_layout(advice.evaluated)} ({advice.more_bytes / GIB:+.1f})")
     lines += [advice.reason, *([rule.unplanned_part] if rule.unplanned_part else [])]
     for line in lines:
         print_line(console, f"{'':15}{line}", "dim" if line == lines[0] else "")
@@ -81,7 +81,7 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
                 **_rule_to_json(advice.rule),
                 "condition": advice.why_rule_applies,
                 "verdict": advice.verdict,
-                "layout": advice.option and _layout_to_json(advice.option),
+                "layout": advice.evaluated and _layout_to_json(advice.evaluated),
                 "slower": advice.slower,
                 "more_bytes": advice.more_bytes,
                 "reason": advice.reason,

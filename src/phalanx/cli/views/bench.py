@@ -38,8 +38,8 @@ def _build_matmul_table(results: Facts) -> Table:
         batch = f"{row['batch']} x " if row["batch"] > 1 else ""
         sizes = f"{batch}{row['m']:,}", f"{row['n']:,}", f"{row['k']:,}"
         timed = [row[f"{pass_name}_seconds"] for pass_name in ("forward", "inputs", "weights")]
-        shown = [cell for seconds in timed for cell in _format_timing(row["flops"], seconds)]
-        grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *shown)
+        timing_cells = [cell for seconds in timed for cell in _format_timing(row["flops"], seconds)]
+        grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *timing_cells)
     return grid
 
 

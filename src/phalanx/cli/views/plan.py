@@ -129,7 +129,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
             print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, layout)}")
     console.print("\nwhat if, compared with the fastest layout", style="bold")
     for idea in evaluate_what_ifs(run, world_size, plan.fastest or layout):
-        outcome = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "no layout fits"
+        outcome = f"{idea.speedup - 1:+.1%} tokens/s with {idea.best.candidate}" if idea.best else "no layout fits"
         print_line(console, f"  {idea.change}: {outcome}")
     console.print()
     print_assumptions(console, run, world_size, [layout, *others])

@@ -157,10 +157,12 @@ def _build_prediction_table(rows: Sequence[Facts]) -> Table:
 
 def rank_time_table(ranks: Sequence[Facts]) -> Group:
     """Return a table of each rank's step time by part; parts that no rank has are omitted."""
-    shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MAX_RANKS_SHOWN], key=lambda rank: rank["rank"])
+    listed_ranks = sorted(
+        sorted(ranks, key=lambda rank: -rank["compute"])[:MAX_RANKS_SHOWN], key=lambda rank: rank["rank"]
+    )
     parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
     table = _make_table("rank", *(formatting.DISPLAY_NAMES.get(part, part) for part in parts))
-    for rank in shown:
+    for rank in listed_ranks:
         table.add_row(f"{rank['rank']} on {rank['host']}", *(format_seconds(max(0.0, rank[part])) for part in parts))
     selection_note = (
         f", the {MAX_RANKS_SHOWN} of {len(ranks)} ranks that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""

@@ -39,7 +39,7 @@ class StageMemory:
     """Part of `activations`: one micro-batch's, allocated and freed between those of other micro-batches."""
     logits: Column
     buffers: Column
-    host_by_stage: Column
+    host_bytes_by_stage: Column
     """Bytes of CPU memory for offloaded state and activations; not part of `total`."""
 
     @property
@@ -48,14 +48,14 @@ class StageMemory:
         return self.state + self.activations + self.logits + self.buffers
 
     @property
-    def allocated(self) -> Column:
+    def allocated_bytes(self) -> Column:
         """Bytes of the fullest stage."""
         return self.total.max(axis=0)
 
     @property
-    def host(self) -> Column:
+    def host_bytes(self) -> Column:
         """Bytes of CPU memory for a rank of the stage that offloads most."""
-        return self.host_by_stage.max(axis=0)
+        return self.host_bytes_by_stage.max(axis=0)
 
 
 def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemory:
@@ -64,12 +64,12 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemory:
     One block at a time is recomputed. By then, the blocks that recompute nothing have freed their activations.
     """
     blocks = np.where((AT_ENDS > 0) | jobs.has_middle_stages, jobs.blocks, 0.0)
-    state, host = _state_bytes(constants, jobs, blocks)
+    state, host_bytes = _state_bytes(constants, jobs, blocks)
     block = activation_bytes(constants, jobs)
     in_flight = peak_in_flight_by_stage(jobs)
-    freed_bytes = blocks * (1 - jobs.recomputed) * block.unwrapped
-    saved_bytes = blocks * jobs.recomputed * block.saved + freed_bytes
-    recomputed_bytes = np.where(jobs.recomputed > 0, np.maximum(block.recomputed - freed_bytes, 0.0), 0.0)
+    freed_bytes = blocks * (1 - jobs.recomputed) * block.unwrapped_bytes
+    saved_bytes = blocks * jobs.recomputed * block.saved_bytes + freed_bytes
+    recomputed_bytes = np.where(jobs.recomputed > 0, np.maximum(block.recomputed_bytes - freed_bytes, 0.0), 0.0)
     # DeepSpeed's pipeline engine saves the tensor that a stage sends, for every micro-batch in flight
     # (deepspeed/runtime/pipe/engine.py: pipe_buffers).
     saves_sent_tensor = _uses_pipeline_engine(jobs) & (jobs.pp > 1)
@@ -82,7 +82,7 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemory:
         fragmented=np.where(is_scattered, saved_bytes, 0.0),
         logits=np.where(has_head, _logit_bytes(constants, jobs), 0.0),
         buffers=np.tile(_buffer_bytes(constants, jobs), (3, 1)),
-        host_by_stage=host + in_flight * blocks * jobs.recomputed * block.offloaded,
+        host_bytes_by_stage=host_bytes + in_flight * blocks * jobs.recomputed * block.offloaded_bytes,
     )
 
 
@@ -120,7 +120,7 @@ def memory_utilization(constants: MemoryConstants, jobs: JobTable, memory: Stage
     device_utilization = reserved_bytes(constants, memory) / jobs.memory_bytes
     if not (jobs.offload.any() or (jobs.recompute == CODES["offload"]).any()):
         return device_utilization
-    return np.maximum(device_utilization, np.maximum(memory.host, 1.0) / jobs.host_memory_bytes)
+    return np.maximum(device_utilization, np.maximum(memory.host_bytes, 1.0) / jobs.host_memory_bytes)
 
 
 def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:

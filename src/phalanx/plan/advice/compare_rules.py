@@ -46,7 +46,7 @@ class Advice:
     why_rule_applies: str
     verdict: Verdict
     reason: str
-    option: EvaluatedLayout | None = None
+    evaluated: EvaluatedLayout | None = None
     """Fastest layout that satisfies the rule and fits; the smallest, if none fits."""
     slower: float = 0.0
     """Relative slowdown of its step compared with the best one; 0 if it does not fit or run."""
@@ -120,41 +120,43 @@ def compare_with_best(
     def obeys_rule(candidate: CandidateLayout) -> bool:
         return rule.is_satisfied_by(candidate, situation.domain)
 
-    def advice(verdict: Verdict, reason: str, option: EvaluatedLayout | None = None, slower: float = 0.0) -> Advice:
+    def make_advice(
+        verdict: Verdict, reason: str, evaluated: EvaluatedLayout | None = None, slower: float = 0.0
+    ) -> Advice:
         return Advice(
             rule=rule,
             why_rule_applies=rule.evidence(situation),
             verdict=verdict,
             reason=reason,
-            option=option,
+            evaluated=evaluated,
             slower=slower,
-            more_bytes=option.memory_bytes - best.memory_bytes if option else 0.0,
+            more_bytes=evaluated.memory_bytes - best.memory_bytes if evaluated else 0.0,
         )
 
     if obeys_rule(best.candidate):
         # The reason is the cost of the fastest layout that does not satisfy the rule.
         fastest_violation = layouts.best(lambda candidate: not obeys_rule(candidate))
         if fastest_violation is not None:
-            return advice(
+            return make_advice(
                 "agrees",
                 f"otherwise {fastest_violation.candidate}, {explain_slowdown(layouts.run, fastest_violation, best)}",
                 best,
             )
         all_satisfy = all(map(obeys_rule, layouts.candidates))
-        return advice("agrees", "all layouts satisfy the rule" if all_satisfy else "no other layout fits", best)
-    if option := layouts.best(obeys_rule):
-        slower = option.step_seconds / best.step_seconds - 1
+        return make_advice("agrees", "all layouts satisfy the rule" if all_satisfy else "no other layout fits", best)
+    if evaluated := layouts.best(obeys_rule):
+        slower = evaluated.step_seconds / best.step_seconds - 1
         verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
-        return advice(verdict, explain_slowdown(layouts.run, option, best), option, slower)
+        return make_advice(verdict, explain_slowdown(layouts.run, evaluated, best), evaluated, slower)
     obeying = list(filter(obeys_rule, layouts.candidates))
     if not obeying:
         required = rule.requirements_text
         reason = f"no layout of {situation.ranks} devices for this model and this batch has {required}"
-        return advice("does not run", reason)
+        return make_advice("does not run", reason)
     smallest = evaluate(layouts.run, layouts.ranks, [smallest_layout(layouts.run, layouts.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
-        return advice("does not run", f"none of the {len(obeying):,} such layouts that fit can run")
-    return advice("does not fit", _explain_missing_memory(layouts.run, smallest), smallest)
+        return make_advice("does not run", f"none of the {len(obeying):,} such layouts that fit can run")
+    return make_advice("does not fit", _explain_missing_memory(layouts.run, smallest), smallest)
 
 
 def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:

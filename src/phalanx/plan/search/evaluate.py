@@ -166,7 +166,7 @@ class LayoutPredictions:
     @property
     def memory_bytes(self) -> Column:
         """Device memory of the fullest rank, one value per layout."""
-        return self._broadcast_to_layouts(self.memory.allocated)
+        return self._broadcast_to_layouts(self.memory.allocated_bytes)
 
     @property
     def memory_utilization(self) -> Column:
@@ -207,8 +207,8 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         "seconds": predictions.time.total,
         "interval_factor": predictions.interval_factor,
         "recomputed_fraction": predictions.recomputed_fraction,
-        "memory_bytes": predictions.memory.allocated,
-        "host_bytes": predictions.memory.host,
+        "memory_bytes": predictions.memory.allocated_bytes,
+        "host_bytes": predictions.memory.host_bytes,
         "p_oom": predictions.p_oom,
     }
     parts = {part: getattr(predictions.time, part) for part in PARTS}

@@ -97,7 +97,7 @@ class WhatIf:
     """Change of a run, and the best layout after it."""
 
     change: str
-    option: EvaluatedLayout | None
+    best: EvaluatedLayout | None
     speedup: float
     """New / old tokens per second; 0 if nothing fits."""
 
@@ -124,7 +124,7 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
             layouts = search_layouts(changed, world_size, keep=1).layouts
             best = layouts[0] if layouts else None
             speedup = best.tokens_per_second / fastest.tokens_per_second if best else 0.0
-            yield WhatIf(change=change, option=best, speedup=speedup)
+            yield WhatIf(change=change, best=best, speedup=speedup)
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:

@@ -117,7 +117,7 @@ def best_choice_per_job(
 def _estimate_costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
     """Return the step seconds, the bytes of the fullest rank, and P(OOM)."""
     memory_use = estimate_memory(memory, jobs)
-    return step_seconds(time, jobs).total, memory_use.allocated, oom_probability(memory, jobs, memory_use)
+    return step_seconds(time, jobs).total, memory_use.allocated_bytes, oom_probability(memory, jobs, memory_use)
 
 
 def _find_best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:

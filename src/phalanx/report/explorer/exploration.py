@@ -87,7 +87,7 @@ def formula_front(
     size = len(layouts)
     seconds, memory, p_oom = (
         np.broadcast_to(column, size)
-        for column in (predictions.time.total, predictions.memory.allocated, predictions.p_oom)
+        for column in (predictions.time.total, predictions.memory.allocated_bytes, predictions.p_oom)
     )
     fastest_first = np.lexsort((memory, seconds))
     front: dict[int, EvaluatedLayout] = {}

@@ -185,13 +185,13 @@ def _pack_layout_columns(exploration: Exploration) -> dict[str, Any]:
     layouts = exploration.layouts
     predictions = exploration.predictions
     numbers = {part: getattr(predictions.time, part) for part in PART_DESCRIPTIONS}
-    memory = exploration.column(predictions.memory.allocated).copy()
+    memory = exploration.column(predictions.memory.allocated_bytes).copy()
     # Counted memory, so that the axis has the number of the list and the details
     for index, evaluated in exploration.counted.items():
         memory[index] = evaluated.memory_bytes
     numbers |= {
         "memory": memory,
-        "host": predictions.memory.host,
+        "host": predictions.memory.host_bytes,
         "p_oom": predictions.p_oom,
         "interval_factor": predictions.interval_factor,
     }

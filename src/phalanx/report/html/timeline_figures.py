@@ -24,13 +24,13 @@ def passes(facts: Facts) -> Figure | None:
     timeline = facts["timeline"]
     if not timeline or not timeline["measured"]:
         return None
-    shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
-    rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
+    timelines = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
+    rows = {title: sorted({span[0] for span in spans}) for title, spans in timelines.items()}
     num_rows = sum(map(len, rows.values())) + TITLE_ROWS * len(rows)
     top = 1.0
     data: list[Figure] = []
     layout: Figure = {"annotations": []}
-    for index, (title, spans) in enumerate(shown.items(), 1):
+    for index, (title, spans) in enumerate(timelines.items(), 1):
         axis = str(index) if index > 1 else ""
         top -= TITLE_ROWS / num_rows
         position = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
