@@ -75,7 +75,7 @@ class CaseTiming:
     group: tuple[int, ...]
     seconds: Mapping[BufferMode, list[float]]
     """Seconds of each iteration."""
-    wrong: Mapping[BufferMode, int | None]
+    num_wrong: Mapping[BufferMode, int | None]
     """Number of wrong elements; None if they cannot be verified."""
 
 

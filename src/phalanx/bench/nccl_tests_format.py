@@ -35,7 +35,7 @@ class CaseResult:
     """Seconds of each iteration on the slowest rank."""
     seconds: dict[BufferMode, float]
     """Seconds of one call: the mean over iterations and ranks, as nccl-tests reports by default."""
-    wrong: dict[BufferMode, int | None]
+    num_wrong: dict[BufferMode, int | None]
     """Wrong elements over all ranks."""
 
 
@@ -45,8 +45,8 @@ def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResul
     for mode in BUFFER_MODES:
         result.seconds_per_iteration[mode] = np.max([timing.seconds[mode] for timing in timings], axis=0).tolist()
         result.seconds[mode] = mean(mean(timing.seconds[mode]) for timing in timings)
-        wrong = [count for timing in timings if (count := timing.wrong[mode]) is not None]
-        result.wrong[mode] = sum(wrong) if wrong else None
+        counts = [count for timing in timings if (count := timing.num_wrong[mode]) is not None]
+        result.num_wrong[mode] = sum(counts) if counts else None
     return result
 
 
@@ -129,7 +129,7 @@ def to_json_document(
     pid, hostname, device, device_hex and device_info.
     """
     sizes = [result.case.size_bytes for result in results]
-    num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
+    num_wrong = sum(sum(filter(None, result.num_wrong.values())) for result in results)
     bus_bandwidths = [
         bandwidths(result.case, result.seconds[mode])[1] / GB for result in results for mode in BUFFER_MODES
     ]
@@ -173,7 +173,7 @@ def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
     }
     for mode in BUFFER_MODES:
         algorithm, bus = bandwidths(case, case_result.seconds[mode])
-        num_wrong = case_result.wrong[mode]
+        num_wrong = case_result.num_wrong[mode]
         result[mode] = {
             "time": case_result.seconds[mode] * US_PER_SECOND,
             "alg_bw": algorithm / GB,

@@ -61,7 +61,7 @@ class RunRecords:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the last start. Every record is of a rank below it."""
+        """The number of ranks of the last start, and at least one more than the highest rank with a record."""
         dumped = [dump["ranks"] for dump in self.dumps.values()]
         started: list[int] = [event["ranks"] for event in self.events if event["kind"] == STARTED]
         return max([max(self.failures, default=0) + 1, *(dumped or started[-1:])])

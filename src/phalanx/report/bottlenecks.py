@@ -184,7 +184,7 @@ def _describe_bubble(run: RunSpec, times: StepTimes, balanced_timeline: Timeline
 def _describe_slow_stage(
     times: StepTimes, stages: dict[int, dict[str, float]], timeline: Timeline, balanced_timeline: Timeline
 ) -> Bottleneck:
-    """Return the wait for the slowest stage; `stages` has the seconds of each stage by kind of pass."""
+    """Return the wait for the slowest stage; `stages` maps each stage to its seconds by kind of pass."""
     seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
     stage = max(seconds, key=lambda stage: seconds[stage])
     slowdown = seconds[stage] / float(np.mean(list(seconds.values())))

@@ -265,7 +265,7 @@ def _break_down_ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]
 
 
 def _collect_curves(run_data: RunData) -> Facts:
-    """Return metrics over steps, and a curve of losses for each held-out text; that of the last evaluation is last."""
+    """Return the metrics of each step and a curve per held-out text, the last evaluated text last."""
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
     has_targets = any(map(has_ignored_targets, step_metrics))

@@ -139,7 +139,7 @@ class Schedule:
 
     @cached_property
     def links(self) -> Mapping[tuple[int, int], int]:
-        """Number of messages by pair of ranks, of which the first sends to the second."""
+        """Number of messages by pair of sender and receiver."""
         ranks = range(self.ranks)
         return Counter((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
 

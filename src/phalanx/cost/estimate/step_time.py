@@ -52,7 +52,7 @@ PARTS = tuple(part.name for part in fields(StepTime))
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Times of the layers of a model, of which stages consist."""
+    """Times of a model's layers. A stage's time is the sum over its layers."""
 
     embedding: StageTime
     dense: StageTime
@@ -130,7 +130,7 @@ def layer_seconds_without_recomputation(constants: TimeConstants, jobs: JobTable
 def _combine_block_times(
     layers: LayerTimes, plain: LayerTimes, recomputed: Column, blocks: Column, moe_blocks: Column
 ) -> StageTime:
-    """Return the times of blocks, of which the fraction `recomputed` recomputes activations."""
+    """Return the time of all blocks if a fraction `recomputed` of them recomputes activations."""
     dense = blocks - moe_blocks
     if plain is layers:
         return layers.blocks(dense, moe_blocks)

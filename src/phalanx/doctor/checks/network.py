@@ -69,7 +69,7 @@ def _node_bytes_per_second(expected: Expectations) -> float:
 
 
 def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
-    """Check the GIDs, the addresses that RDMA uses over Ethernet, of active ports that NCCL would use."""
+    """Check the GIDs (RDMA's addresses over Ethernet) of the active ports that NCCL would use."""
     ports = {
         name: port
         for name, port in rdma.selected_ports(machine, expected).items()

@@ -125,7 +125,7 @@ class RuleOfThumb:
 
 
 def is_in_range(degree: int, text: str, domain: int) -> bool:
-    """Return whether a degree is in the range of a requirement, with `domain` devices in the domain of fast links."""
+    """Return whether a degree meets a requirement such as "at least 2"; fast links connect `domain` devices."""
     bound = domain if text.endswith("the domain") else int(text.split()[-1])
     lower, upper = (bound, inf) if text.startswith("at least") else (1 if text.startswith("at most") else bound, bound)
     return lower <= degree <= upper

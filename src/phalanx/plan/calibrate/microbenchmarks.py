@@ -84,8 +84,8 @@ class BenchmarkFile:
     ranks: int
     products: Array
     """Rows of (batch, m, n, k, seconds, times in a pass), for the three products of both passes."""
-    core: Array
-    """Seconds of attention in a layer, forward and backward; empty if not measured."""
+    attention_seconds: Array
+    """In a layer, forward and backward; empty if not measured."""
     passes: Array
     """Rows of (bytes, seconds), one per memory pass."""
     exchanges: tuple[CollectiveTiming, ...]
@@ -106,7 +106,7 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
             run=run.replace(cluster=cluster),
             ranks=ranks,
             products=_parse_products(results.get("matmul", [])),
-            core=_parse_attention(results.get("attention", [])),
+            attention_seconds=_parse_attention(results.get("attention", [])),
             passes=np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
             exchanges=tuple(
                 CollectiveTiming(
@@ -157,7 +157,7 @@ def _parse_attention(rows: Sequence[dict[str, Any]]) -> Array:
 
 
 def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
-    """Return the timings of a benchmark file; `jobs` has the columns of its run on that machine (one job)."""
+    """Return the timings of a benchmark file; `jobs` is a table of one job, its run on that machine."""
     timings = [collective_timings(sweep.name, sweep.exchanges, jobs)]
 
     def add_timing(kind: str, seconds: Array, shares: Array, predicted: Callable[..., Column]) -> None:
@@ -173,12 +173,12 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
             return matmul_seconds(c, _repeat_job(jobs, indices), *timing)
 
         add_timing("matrix products", seconds, seconds * times / (seconds @ times), predict_products)
-    if len(sweep.core):
+    if len(sweep.attention_seconds):
 
         def predict_attention(c: TimeConstants, indices: OperationIndices) -> Column:
             return np.choose(indices, attention_seconds(c, _repeat_job(jobs, indices)))
 
-        add_timing("attention", sweep.core, np.full(2, 0.5), predict_attention)
+        add_timing("attention", sweep.attention_seconds, np.full(2, 0.5), predict_attention)
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 

@@ -40,10 +40,10 @@ class MeasuredTargets:
     """Measured seconds per step [run]; NaN for parts that were not measured."""
 
     step_total: Array
-    computing: Array
-    """Seconds in the slowest rank's passes, without waits."""
-    waiting: Array
-    """Seconds that the rank that waits least waits for collectives."""
+    computing_seconds: Array
+    """In the slowest rank's passes, without waits."""
+    waiting_seconds: Array
+    """For collectives, of the rank that waits least."""
     operations: tuple[OperationTimings, ...] = ()
     """Operations that were timed outside of steps."""
 
@@ -51,7 +51,7 @@ class MeasuredTargets:
         """Return the targets of some runs, without the operations of the other runs."""
         remaining = set(np.arange(len(self))[runs].tolist())
         operations = tuple(timing for timing in self.operations if timing.run is None or timing.run in remaining)
-        parts = {"computing": self.computing[runs], "waiting": self.waiting[runs]}
+        parts = {"computing": self.computing_seconds[runs], "waiting": self.waiting_seconds[runs]}
         return replace(self, step_total=self.step_total[runs], operations=operations, **parts)
 
     def __len__(self) -> int:
@@ -107,8 +107,8 @@ class Prior:
             log_ratio(seconds, measured) / noise
             for seconds, measured, noise in (
                 (predicted_time.total, targets.step_total, NOISE),
-                (predicted_time.compute, targets.computing, COMPUTING_NOISE),
-                (predicted_time.exchange + predicted_time.data_parallel, targets.waiting, WAITING_NOISE),
+                (predicted_time.compute, targets.computing_seconds, COMPUTING_NOISE),
+                (predicted_time.exchange + predicted_time.data_parallel, targets.waiting_seconds, WAITING_NOISE),
             )
         ]
         errors += [

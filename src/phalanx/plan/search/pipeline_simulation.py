@@ -48,7 +48,7 @@ def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
 
 
 def _estimate_stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
-    """Return the times of each stage's blocks; the first also has the embedding, the last the head."""
+    """Return the times of each stage. The first includes the embedding, and the last the head."""
     constants = time_constants_for(run.cluster)
     jobs = candidate_jobs(run, world_size, [candidate])
     layers_times = layer_seconds(constants, jobs)

@@ -102,7 +102,7 @@ class MemoryCounts:
         self._counted: dict[CandidateLayout, EvaluatedLayout] = {}
 
     def __call__(self, evaluated: EvaluatedLayout) -> EvaluatedLayout:
-        """Return an option with exact memory."""
+        """Return the layout with exact memory."""
         if evaluated.candidate not in self._counted:
             self._counted[evaluated.candidate] = with_exact_memory(self.run, self.world_size, evaluated)
         return self._counted[evaluated.candidate]
@@ -135,7 +135,7 @@ class TimeBands:
             seconds = self._seconds(self.ordered[start]) if start < len(self.ordered) else 0.0
 
     def order(self, evaluated: EvaluatedLayout) -> list[float]:
-        """Return the key of the order, of the bands so far."""
+        """Return the sort key of a layout, which begins with its band among those yielded so far."""
         candidate = evaluated.candidate
         band = bisect_left(self.ends, evaluated.step_seconds)
         return [band, candidate.offloads, candidate.num_parallel_axes, evaluated.step_seconds]

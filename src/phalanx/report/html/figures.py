@@ -75,7 +75,7 @@ def make_axis(title: str = "", **more: Any) -> Figure:
 
 
 def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
-    """Return the loss with held-out loss as diamonds, above the speed, of all runs; None without a step."""
+    """Return two plots of all runs: loss (held-out loss as diamonds) and, below it, speed. None without a step."""
     data = [
         trace
         for index, facts in enumerate(runs)
