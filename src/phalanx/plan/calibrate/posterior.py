@@ -51,7 +51,7 @@ class MeasuredTargets:
         """Return the targets of some runs, without the operations of the other runs."""
         remaining = set(np.arange(len(self))[runs].tolist())
         operations = tuple(timing for timing in self.operations if timing.run is None or timing.run in remaining)
-        parts = {"computing": self.computing_seconds[runs], "waiting": self.waiting_seconds[runs]}
+        parts = {"computing_seconds": self.computing_seconds[runs], "waiting_seconds": self.waiting_seconds[runs]}
         return replace(self, step_total=self.step_total[runs], operations=operations, **parts)
 
     def __len__(self) -> int:
