@@ -72,7 +72,7 @@ def fit_memory(runs: list[PublishedRun], start: MemoryConstants) -> MemoryConsta
     def residuals(x: Array) -> Array:
         c = _constants(MemoryConstants, x)
         estimate = estimate_memory(c, jobs)
-        error = np.log(estimate.allocated / truth)[measured] * weights
+        error = np.log(estimate.allocated_bytes / truth)[measured] * weights
         excess = np.log(reserved_bytes(c, estimate) / jobs.memory_bytes)[labeled] / c.spread
         unlikely = -norm.logcdf(np.where(out_of_memory[labeled], excess, -excess))
         return np.concatenate([2 * error, 0.25 * np.sqrt(np.minimum(unlikely, 8)), 0.1 * (x - middle) / (high - low)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.api.training import _environment, _follow, train_run
+from phalanx.api.training import _follow_output, _launcher_environment, train_run
 from phalanx.spec.errors import UserError, UserErrorGroup, error_from_record
 from phalanx.spec.files.load import run_from_table
 
@@ -49,7 +49,7 @@ def test_error_of_record_equals_original(error: UserError) -> None:
 
 def test_follow_prints_lines_and_keeps_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     program = "import sys; [print(n) for n in range(60)]; sys.exit(75)"
-    code, lines = _follow([sys.executable, "-c", program], dict(os.environ), quiet=False)
+    code, lines = _follow_output([sys.executable, "-c", program], dict(os.environ), quiet=False)
     assert code == 75
     assert lines == [f"{n}\n" for n in range(10, 60)]
     assert capsys.readouterr().out.splitlines() == [str(n) for n in range(60)]
@@ -70,7 +70,7 @@ def test_interrupt_stops_the_launcher_in_order(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(builtins, "print", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        _follow([sys.executable, "-c", program], dict(os.environ), quiet=False)
+        _follow_output([sys.executable, "-c", program], dict(os.environ), quiet=False)
     assert saved.exists()
 
 
@@ -78,11 +78,11 @@ def test_launcher_imports_the_same_package(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", "src")  # relative, as in a checkout
     monkeypatch.chdir(tmp_path)
     program = [sys.executable, "-c", "import phalanx; print(phalanx.__file__)"]
-    code, lines = _follow(program, _environment("run.toml"), quiet=True)
+    code, lines = _follow_output(program, _launcher_environment("run.toml"), quiet=True)
     assert (code, lines) == (0, [f"{phalanx.__file__}\n"])
 
 
 def test_environment_variables_of_fields_do_not_change_a_run_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TRAINING__STEPS", "5")
-    assert "PHALANX_TRAINING__STEPS" in _environment("run.toml")
-    assert "PHALANX_TRAINING__STEPS" not in _environment(run_from_table({"model": {"preset": "tiny"}}))
+    assert "PHALANX_TRAINING__STEPS" in _launcher_environment("run.toml")
+    assert "PHALANX_TRAINING__STEPS" not in _launcher_environment(run_from_table({"model": {"preset": "tiny"}}))

@@ -124,7 +124,7 @@ def test_busbw_equals_algbw_times_nccl_tests_factor(operation: Operation) -> Non
 
 def count_wrong_elements(operation: Operation, call: Call) -> dict[str, int | None]:
     assert dist.group.WORLD is not None
-    return dict(time_case(make_case(operation), call, dist.group.WORLD, torch.device("cpu"), 2).wrong)
+    return dict(time_case(make_case(operation), call, dist.group.WORLD, torch.device("cpu"), 2).num_wrong)
 
 
 def count_wrong_of_correct_call(operation: Operation) -> dict[str, int | None]:

@@ -14,9 +14,9 @@ from phalanx.bench import matmul
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape
 from phalanx.bench.matmul import (
     Calls,
-    _attention_calls,
-    _matmul_calls,
-    _ring_calls,
+    _make_attention_calls,
+    _make_matmul_calls,
+    _make_ring_calls,
     benchmark_attention,
     benchmark_matmul,
 )
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("product", [MatmulShape(1, 12, 8, 4), MatmulShape(3, 12, 8, 4)])
 def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShape) -> None:
     shapes = {"forward": (product.m, product.n), "inputs": (product.m, product.k), "weights": (product.n, product.k)}
-    for name, call in _matmul_calls(product, torch.float32, CPU).items():
+    for name, call in _make_matmul_calls(product, torch.float32, CPU).items():
         with FlopCounter() as meter:
             out = call()
         assert out.shape[-2:] == shapes[name]
@@ -40,7 +40,7 @@ def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShap
 
 
 @pytest.mark.parametrize(
-    ("calls", "masked"), [(_attention_calls, False), (_attention_calls, True), (_ring_calls, False)]
+    ("calls", "masked"), [(_make_attention_calls, False), (_make_attention_calls, True), (_make_ring_calls, False)]
 )
 def test_benchmark_attention_calls_have_stated_flops(masked: bool, calls: Callable[..., Calls]) -> None:
     core = AttentionShape(batch=2, heads=4, kv_heads=2, queries=16, keys=16, head_dim=8, causal=True, masked=masked)

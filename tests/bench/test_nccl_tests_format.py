@@ -146,7 +146,7 @@ def test_merge_ranks_averages_seconds_and_sums_wrong_elements() -> None:
     merged = merge_ranks(case, rank_results)
     assert merged.seconds["out_of_place"] == pytest.approx(2.0)
     assert merged.seconds_per_iteration["out_of_place"] == [2.0, 4.0]
-    assert merged.wrong == {"out_of_place": 7, "in_place": None}
+    assert merged.num_wrong == {"out_of_place": 7, "in_place": None}
     document = to_json_document([merged], 2, False, RUN_METADATA, DEVICES)
     assert document["out_of_bounds"] == {"count": 7, "okay": "false"}
     assert "# Out of bounds values : 7 FAILED" in format_table(document)

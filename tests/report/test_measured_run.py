@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.report import measured_run
-from phalanx.report.measured_machine import _measured_machine
+from phalanx.report.measured_machine import _apply_measurements
 from phalanx.report.measured_run import read_measured_run, with_measured_parts
 from phalanx.report.run_data import read_run
 from phalanx.runs.step_records import RankRecord
@@ -101,4 +101,4 @@ def test_measured_run_is_planned_for_device_that_ranks_recorded(device, tmp_path
     monkeypatch.setattr(measured_run, "step_times", lambda _: None)
     measured = with_measured_parts(read_measured_run(directory), directory)
     assert (measured.memory.unused > 0) == (device == "cuda")
-    assert _measured_machine(ClusterSpec(), 1, None, records).device == device
+    assert _apply_measurements(ClusterSpec(), 1, None, records).device == device

@@ -78,11 +78,11 @@ def with_components(run: RunSpec | str | Path, components: Components) -> RunSpe
     table["optimizer"] = run.optimizer.model_dump(mode="json", exclude_unset=True)
     for path, component in changes.items():
         section, _, field = path.partition(".")
-        table[section][field] = _component_table(path, component)
+        table[section][field] = _component_to_table(path, component)
     return run.replace(**{section: table[section] for section in {path.partition(".")[0] for path in changes}})
 
 
-def _component_table(field: str, component: Component) -> str | Mapping[str, Any]:
+def _component_to_table(field: str, component: Component) -> str | Mapping[str, Any]:
     """Return a component as a run file names it."""
     if isinstance(component, str | Mapping):
         return component

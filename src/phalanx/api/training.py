@@ -102,33 +102,33 @@ def train_run(
         ['metrics.jsonl']
     """
     run = with_components(run, components)
-    with _run_argument(run) as (argument, directory), tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+    with _provide_run_argument(run) as (argument, directory), tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         error_file = Path(folder) / "error.json"
         options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--trust": trust}
         options["--profile-memory"] = profile_memory
         if profile_steps is not None:
             options["--profile-steps"] = "{}:{}".format(*profile_steps)
-        command = [sys.executable, "-P", "-m", "phalanx", "train", argument, *_arguments(options)]
-        environment = {**_environment(run), ERROR_FILE_VARIABLE: str(error_file)}
-        exit_code, last_lines = _follow(command, environment, quiet)
+        command = [sys.executable, "-P", "-m", "phalanx", "train", argument, *_format_options(options)]
+        environment = {**_launcher_environment(run), ERROR_FILE_VARIABLE: str(error_file)}
+        exit_code, last_lines = _follow_output(command, environment, quiet)
         # A command that a callback ran may have written the file too.
         if exit_code == 2 and error_file.exists():
             raise error_from_record(json.loads(error_file.read_text(encoding="utf-8")))
     if not (directory / RUN_FILE).is_file():
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
         raise UserError("phalanx train", None, problem, fix="read its output")
-    data = read_run(directory)
+    run_data = read_run(directory)
     return TrainResult(
         run_dir=directory,
         exit_reason=EXIT_REASONS.get(exit_code, "failed"),
         exit_code=exit_code,
-        metrics=data.step_metrics[-1] if data.step_metrics else {},
-        held_out_loss=data.evaluations[-1]["held_out_loss"] if data.evaluations else None,
-        failure=data.failure,
+        metrics=run_data.step_metrics[-1] if run_data.step_metrics else {},
+        held_out_loss=run_data.evaluations[-1]["held_out_loss"] if run_data.evaluations else None,
+        failure=run_data.failure,
     )
 
 
-def _arguments(options: Mapping[str, object]) -> Iterator[str]:
+def _format_options(options: Mapping[str, object]) -> Iterator[str]:
     """Yield options of a command: flags that are True, and other values that are not None."""
     for name, value in options.items():
         if value is not None and value is not False:
@@ -138,7 +138,7 @@ def _arguments(options: Mapping[str, object]) -> Iterator[str]:
 
 
 @contextmanager
-def _run_argument(run: RunSpec | str | Path) -> Iterator[tuple[str, Path]]:
+def _provide_run_argument(run: RunSpec | str | Path) -> Iterator[tuple[str, Path]]:
     """Yield the argument of `phalanx train` and the run directory. A RunSpec is written to a temporary file."""
     if isinstance(run, RunSpec):
         with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
@@ -150,7 +150,7 @@ def _run_argument(run: RunSpec | str | Path) -> Iterator[tuple[str, Path]]:
         yield str(path), path if path.is_dir() else run_directory(load_run(path))
 
 
-def _environment(run: RunSpec | str | Path) -> dict[str, str]:
+def _launcher_environment(run: RunSpec | str | Path) -> dict[str, str]:
     """Return the environment of the launcher, which imports this phalanx.
 
     Variables that set fields apply to run files, not to a RunSpec.
@@ -168,7 +168,7 @@ def _environment(run: RunSpec | str | Path) -> dict[str, str]:
     return environment
 
 
-def _follow(command: Sequence[str], environment: dict[str, str], quiet: bool) -> tuple[int, list[str]]:
+def _follow_output(command: Sequence[str], environment: dict[str, str], quiet: bool) -> tuple[int, list[str]]:
     """Run a command and print its output line by line; return its exit code and its last lines."""
     last_lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
     with subprocess.Popen(

@@ -75,7 +75,7 @@ class CaseTiming:
     group: tuple[int, ...]
     seconds: Mapping[BufferMode, list[float]]
     """Seconds of each iteration."""
-    wrong: Mapping[BufferMode, int | None]
+    num_wrong: Mapping[BufferMode, int | None]
     """Number of wrong elements; None if they cannot be verified."""
 
 
@@ -168,28 +168,28 @@ def time_case(
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
     for mode in BUFFER_MODES:
-        out, sent = _make_buffers(case, mode, group.rank(), device)
+        received, sent = _allocate_buffers(case, mode, group.rank(), device)
         _fill_test_values(case, group.rank(), sent)
         dist.barrier(group)
-        seconds[mode] = time_calls(partial(call, out, sent, group), device, iterations)
-        wrong_counts[mode] = _count_wrong(case, call, out, sent, group)
+        seconds[mode] = time_calls(partial(call, received, sent, group), device, iterations)
+        wrong_counts[mode] = _count_wrong(case, call, received, sent, group)
         if mode == "in_place" and case.kind.operation in UNVERIFIABLE_IN_PLACE:
             wrong_counts[mode] = None
     return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong_counts)
 
 
-def _make_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _allocate_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the output and input buffers. In place, one is the other, or this rank's part of it."""
     make = partial(torch.zeros, dtype=TORCH_DTYPES[case.kind.precision], device=device)
     count = element_count(case)
     operation = case.kind.operation
-    full = make(count * (case.ranks if operation in (*SCATTER_OPERATIONS, "all_gather") else 1))
-    part = full[rank * count : (rank + 1) * count]
+    full_tensor = make(count * (case.ranks if operation in (*SCATTER_OPERATIONS, "all_gather") else 1))
+    local_part = full_tensor[rank * count : (rank + 1) * count]
     if operation == "all_gather":
-        return full, part if mode == "in_place" else make(count)
+        return full_tensor, local_part if mode == "in_place" else make(count)
     if operation == "reduce_scatter":
-        return part if mode == "in_place" else make(count), full
-    return full, full if mode == "in_place" else torch.zeros_like(full)
+        return local_part if mode == "in_place" else make(count), full_tensor
+    return full_tensor, full_tensor if mode == "in_place" else torch.zeros_like(full_tensor)
 
 
 def _fill_test_values(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
@@ -198,25 +198,25 @@ def _fill_test_values(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
     Sums of them are exact in any arithmetic and order.
     """
     for begin in range(0, len(sent), CHECK_CHUNK_ELEMENTS):
-        part = sent[begin : begin + CHECK_CHUNK_ELEMENTS]
-        part.copy_(_test_values(_element_indices(part, begin), rank, case.ranks))
+        chunk = sent[begin : begin + CHECK_CHUNK_ELEMENTS]
+        chunk.copy_(_test_values(_index_elements(chunk, begin), rank, case.ranks))
 
 
-def _count_wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
+def _count_wrong(case: BenchmarkCase, call: Call, received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
     """Return the number of wrong elements in the result of one call."""
     rank = group.rank()
-    out.fill_(-1)
+    received.fill_(-1)
     _fill_test_values(case, rank, sent)
-    call(out, sent, group)
+    call(received, sent, group)
     num_wrong = 0
-    for begin in range(0, len(out), CHECK_CHUNK_ELEMENTS):
-        part = out[begin : begin + CHECK_CHUNK_ELEMENTS]
-        num_wrong += int((part != _expected_values(case, rank, _element_indices(part, begin)).to(part.dtype)).sum())
+    for begin in range(0, len(received), CHECK_CHUNK_ELEMENTS):
+        chunk = received[begin : begin + CHECK_CHUNK_ELEMENTS]
+        num_wrong += int((chunk != _expected_values(case, rank, _index_elements(chunk, begin)).to(chunk.dtype)).sum())
     return num_wrong
 
 
-def _element_indices(part: Tensor, begin: int) -> Tensor:
-    return torch.arange(begin, begin + len(part), device=part.device)
+def _index_elements(chunk: Tensor, begin: int) -> Tensor:
+    return torch.arange(begin, begin + len(chunk), device=chunk.device)
 
 
 def _test_values(indices: Tensor, rank: Tensor | int, ranks: int) -> Tensor:

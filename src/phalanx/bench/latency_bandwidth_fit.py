@@ -77,13 +77,13 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
         return None
     order = np.argsort(x, kind="stable")
     x, t = x[order], t[order]
-    fits = [_make_fit("max", (_fit_line(x, t),), x, t)]
+    fits = [_evaluate_pieces("max", (_fit_line(x, t),), x, t)]
     for split in range(MIN_SIZES_PER_PIECE, len(x) - MIN_SIZES_PER_PIECE + 1):
         if x[split - 1] < x[split]:
             left = _fit_line(x[:split], t[:split])
             right = _fit_line(x[split:], t[split:])
             bends_up = right.seconds_per_byte > left.seconds_per_byte
-            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t))
+            fits.append(_evaluate_pieces("max" if bends_up else "min", (left, right), x, t))
     return min(fits, key=_information_criterion)
 
 
@@ -102,7 +102,7 @@ def _fit_line(x: Numbers, t: Numbers) -> LinearPiece:
     return LinearPiece(float(latency), float(slope / scale))
 
 
-def _make_fit(
+def _evaluate_pieces(
     combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers
 ) -> PiecewiseFit:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])

@@ -31,11 +31,13 @@ def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterat
     rows: list[Row] = []
     for product, (names, count) in matmul_shapes(run, world_size).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
-        rows.append(row | _time_passes(_matmul_calls(product, dtype, device), device, iterations))
+        rows.append(row | _time_passes(_make_matmul_calls(product, dtype, device), device, iterations))
     return rows
 
 
-def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def _make_matmul_calls(
+    product: MatmulShape, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], Tensor]]:
     batch = (product.batch,) if product.batch > 1 else ()
     make = partial(torch.randn, device=device, dtype=dtype)
     x = make(*batch, product.m, product.k)
@@ -52,13 +54,13 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():
-        calls = (_ring_calls if core.ring else _attention_calls)(core, dtype, device)
+        calls = (_make_ring_calls if core.ring else _make_attention_calls)(core, dtype, device)
         row = {"count": count, **asdict(core), "flops": core.flops}
         rows.append(row | _time_passes(calls, device, iterations))
     return rows
 
 
-def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
+def _make_attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
     """Return the passes of a block's attention, with one row per document."""
     make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     q = make(core.batch, core.queries, core.heads, core.head_dim)
@@ -72,7 +74,7 @@ def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.dev
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}
 
 
-def _ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
+def _make_ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
     """Return the passes of a step of ring attention, with one row per document."""
     make = partial(torch.randn, device=device, dtype=dtype)
     q = make(core.batch, core.heads, core.queries, core.head_dim)

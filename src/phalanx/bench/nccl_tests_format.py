@@ -35,7 +35,7 @@ class CaseResult:
     """Seconds of each iteration on the slowest rank."""
     seconds: dict[BufferMode, float]
     """Seconds of one call: the mean over iterations and ranks, as nccl-tests reports by default."""
-    wrong: dict[BufferMode, int | None]
+    num_wrong: dict[BufferMode, int | None]
     """Wrong elements over all ranks."""
 
 
@@ -45,8 +45,8 @@ def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResul
     for mode in BUFFER_MODES:
         result.seconds_per_iteration[mode] = np.max([timing.seconds[mode] for timing in timings], axis=0).tolist()
         result.seconds[mode] = mean(mean(timing.seconds[mode]) for timing in timings)
-        wrong = [count for timing in timings if (count := timing.wrong[mode]) is not None]
-        result.wrong[mode] = sum(wrong) if wrong else None
+        counts = [count for timing in timings if (count := timing.num_wrong[mode]) is not None]
+        result.num_wrong[mode] = sum(counts) if counts else None
     return result
 
 
@@ -93,8 +93,8 @@ def _format_header(config: dict[str, Any]) -> list[str]:
 
 def _format_row(result: dict[str, Any]) -> str:
     size = f"{result['size']:12d}  {result['count']:12d}"
-    kind = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
-    return size + kind + "".join(_format_timing(result[mode]) for mode in BUFFER_MODES)
+    type_and_operation = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
+    return size + type_and_operation + "".join(_format_timing(result[mode]) for mode in BUFFER_MODES)
 
 
 def _format_timing(timing: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ def to_json_document(
     pid, hostname, device, device_hex and device_info.
     """
     sizes = [result.case.size_bytes for result in results]
-    num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
+    num_wrong = sum(sum(filter(None, result.num_wrong.values())) for result in results)
     bus_bandwidths = [
         bandwidths(result.case, result.seconds[mode])[1] / GB for result in results for mode in BUFFER_MODES
     ]
@@ -173,22 +173,24 @@ def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
     }
     for mode in BUFFER_MODES:
         algorithm, bus = bandwidths(case, case_result.seconds[mode])
-        num_wrong = case_result.wrong[mode]
+        num_wrong = case_result.num_wrong[mode]
         result[mode] = {
             "time": case_result.seconds[mode] * US_PER_SECOND,
             "alg_bw": algorithm / GB,
             "bus_bw": bus / GB,
             "nwrong": None if num_wrong is None else float(num_wrong),
         }
-        result[f"{mode}_per_iter"] = _statistics(np.array(case_result.seconds_per_iteration[mode]) * US_PER_SECOND)
+        result[f"{mode}_per_iter"] = _summarize_iterations(
+            np.array(case_result.seconds_per_iteration[mode]) * US_PER_SECOND
+        )
     return result | {"actual_iterations": iterations, "experiment_name": case.kind.name}
 
 
-def _statistics(us: Any) -> dict[str, Any]:
+def _summarize_iterations(us: Any) -> dict[str, Any]:
     """Return statistics of the iteration times in microseconds."""
     ordered = np.sort(us)
     count = len(us)
-    p95, p99 = (float(ordered[-(-count * part // 100) - 1]) for part in (95, 99))
+    p95, p99 = (float(ordered[-(-count * percent // 100) - 1]) for percent in (95, 99))
     return {
         "min_us": float(ordered[0]),
         "max_us": float(ordered[-1]),

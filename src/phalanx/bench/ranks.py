@@ -75,9 +75,9 @@ def run_benchmarks(
     local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
     benchmarks: dict[str, Callable[[], Rows]] = {
-        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
-        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
-        "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
+        "matmul": lambda: _merge_slowest_ranks(benchmark_matmul(run, world_size, device, iterations)),
+        "attention": lambda: _merge_slowest_ranks(benchmark_attention(run, world_size, device, iterations)),
+        "bandwidth": lambda: _merge_slowest_ranks(bandwidth(device, size, iterations)),
         "collectives": lambda: benchmark_collectives(run, mesh, device, iterations, sweep),
     }
     return {
@@ -92,7 +92,7 @@ def run_benchmarks(
     }
 
 
-def _slowest_rank_rows(rows: Rows) -> Rows:
+def _merge_slowest_ranks(rows: Rows) -> Rows:
     """Merge rows over ranks: each time is the maximum, with its speed."""
     merged = []
     for rank_rows in zip(*all_gather_objects(rows), strict=True):
@@ -120,7 +120,7 @@ def benchmark_collectives(
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
     results = []
     for kind, rows in roles.items():
-        started_at = _timestamp()
+        started_at = _current_timestamp()
         group = process_group_for(run, mesh, kind)
         # A server is in no group of other servers.
         local_group = group if isinstance(group, dist.ProcessGroup) else None
@@ -140,16 +140,16 @@ def benchmark_collectives(
             "env": [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(RECORDED_VARIABLES)],
             "nccl_version": 10_000 * major + 100 * minor + patch,
             "start_time": started_at,
-            "end_time": _timestamp(),
+            "end_time": _current_timestamp(),
         }
         document = nccl_tests_format.to_json_document(
-            case_results, iterations, bool(sweep), environment=environment, devices=_device_list(device, groups)
+            case_results, iterations, bool(sweep), environment=environment, devices=_gather_devices(device, groups)
         )
-        results.append(_kind_result(kind, groups, case_results, document))
+        results.append(_build_kind_result(kind, groups, case_results, document))
     return results
 
 
-def _kind_result(
+def _build_kind_result(
     kind: CollectiveKind,
     groups: list[tuple[int, ...]],
     results: list[nccl_tests_format.CaseResult],
@@ -211,7 +211,7 @@ def _describe_device(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
-def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+def _gather_devices(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     """Return the device of every rank, for nccl-tests' list."""
     address = "cpu"
     if device.type == "cuda":
@@ -230,7 +230,7 @@ def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[di
     return all_gather_objects(local_device)
 
 
-def _timestamp() -> str:
+def _current_timestamp() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
 
 

@@ -88,15 +88,15 @@ class LazyCommandGroup(TyperGroup):
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parse the arguments, with usage errors as UserError."""
         _, words, *_ = args
-        refuse_urls(words, lambda option: option in self._flags(words[0]))
+        refuse_urls(words, lambda option: option in self._list_flags(words[0]))
         with translate_usage_errors():
             return super().make_context(*args, **extra)
 
-    def _flags(self, name: str) -> set[str]:
+    def _list_flags(self, name: str) -> set[str]:
         """Return the options of a command and its subcommands that take no value."""
         command = self.get_command(None, name) if name in COMMANDS else None
         commands = [command, *getattr(command, "commands", {}).values()]
-        parameters = [parameter for each in commands for parameter in getattr(each, "params", ())]
+        parameters = [parameter for member in commands for parameter in getattr(member, "params", ())]
         return {option for parameter in parameters if getattr(parameter, "is_flag", False) for option in parameter.opts}
 
     def invoke(self, ctx: Any) -> Any:
@@ -121,19 +121,19 @@ class LazyCommandGroup(TyperGroup):
         command = typer.main.get_command(typer_app)
         command.name = cmd_name
         if cmd_name != "train":  # whose only rank may be this process, and prints what the user's code prints
-            _print_plainly(command)
+            _escape_output_of(command)
         return command
 
 
-def _print_plainly(command: Any) -> None:
+def _escape_output_of(command: Any) -> None:
     """Let a command and its subcommands write control characters as escapes: text of files may contain any."""
     for subcommand in getattr(command, "commands", {}).values():
-        _print_plainly(subcommand)
+        _escape_output_of(subcommand)
     if command.callback is not None:
-        command.callback = _in_printable_output(command.callback)
+        command.callback = _with_printable_output(command.callback)
 
 
-def _in_printable_output(callback: Callable[..., Any]) -> Callable[..., Any]:
+def _with_printable_output(callback: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(callback)
     def run(*args: Any, **options: Any) -> Any:
         from phalanx.spec.terminal import printable_output
@@ -155,15 +155,17 @@ app = typer.Typer(
 )
 
 
-def _version(shown: bool) -> None:
-    if shown:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"phalanx {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    version: bool = Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
+    version: bool = Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     pass
 
@@ -173,21 +175,21 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        _exit_with(error)
+        _exit_with_error(error)
     except PermissionError as error:
         if error.filename is None:  # no file name: the error is about a process or a socket
             raise
         fix = "check its permissions, or choose another file"
-        _exit_with(UserError("file", str(error.filename), "permission denied", fix=fix))
+        _exit_with_error(UserError("file", str(error.filename), "permission denied", fix=fix))
     except ModuleNotFoundError as error:
         from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 
         if error.name not in EXTRA_OF_PACKAGE:
             raise
-        _exit_with(missing_package("this command", None, error.name))
+        _exit_with_error(missing_package("this command", None, error.name))
 
 
-def _exit_with(error: UserError) -> NoReturn:
+def _exit_with_error(error: UserError) -> NoReturn:
     record_error(error)
     print(printable(f"phalanx: {error}"), file=sys.stderr)
     sys.exit(2)

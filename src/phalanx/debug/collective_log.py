@@ -92,11 +92,11 @@ def is_peer_loss(error: str) -> bool:
 
 def first_difference(calls: Calls, signature: Callable[[RecordedCollective], Hashable]) -> int | None:
     """Return the lowest number at which ranks have calls with different signatures, or None."""
-    seen: dict[int, Hashable] = {}
+    signature_by_number: dict[int, Hashable] = {}
     differing_numbers = []
     for rank_calls in calls.values():
         for number, call in rank_calls.items():
-            if seen.setdefault(number, signature(call)) != signature(call):
+            if signature_by_number.setdefault(number, signature(call)) != signature(call):
                 differing_numbers.append(number)
     return min(differing_numbers, default=None)
 

@@ -63,7 +63,7 @@ class LoggedCall:
 
         Raises ValueError if the line is damaged.
         """
-        call = cls(**{entry.name: value for entry, value in zip(fields(cls), values, strict=True)})
+        call = cls(**{call_field.name: value for call_field, value in zip(fields(cls), values, strict=True)})
         if len(call.ranks) < 1 + (call.kind == MESSAGE) or {len(call.sent), len(call.received)} - {0, len(call.ranks)}:
             raise ValueError("the ranks of a call are damaged")
         return call
@@ -118,11 +118,11 @@ class _Log:
         calls: list[LoggedCall] = []
         try:
             for line in lines.split(b"\n") if lines else ():
-                entry = _decode_line(line)
-                if isinstance(entry, tuple):
-                    self.kinds.append(LoggedCall.from_values(entry))
-                    entry = len(self.kinds) - 1
-                calls.append(self.kinds[entry])
+                index_or_fields = _decode_line(line)
+                if isinstance(index_or_fields, tuple):
+                    self.kinds.append(LoggedCall.from_values(index_or_fields))
+                    index_or_fields = len(self.kinds) - 1
+                calls.append(self.kinds[index_or_fields])
         except (ValueError, IndexError):
             self.is_damaged = True
         self.offset += len(lines) + bool(lines)
@@ -164,7 +164,7 @@ class CollectiveOrder:
                 if call.kind == COLLECTIVE and not call.in_background:
                     self._pending[rank].append(call)
         for (kind, _, ranks), sequence in (self._sequences if finished else changed).items():
-            difference = _compare(kind, ranks, sequence, finished=finished if kind == COLLECTIVE else ())
+            difference = _compare_calls(kind, ranks, sequence, finished=finished if kind == COLLECTIVE else ())
             if difference is not None:
                 return difference
         return self._find_crossed_calls()
@@ -202,11 +202,17 @@ class CollectiveOrder:
         """
         waits_for: dict[int, set[int]] = {}
         for rank, calls in self._pending.items():
-            others = [other for other in calls[0].ranks if self._pending.get(other)] if calls else []
-            waits_for[rank] = {other for other in others if not self._is_next_call(other, calls[0])}
+            awaited_ranks = (
+                [rank_in_group for rank_in_group in calls[0].ranks if self._pending.get(rank_in_group)] if calls else []
+            )
+            waits_for[rank] = {
+                rank_in_group for rank_in_group in awaited_ranks if not self._is_next_call(rank_in_group, calls[0])
+            }
         # Cycles, and what waits for them, remain when the ranks that become free are removed.
-        while free := {rank for rank, others in waits_for.items() if not others}:
-            waits_for = {rank: others - free for rank, others in waits_for.items() if rank not in free}
+        while free_ranks := {rank for rank, awaited_ranks in waits_for.items() if not awaited_ranks}:
+            waits_for = {
+                rank: awaited_ranks - free_ranks for rank, awaited_ranks in waits_for.items() if rank not in free_ranks
+            }
         if not waits_for:
             return []
         path = []
@@ -231,7 +237,7 @@ class CollectiveOrder:
         return "; ".join(call.description for call in calls)
 
 
-def _compare(
+def _compare_calls(
     kind: str, ranks: tuple[int, ...], sequence: _Sequence, finished: Collection[int]
 ) -> OrderDifference | None:
     """Compare the calls of these ranks, and remove the calls that all ranks have made."""
@@ -239,7 +245,7 @@ def _compare(
     for index in range(max(counts.values())):
         calls = {rank: sequence.calls[rank][index] for rank in ranks if index < counts[rank]}
         absent = [rank for rank in finished if rank in ranks and rank not in calls]
-        difference = _compare_signatures(kind, calls, absent) or _compare_parts(ranks, calls)
+        difference = _compare_signatures(kind, calls, absent) or _compare_all_to_all_sizes(ranks, calls)
         if difference is not None:
             members = next(iter(calls.values())).members
             message = f"in {kind} {sequence.num_checked + index + 1} {members}, {difference.message}"
@@ -257,14 +263,14 @@ def _compare_signatures(kind: str, calls: Mapping[int, LoggedCall], absent: Sequ
     if len(set(signatures.values())) <= 1:
         return None
     differing = sorted(minority_ranks(signatures))
-    texts = [_describe_ranks(kind, differing, calls)]
+    texts = [_describe_calls_of_ranks(kind, differing, calls)]
     others = [rank for rank in signatures if rank not in differing]
     if others:
-        texts.append(_describe_ranks(kind, others, calls))
+        texts.append(_describe_calls_of_ranks(kind, others, calls))
     return OrderDifference(tuple(differing), ", while ".join(texts))
 
 
-def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> OrderDifference | None:
+def _compare_all_to_all_sizes(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> OrderDifference | None:
     """Compare the numbers of elements that ranks send in an all-to-all with those that receivers expect."""
     for (i, sender), (j, receiver) in permutations(enumerate(ranks), 2):
         if sender not in calls or receiver not in calls or not calls[sender].sent:
@@ -280,7 +286,7 @@ def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> O
     return None
 
 
-def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedCall]) -> str:
+def _describe_calls_of_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedCall]) -> str:
     """Return the calls of ranks as text.
 
     Example: "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f) and rank 1 called nothing more".

@@ -61,7 +61,7 @@ class RunRecords:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the last start. Every record is of a rank below it."""
+        """The number of ranks of the last start, and at least one more than the highest rank with a record."""
         dumped = [dump["ranks"] for dump in self.dumps.values()]
         started: list[int] = [event["ranks"] for event in self.events if event["kind"] == STARTED]
         return max([max(self.failures, default=0) + 1, *(dumped or started[-1:])])
@@ -90,7 +90,7 @@ def explain_run(directory: Path) -> Explanation:
         sizes = ParallelDims(dp_replicate=records.world_size)
     explanation = diagnose_hang(records.dumps, records.failures, sizes)
     if explanation.verdict.kind == "nothing":
-        explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, records))
+        explanation = replace(explanation, verdict=_judge_without_dumps(directory, run, records))
     # Logs exist only if the order of collectives was checked.
     logs = {file.stem.removeprefix("rank-"): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
     order = CollectiveOrder({int(rank): file for rank, file in logs.items() if rank.isdecimal()})
@@ -122,10 +122,12 @@ def suspect_ranks(directory: Path) -> set[int]:
     return set()
 
 
-def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -> Verdict:
+def _judge_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -> Verdict:
     """Return the verdict on a run of which no rank reported a pending collective."""
     if records.failures:
-        rank, first_failure = min(records.failures.items(), key=lambda item: float(item[1]["time"]))
+        rank, first_failure = min(
+            records.failures.items(), key=lambda rank_and_record: float(rank_and_record[1]["time"])
+        )
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
     if is_running(directory):
@@ -143,19 +145,19 @@ def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -
         killed_ranks = tuple(rank for rank, fault in faults.items() if fault)
         if not killed_ranks:
             summary = "the run ended without a record: its launcher was killed, or the machine stopped"
-            return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+            return Verdict("nothing", (), summary, fix=_advise_resume(directory))
         summary = "; ".join(f"rank {rank} was killed by a signal: {faults[rank]}" for rank in killed_ranks)
-        fix = f"read {fault_file(directory, killed_ranks[0])}; {_resume_advice(directory)}"
+        fix = f"read {fault_file(directory, killed_ranks[0])}; {_advise_resume(directory)}"
         return Verdict("killed", killed_ranks, summary, fix=fix)
     summary = "the run is not known to be active, and no rank reported a pending collective"
     if last_event["kind"] == FINISHED:
         last_step = last_event["step"]
         if last_step < run.training.steps:
             summary = f"the run was stopped cleanly after step {last_step} of {run.training.steps_text}"
-            return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+            return Verdict("nothing", (), summary, fix=_advise_resume(directory))
         summary = f"the run finished after step {last_step}"
     return Verdict("nothing", (), summary, fix=f"run phalanx report {directory} for a summary")
 
 
-def _resume_advice(directory: Path) -> str:
+def _advise_resume(directory: Path) -> str:
     return f"run phalanx train {directory} --resume to continue"

@@ -79,8 +79,8 @@ class Evidence:
     def names(self, ranks: Iterable[int]) -> str:
         """Return the names of ranks, the first four in full."""
         sorted_ranks = sorted(ranks)
-        shown = [self.name(rank) for rank in sorted_ranks[:4]]
-        return join_words([*shown, f"{len(sorted_ranks) - 4} more"] if len(sorted_ranks) > 4 else shown)
+        listed_names = [self.name(rank) for rank in sorted_ranks[:4]]
+        return join_words([*listed_names, f"{len(sorted_ranks) - 4} more"] if len(sorted_ranks) > 4 else listed_names)
 
     def group(self, key: Key) -> str:
         """Return the name of a process group, such as "the dp ranks 0, 2"."""
@@ -94,9 +94,9 @@ class Evidence:
         # A group of experts belongs to no axis of the mesh.
         if ranks in self.expert_groups and prod(getattr(self.sizes, axis) for axis in axes) > len(ranks):
             axes = ["ep"]
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        listed_ranks = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         axis_names = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
-        return f"the {' x '.join(axis_names)} ranks {shown}"
+        return f"the {' x '.join(axis_names)} ranks {listed_ranks}"
 
     def where(self, rank: int) -> str:
         """Return the innermost frame of a rank outside of libraries, or "" if it wrote no dump."""

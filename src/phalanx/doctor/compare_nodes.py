@@ -135,7 +135,7 @@ def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[
     `expected_nodes` is the number of nodes that should have written a report.
     """
     names = sorted({name for node in nodes for name in node.facts})
-    drift = [finding for name in names for finding in _drift_findings(name, nodes)]
+    drift = [finding for name in names for finding in _find_drift(name, nodes)]
     # Without names of nodes, only the number of reports is known.
     rule = RULES["nodes.missing"]
     missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
@@ -157,7 +157,7 @@ def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[Doct
     return violations or [rule.ok(max(map(abs, deviations.values())))]
 
 
-def _drift_findings(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
+def _find_drift(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
     """Return the nodes that differ from the majority, or one finding of no host without a majority."""
     rule = RULES["nodes.drift_breaks" if name in RULES["nodes.drift_breaks"].inputs else "nodes.drift"]
     values = {node.host: node.facts.get(name, "none") for node in nodes}

@@ -23,7 +23,7 @@ DENOMINATORS = {"counters.ecn": PACKETS, "counters.tcp": SEGMENTS}
 def read_counters(machine: Machine) -> CounterSnapshot:
     """Return all error counters of a machine."""
     counters: CounterSnapshot = {}
-    for rule, device, count in _read_all(machine):
+    for rule, device, count in _read_all_counters(machine):
         counters.setdefault(rule, {})[device] = count
     return counters
 
@@ -53,7 +53,7 @@ def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[Do
     return findings
 
 
-def _read_all(machine: Machine) -> Iterator[tuple[str, str, int]]:
+def _read_all_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
     for name, port in rdma.rdma_ports(machine).items():
         for rule in ("counters.link", "counters.resent"):
             for counter in RULES[rule].inputs:

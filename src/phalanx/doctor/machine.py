@@ -118,7 +118,7 @@ class Machine:
 
         Raises CommandTimeout if the program did not finish in time.
         """
-        answer = self._recorded_output(name) if self.root else _try_command(argv, seconds)
+        answer = self._read_recorded_output(name) if self.root else _try_command(argv, seconds)
         if answer is None:
             return None
         status_line = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
@@ -127,7 +127,7 @@ class Machine:
             raise CommandTimeout(" ".join(argv), seconds)
         return answer
 
-    def _recorded_output(self, name: str) -> CommandOutput | None:
+    def _read_recorded_output(self, name: str) -> CommandOutput | None:
         text = self.read(f"/{COMMANDS_FOLDER}/{name}.txt")
         if text is None:
             return None

@@ -168,12 +168,12 @@ def _measure_exchanges(
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    for matched in round_robin_pairs(len(names)) if len(names) > 1 else []:
+    for host_pairs in round_robin_pairs(len(names)) if len(names) > 1 else []:
         dist.barrier()
         local_result = None
-        for a, b in matched:
+        for a, b in host_pairs:
             partners = dict(zip(ranks[names[a]], ranks[names[b]], strict=False))
-            partners |= {other: one for one, other in partners.items()}
+            partners |= {partner: rank for rank, partner in partners.items()}
             if dist.get_rank() in partners:
                 call = partial(exchange, partners[dist.get_rank()])
                 local_result = (names[a], names[b]), median(time_calls(call, device, ITERATIONS))

@@ -50,8 +50,8 @@ def node_facts(machine: Machine) -> Facts:
         "RDMA MTU": _join_distinct(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
         "RDMA driver": machine.read("/sys/module/mlx5_core/version"),
         "clock source": machine.read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
-        **_gpu_facts(machine),
-        **_torch_facts(machine),
+        **_collect_gpu_facts(machine),
+        **_collect_torch_facts(machine),
         **{name: value for name, value in machine.environment.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))},
     }
     return {name: value for name, value in facts.items() if value}
@@ -68,7 +68,7 @@ def job_nodes(machine: Machine) -> tuple[str, ...]:
     return tuple(output.text.split()) if output and not output.code else ()
 
 
-def _gpu_facts(machine: Machine) -> dict[str, str | None]:
+def _collect_gpu_facts(machine: Machine) -> dict[str, str | None]:
     fields = {
         "driver_version": "NVIDIA driver",
         "vbios_version": "VBIOS",
@@ -82,7 +82,7 @@ def _gpu_facts(machine: Machine) -> dict[str, str | None]:
     return {name: _join_distinct(row.get(field) for row in rows.values()) for field, name in fields.items()}
 
 
-def _torch_facts(machine: Machine) -> dict[str, str | None]:
+def _collect_torch_facts(machine: Machine) -> dict[str, str | None]:
     try:
         facts = software.torch_facts(machine)
     except (CheckSkipped, CommandTimeout, software.NotImportedError):

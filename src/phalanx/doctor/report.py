@@ -46,14 +46,14 @@ def to_markdown(findings: Sequence[DoctorFinding], title: str) -> str:
             "| | finding | host | device | measured | should be | remedy | command |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        lines += [_format_row(finding) for finding in wrong] + [""]
+        lines += [_format_table_row(finding) for finding in wrong] + [""]
     if skipped:
         lines += ["Not checked:", ""]
         lines += [f"- {_escape_cell(f'{finding.host} {finding.id}: {finding.measured}')}" for finding in skipped] + [""]
     return "\n".join(lines)
 
 
-def _format_row(finding: DoctorFinding) -> str:
+def _format_table_row(finding: DoctorFinding) -> str:
     measured = f"{finding.measured} {finding.unit}".strip()
     cells = (
         finding.severity,

@@ -85,17 +85,17 @@ class Rule:
 
     def violation(self, device: str, measured: Value, threshold: str = "", host: str = "") -> DoctorFinding:
         """Return the finding of a violation."""
-        return self._finding(self.severity, measured, device=device, threshold=threshold, host=host)
+        return self._make_finding(self.severity, measured, device=device, threshold=threshold, host=host)
 
     def ok(self, measured: Value) -> DoctorFinding:
         """Return the finding of an expected value."""
-        return self._finding("OK", measured)
+        return self._make_finding("OK", measured)
 
     def skip(self, reason: str) -> DoctorFinding:
         """Return the finding of a rule that cannot be checked or does not apply here."""
-        return self._finding("SKIP", reason)
+        return self._make_finding("SKIP", reason)
 
-    def _finding(
+    def _make_finding(
         self, severity: Severity, measured: Value, device: str = "", threshold: str = "", host: str = ""
     ) -> DoctorFinding:
         is_problem = severity in ("WARN", "FAIL")
@@ -127,8 +127,12 @@ class RuleSection:
     rules: tuple[Rule, ...]
 
 
-FIELDS = {each.name for each in fields(Rule)}
-REQUIRED_FIELDS = {each.name for each in fields(Rule) if each.default is MISSING and each.default_factory is MISSING}
+FIELDS = {rule_field.name for rule_field in fields(Rule)}
+REQUIRED_FIELDS = {
+    rule_field.name
+    for rule_field in fields(Rule)
+    if rule_field.default is MISSING and rule_field.default_factory is MISSING
+}
 
 
 def read_rules(text: str) -> dict[str, RuleSection]:
@@ -137,31 +141,30 @@ def read_rules(text: str) -> dict[str, RuleSection]:
     Raises ValueError if a row has an unknown key, lacks one, or contradicts another.
     """
     sections = {}
-    seen: set[str] = set()
+    rule_ids: set[str] = set()
     for name, table in tomllib.loads(text).items():
         if table.keys() != {"title", "rules"}:
             raise ValueError(f"[{name}] of rules.toml has the keys {', '.join(table)}. Give it a title and rules.")
         rules = tuple(_read_rule(row) for row in table["rules"])
         for rule in rules:
-            if rule.id in seen:
+            if rule.id in rule_ids:
                 raise ValueError(f"rules.toml: id = '{rule.id}' occurs twice. Give each rule its own id.")
-            seen.add(rule.id)
+            rule_ids.add(rule.id)
         sections[name] = RuleSection(table["title"], rules)
     return sections
 
 
 def _read_rule(row: dict[str, Any]) -> Rule:
-    place = f"rules.toml, {row.get('id', 'a rule without id')}"
+    location = f"rules.toml, {row.get('id', 'a rule without id')}"
     if unknown := sorted(row.keys() - FIELDS):
-        raise ValueError(f"{place}: {', '.join(unknown)} is not a key of a rule. Use {', '.join(sorted(FIELDS))}.")
+        raise ValueError(f"{location}: {', '.join(unknown)} is not a key of a rule. Use {', '.join(sorted(FIELDS))}.")
     if missing := sorted(key for key in REQUIRED_FIELDS if not row.get(key)):
-        raise ValueError(f"{place}: {', '.join(missing)} is missing. Add the key to the row.")
+        raise ValueError(f"{location}: {', '.join(missing)} is missing. Add the key to the row.")
     if row["severity"] not in ("WARN", "FAIL"):
-        raise ValueError(f"{place}: severity = {row['severity']!r} is not a severity. Use WARN or FAIL.")
+        raise ValueError(f"{location}: severity = {row['severity']!r} is not a severity. Use WARN or FAIL.")
     if row.get("violated_if", "<") not in COMPARISONS:
-        raise ValueError(
-            f"{place}: violated_if = {row['violated_if']!r} is not a comparison. Use one of {', '.join(COMPARISONS)}."
-        )
+        fix = f"Use one of {', '.join(COMPARISONS)}."
+        raise ValueError(f"{location}: violated_if = {row['violated_if']!r} is not a comparison. {fix}")
     inputs = tuple(row.get("inputs", ()))
     values = {"inputs": ", ".join(inputs), **row.get("parameters", {})}
     if "limit" in row:
@@ -170,7 +173,7 @@ def _read_rule(row: dict[str, Any]) -> Rule:
         texts = {key: row[key].format(**values) for key in ("quantity", "threshold")}
         row.get("limit_text", "").format(limit=row.get("limit", 1))
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"{place}: a text names {error}, which the row does not define. Define it.") from None
+        raise ValueError(f"{location}: a text names {error}, which the row does not define. Define it.") from None
     return Rule(**{**row, **texts, "inputs": inputs})
 
 

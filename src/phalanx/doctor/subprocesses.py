@@ -37,7 +37,7 @@ class TimedProcess:
 
         Raises OSError if the program cannot be started.
         """
-        self._output_file = _memory_file()
+        self._output_file = _open_anonymous_file()
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -62,7 +62,7 @@ class TimedProcess:
             return CommandOutput(self._output_file.read(MAX_OUTPUT_BYTES).decode(errors="replace"), code)
 
 
-def _memory_file() -> IO[bytes]:
+def _open_anonymous_file() -> IO[bytes]:
     """Return an anonymous file, in memory if possible: a full or read-only disk is for a check to find."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("answer"), "w+b")

@@ -54,7 +54,7 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
     """
     memory = rank_memory(run, world_size)
-    shared = uses_model_parallelism(run.layout)
+    is_model_parallel = uses_model_parallelism(run.layout)
     traffic = traffic_by_role(run, world_size)
     rows = []
 
@@ -65,13 +65,15 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
         ranks = [measured[rank] for rank in ranks_in_role(role, run.layout, world_size) if rank in measured]
         if not ranks:
             continue
-        for part in WORKING if shared else PARTS:
-            when = "held_bytes" if part in STATE else "peak_bytes"
-            add(role, part, getattr(predicted, part), max(rank[when].get(part, 0) for rank in ranks))
+        for part in WORKING if is_model_parallel else PARTS:
+            measurement = "held_bytes" if part in STATE else "peak_bytes"
+            add(role, part, getattr(predicted, part), max(rank[measurement].get(part, 0) for rank in ranks))
         add(role, TOTAL, predicted.total, max(rank["peak_bytes"]["total"] for rank in ranks))
         # PowerSGD sends from callbacks in other threads, which are not recorded.
-        sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
-        for operation, size in sent.items():
+        predicted_bytes = (
+            {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
+        )
+        for operation, size in predicted_bytes.items():
             sent_bytes = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
             add(role, operation, round(size), round(sent_bytes))
     return rows
@@ -102,5 +104,5 @@ def bytes_by_operation(traffic: list[Traffic]) -> dict[str, float]:
 
 def bytes_sent_by_operation(collectives: list[dict[str, Any]], operation: str) -> float:
     """Return the bytes that a rank sent, or received, with an operation."""
-    size = "bytes" if operation == "recv" else "sent_bytes"
-    return sum(float(row[size]) for row in collectives if row["operation"] == operation)
+    field = "bytes" if operation == "recv" else "sent_bytes"
+    return sum(float(row[field]) for row in collectives if row["operation"] == operation)

@@ -53,7 +53,7 @@ class TrainingCost:
 
 
 def estimate_training_cost(
-    run: RunSpec, world_size: int, option: EvaluatedLayout, tokens: float | None = None
+    run: RunSpec, world_size: int, evaluated: EvaluatedLayout, tokens: float | None = None
 ) -> TrainingCost:
     """Return the cost of training on `tokens`.
 
@@ -61,65 +61,71 @@ def estimate_training_cost(
     """
     cluster = run.cluster
     if tokens is None and run.training.seconds is not None:
-        tokens = run.training.seconds * option.tokens_per_second
+        tokens = run.training.seconds * evaluated.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
     rate = failure_rate(run)
-    saved, write = _checkpoint_cost(run)
-    availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
-    days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
+    checkpoint_bytes, write_seconds = _estimate_checkpoint_cost(run)
+    availability = reliability(rate, world_size, write_seconds, cluster.restart_seconds) if write_seconds else None
+    days = days_to(tokens, evaluated.tokens_per_second, availability.goodput if availability else 1.0)
     hours = 24 * days
     mtbf = mtbf_seconds(rate, world_size)
     return TrainingCost(
         tokens=tokens,
         days=days,
         mtbf_seconds=mtbf,
-        checkpoint_bytes=saved,
-        write_seconds=write,
+        checkpoint_bytes=checkpoint_bytes,
+        write_seconds=write_seconds,
         interval_seconds=availability.interval_seconds if availability else None,
-        young_interval_seconds=young_interval_seconds(write, mtbf) if write else None,
-        daly_interval_seconds=daly_interval_seconds(write, mtbf) if write else None,
+        young_interval_seconds=young_interval_seconds(write_seconds, mtbf) if write_seconds else None,
+        daly_interval_seconds=daly_interval_seconds(write_seconds, mtbf) if write_seconds else None,
         goodput=availability.goodput if availability else None,
-        **_energy(cluster, world_size, hours),
+        **_estimate_energy(cluster, world_size, hours),
         rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
     )
 
 
-def _energy(cluster: ClusterSpec, world_size: int, hours: float) -> dict[str, float | None]:
+def _estimate_energy(cluster: ClusterSpec, world_size: int, hours: float) -> dict[str, float | None]:
     """Return the energy of devices, nodes and data center, and its price: None without the power of a device."""
-    device = cluster.watts_per_device
-    host = host_watts(cluster)
-    if device is None or host is None:
+    device_watts = cluster.watts_per_device
+    node_watts = host_watts(cluster)
+    if device_watts is None or node_watts is None:
         return dict.fromkeys(("device_kwh", "host_kwh", "facility_kwh", "electricity"))
-    watts = device + host
+    total_watts = device_watts + node_watts
     price = cluster.price_per_kwh
     return {
-        "device_kwh": energy_kwh(device, world_size, hours),
-        "host_kwh": energy_kwh(host, world_size, hours),
-        "facility_kwh": energy_kwh(watts, world_size, hours, cluster.pue),
-        "electricity": energy_cost(watts, world_size, hours, price_per_kwh=price, pue=cluster.pue) if price else None,
+        "device_kwh": energy_kwh(device_watts, world_size, hours),
+        "host_kwh": energy_kwh(node_watts, world_size, hours),
+        "facility_kwh": energy_kwh(total_watts, world_size, hours, cluster.pue),
+        "electricity": energy_cost(total_watts, world_size, hours, price_per_kwh=price, pue=cluster.pue)
+        if price
+        else None,
     }
 
 
-def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -> float | None:
+def configured_goodput(run: RunSpec, world_size: int, evaluated: EvaluatedLayout) -> float | None:
     """Return the goodput with the run's own checkpoint interval.
 
     The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
     """
-    _, write = _checkpoint_cost(run)
-    every = run.checkpoint.every
-    if not every or write is None:
+    _, write_seconds = _estimate_checkpoint_cost(run)
+    checkpoint_interval = run.checkpoint.every
+    if not checkpoint_interval or write_seconds is None:
         return None
     mtbf = mtbf_seconds(failure_rate(run), world_size)
-    interval = optimal_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
-    return goodput(interval, write, mtbf, run.cluster.restart_seconds)
+    interval_seconds = (
+        optimal_interval_seconds(write_seconds, mtbf)
+        if checkpoint_interval == "auto"
+        else checkpoint_interval * evaluated.step_seconds
+    )
+    return goodput(interval_seconds, write_seconds, mtbf, run.cluster.restart_seconds)
 
 
 def failure_rate(run: RunSpec) -> float:
-    """Return the failures per hour and device, from the run file or of Llama 3."""
+    """Return the failures per hour and device: those of the run file, or else those that Llama 3 reported."""
     return run.cluster.failures_per_device_hour or LLAMA3.per_device_hour
 
 
-def _checkpoint_cost(run: RunSpec) -> tuple[int, float | None]:
+def _estimate_checkpoint_cost(run: RunSpec) -> tuple[int, float | None]:
     """Return the bytes of a checkpoint, and the seconds to write it if the storage speed is known."""
     state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
     saved = state.parameters + state.optimizer

@@ -184,7 +184,7 @@ def _describe_bubble(run: RunSpec, times: StepTimes, balanced_timeline: Timeline
 def _describe_slow_stage(
     times: StepTimes, stages: dict[int, dict[str, float]], timeline: Timeline, balanced_timeline: Timeline
 ) -> Bottleneck:
-    """Return the wait for the slowest stage; `stages` has the seconds of each stage by kind of pass."""
+    """Return the wait for the slowest stage; `stages` maps each stage to its seconds by kind of pass."""
     seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
     stage = max(seconds, key=lambda stage: seconds[stage])
     slowdown = seconds[stage] / float(np.mean(list(seconds.values())))
@@ -235,8 +235,8 @@ def describe_longest_wait(run_data: RunData) -> str:
     if not wait_seconds:
         return ""
     (operation, group), _ = wait_seconds.most_common(1)[0]
-    shown = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
-    return f", the longest of them {operation} among ranks {shown}"
+    group_text = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
+    return f", the longest of them {operation} among ranks {group_text}"
 
 
 def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:

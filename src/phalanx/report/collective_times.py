@@ -39,9 +39,9 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
                 occurrences[kind] += 1
     durations: dict[Kind, list[float]] = defaultdict(list)
     for (kind, _, _), per_rank in seconds_per_rank.items():
-        known = [seconds for seconds in per_rank if seconds is not None]
-        if len(known) == len(kind[1]) > 1:
-            durations[kind].append(min(known))
+        durations_on_ranks = [seconds for seconds in per_rank if seconds is not None]
+        if len(durations_on_ranks) == len(kind[1]) > 1:
+            durations[kind].append(min(durations_on_ranks))
     return tuple(
         CollectiveTiming(
             operation=operation,

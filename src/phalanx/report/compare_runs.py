@@ -68,15 +68,19 @@ def _describe_models(names: Sequence[str], models: Sequence[Facts | None], same_
     if unknown:
         yield f"These runs may have different models: no usable run.toml in {', '.join(unknown)}."
     elif not same_model:
-        known = [model for model in models if model is not None]
-        fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]
+        known_models = [model for model in models if model is not None]
+        fields = [
+            field
+            for field in dict.fromkeys(name for model in known_models for name in model)
+            if _models_differ(known_models, field)
+        ]
         differences = "; ".join(
-            f"{field} {' and '.join(_format_value(model.get(field)) for model in known)}" for field in fields[:6]
+            f"{field} {' and '.join(_format_value(model.get(field)) for model in known_models)}" for field in fields[:6]
         )
         yield f"These are different models ({differences}): their losses, times and bytes are not comparable."
 
 
-def _differ(models: Sequence[Facts], field: str) -> bool:
+def _models_differ(models: Sequence[Facts], field: str) -> bool:
     return any(model.get(field) != models[0].get(field) for model in models)
 
 
@@ -85,8 +89,10 @@ def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[
         values = [run.get(setting) for run in runs]
         if None in values or all(value == values[0] for value in values):
             continue
-        shown = [formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values]
-        pairs = "; ".join(f"{name} {value}" for name, value in zip(names, shown, strict=True))
+        value_texts = [
+            formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values
+        ]
+        pairs = "; ".join(f"{name} {value}" for name, value in zip(names, value_texts, strict=True))
         yield f"The runs have different {plural}: {pairs}."
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
     if len(peaks) == len(runs) and any(peak != peaks[0] for peak in peaks):
@@ -114,21 +120,21 @@ def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
         (row["quantity"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
     ):
         rows = [formatting.measured_row(facts, name) for facts in runs]
-        measure_row = _comparison_row(name, unit, [row["measured"] if row else None for row in rows])
-        if name == "mfu" and _differ([facts["run"] for facts in runs], "peak_flops"):
+        measure_row = _build_comparison_row(name, unit, [row["measured"] if row else None for row in rows])
+        if name == "mfu" and _models_differ([facts["run"] for facts in runs], "peak_flops"):
             measure_row["ratio"] = [None] * len(runs)  # shares of different peaks
         yield measure_row
-    yield _comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
+    yield _build_comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
     curves = [_last_held_out_curve(facts) for facts in runs]
     losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
-    held_out_row = _comparison_row("held-out loss", "loss", losses)
+    held_out_row = _build_comparison_row("held-out loss", "loss", losses)
     held_out_row["ratio"] = [
         ratio if have_same_held_out_text(curves[0], curve) else None
         for ratio, curve in zip(held_out_row["ratio"], curves, strict=True)
     ]
     yield held_out_row
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
-    yield _comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
+    yield _build_comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
 
 
 def _last_held_out_curve(facts: Facts) -> Facts:
@@ -145,9 +151,9 @@ def _describe_held_out(names: Sequence[str], curves: Sequence[Facts]) -> Iterato
     yield f"The runs were last evaluated on different held-out text, so that these losses are not comparable: {pairs}."
 
 
-def _comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:
-    first = values[0]
-    ratios = [value / first if first and value is not None else None for value in values]
+def _build_comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:
+    first_value = values[0]
+    ratios = [value / first_value if first_value and value is not None else None for value in values]
     return {"quantity": name, "unit": unit, "measured": values, "ratio": ratios}
 
 

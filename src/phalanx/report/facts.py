@@ -107,15 +107,15 @@ def report_facts(run_data: RunData) -> Facts:
         problems.append("too few steps were recorded for a time breakdown, which excludes the first steps")
 
     # The prediction of the run's own layout, and the planned timeline of a pipeline
-    option: EvaluatedLayout | None = None
+    evaluated: EvaluatedLayout | None = None
     planned_timeline: Timeline | None = None
     if run is not None and world_size:
         try:
-            option = evaluate_layout(run, world_size, run.layout)
+            evaluated = evaluate_layout(run, world_size, run.layout)
         except UserError as error:
             first_line = str(error).partition("\n")[0]
             problems.append(f"the step time cannot be predicted: {first_line}")
-        if option is not None and run.layout.pp > 1:
+        if evaluated is not None and run.layout.pp > 1:
             with suppress(UserError):
                 planned_timeline = simulate_candidate(run, world_size, candidate_from_run(run, world_size))
 
@@ -128,18 +128,18 @@ def report_facts(run_data: RunData) -> Facts:
     # Predicted and measured values of a step, of ranks and of rounds
     comparison: list[Comparison] = []
     if times is not None:
-        comparison += step_rows(run_data, times, option, planned_timeline)
+        comparison += step_rows(run_data, times, evaluated, planned_timeline)
     if run is not None and run_data.measured:
         comparison += compare_with_prediction(run, world_size, run_data.measured)
     comparison += swarm_rounds.round_rows(run, world_size, run_data.rounds)
     return ReportFacts(
-        run=_run_summary(run_data),
+        run=_summarize_run(run_data),
         verdict=findings[0] if findings else None,
         findings=findings,
-        comparison=[_comparison_row(row) for row in comparison],
-        measures=_measures(run_data, times),
-        ranks=_ranks(run_data, times),
-        curves=_curves(run_data),
+        comparison=[_comparison_to_json(row) for row in comparison],
+        measures=_measure_variation_and_overlap(run_data, times),
+        ranks=_break_down_ranks(run_data, times),
+        curves=_collect_curves(run_data),
         timeline=profiled_steps.pass_timeline(run_data, planned_timeline, can_simulate=stage_problem is None),
         memory=profiled_steps.memory_timeline(run_data),
         gpu=gpu_facts(run_data),
@@ -147,7 +147,7 @@ def report_facts(run_data: RunData) -> Facts:
         traffic=profiled_steps.traffic_matrix(run_data),
         experts=profiled_steps.expert_loads(run_data),
         problems=problems,
-        swarm=_swarm_facts(run_data) if is_swarm else None,
+        swarm=_count_swarm_rounds(run_data) if is_swarm else None,
     ).to_json()
 
 
@@ -157,12 +157,12 @@ def _find_missing_stages(run_data: RunData) -> str | None:
     if run is None or run.layout.pp == 1:
         return None
     stages = representative_schedule(run.layout).stages
-    known = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
-    missing = stages - len(known)
+    recorded_stages = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
+    missing = stages - len(recorded_stages)
     return f"no verdict is possible: no rank recorded {missing} of {stages} stages" if missing else None
 
 
-def _swarm_facts(run_data: RunData) -> Facts:
+def _count_swarm_rounds(run_data: RunData) -> Facts:
     """Return the number of planned rounds, and a node's rounds or the updates to a coordinator per round."""
     run = run_data.run
     journal = run_data.swarm_journal
@@ -183,7 +183,7 @@ def _replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _run_summary(run_data: RunData) -> Facts:
+def _summarize_run(run_data: RunData) -> Facts:
     """Return the name, ranks and progress of a run, and its settings if run.toml is readable."""
     records = run_data.ranks.values()
     summary: Facts = {}
@@ -218,14 +218,14 @@ def _run_summary(run_data: RunData) -> Facts:
     }
 
 
-def _comparison_row(row: Comparison) -> Facts:
+def _comparison_to_json(row: Comparison) -> Facts:
     facts: Facts = {"quantity": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio}
     if row.interval is not None:
         facts["low"], facts["high"] = row.interval
     return facts
 
 
-def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
+def _measure_variation_and_overlap(run_data: RunData, times: StepTimes | None) -> Facts:
     """Return measures without a prediction: variation of steps and ranks, and overlap of collectives."""
     if times is None:
         return {}
@@ -250,7 +250,7 @@ def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
     }
 
 
-def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
+def _break_down_ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
     """Return the time breakdown of each rank: medians in seconds."""
     if times is None:
         return []
@@ -264,8 +264,8 @@ def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
     ]
 
 
-def _curves(run_data: RunData) -> Facts:
-    """Return metrics over steps, and a curve of losses for each held-out text; that of the last evaluation is last."""
+def _collect_curves(run_data: RunData) -> Facts:
+    """Return the metrics of each step and a curve per held-out text, the last evaluated text last."""
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
     has_targets = any(map(has_ignored_targets, step_metrics))
@@ -294,6 +294,6 @@ def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[s
         before, after = changes[-1]
         tokens = [format_tokens(line.get("held_out_tokens")) for line in (before, after)]
         counts = "" if tokens[0] == tokens[1] else f" ({tokens[0]} before, {tokens[1]} since)"
-        last = f"the last time after step {before['step']}{counts}"
+        last_change = f"the last time after step {before['step']}{counts}"
         times = format_times(len(changes))
-        yield f"the held-out text changed {times}, {last}: losses before and after are not comparable"
+        yield f"the held-out text changed {times}, {last_change}: losses before and after are not comparable"

@@ -26,7 +26,7 @@ RANK_OF_STEP_PART = {"compute": "slowest rank", "exposed communication": "rank t
 """The rank to which a step's row refers."""
 STATE = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication", "working", "total")
 """Rows of memory. In them, `optimizer` and `communication` are allocated bytes, not durations."""
-KINDS = {
+BOTTLENECK_NAMES = {
     "compute": "computing",
     "memory": "saving memory",
     "communication": "communication",
@@ -88,9 +88,9 @@ def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
 
     The groups are a step, memory and bytes of each role of ranks, and rounds.
     """
-    shown = [row for row in comparison if row["predicted"] or row["measured"]]
-    for role in dict.fromkeys(row["role"] for row in shown):
-        role_rows = [row for row in shown if row["role"] == role]
+    nonzero_rows = [row for row in comparison if row["predicted"] or row["measured"]]
+    for role in dict.fromkeys(row["role"] for row in nonzero_rows):
+        role_rows = [row for row in nonzero_rows if row["role"] == role]
         if role in TITLES:
             yield TITLES[role], role_rows
             continue
@@ -130,17 +130,17 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
         return ["coordinator of a swarm; the directories of its nodes are nodes/NAME", format_progress(run)]
     ranks = run["ranks"]
     hosts = run["hosts"]
-    where = ""
+    hosts_text = ""
     if hosts:
-        where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts"
+        hosts_text = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts"
     device = f" ({run['device']})" if run["device"] else ""
-    lines = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
+    lines = [f"{plural(ranks, 'rank')}{hosts_text}{device}" if ranks else "an unknown number of ranks"]
     if "layout" in run:
         implementation = run["model"].get("implementation")
-        described = f" as [model] describes {implementation['class']}" if implementation else ""
+        source = f" as [model] describes {implementation['class']}" if implementation else ""
         lines += [
             format_layout(run["layout"]),
-            f"{format_count(run['parameters'])} parameters{described} in {run['precision']}",
+            f"{format_count(run['parameters'])} parameters{source} in {run['precision']}",
             f"{run['tokens_per_step']:,} tokens a step in sequences of {run['sequence']:,}",
         ]
     return [*lines, format_progress(run)]
@@ -153,7 +153,7 @@ def format_progress(run: Mapping[str, Any]) -> str:
 
 def bottleneck_headline(finding: Mapping[str, Any]) -> str:
     """Return a headline for a bottleneck, such as "Communication: 27 % of a step"."""
-    kind = KINDS.get(finding["kind"], finding["kind"])
+    kind = BOTTLENECK_NAMES.get(finding["kind"], finding["kind"])
     return f"{kind[0].upper()}{kind[1:]}: {100 * finding['share']:.0f} % of a step"
 
 

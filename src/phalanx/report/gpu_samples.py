@@ -33,7 +33,7 @@ def gpu_sample_facts(run_data: RunData) -> Facts | None:
 
     `findings` has the ranks whose clocks were throttled or lower than those of the others, and new ECC errors.
     """
-    ranks = [*filter(None, (_rank_facts(record) for _, record in sorted(run_data.ranks.items())))]
+    ranks = [*filter(None, (_summarize_rank_samples(record) for _, record in sorted(run_data.ranks.items())))]
     if not ranks:
         return None
     energies = [rank["joules_per_step"] for rank in ranks]
@@ -51,17 +51,17 @@ def gpu_sample_facts(run_data: RunData) -> Facts | None:
     }
 
 
-def _rank_facts(record: RankRecord) -> Facts | None:
+def _summarize_rank_samples(record: RankRecord) -> Facts | None:
     """Return the values of a rank's GPU over its samples, or None without samples."""
     lines = [line for line in record.steps if "gpu_sample" in line]
     if not lines:
         return None
     samples: list[Mapping[str, Any]] = [line["gpu_sample"] for line in lines]
-    clocks = _values(samples, "clock_mhz")
-    utilizations = _values(samples, "utilization")
-    reasons = _values(samples, "throttle_reasons")
+    clocks = _present_values(samples, "clock_mhz")
+    utilizations = _present_values(samples, "utilization")
+    reasons = _present_values(samples, "throttle_reasons")
     counts = Counter(reason for active in reasons for reason in active)
-    power, joules_per_step = _power(lines)
+    power, joules_per_step = _measure_power(lines)
     return {
         "rank": record.rank,
         "host": record.host,
@@ -69,34 +69,36 @@ def _rank_facts(record: RankRecord) -> Facts | None:
         "clock_mhz": median(clocks) if clocks else None,
         "power_watts": power,
         "joules_per_step": joules_per_step,
-        "temperature_celsius": max(_values(samples, "temperature_celsius"), default=None),
+        "temperature_celsius": max(_present_values(samples, "temperature_celsius"), default=None),
         "utilization": fmean(utilizations) if utilizations else None,
         "throttled": {name: counts[name] / len(reasons) for name in THROTTLE_REASONS.values() if counts[name]},
-        "ecc_corrected": max(_values(samples, "ecc_corrected"), default=None),
-        "ecc_uncorrected": max(_values(samples, "ecc_uncorrected"), default=None),
+        "ecc_corrected": max(_present_values(samples, "ecc_corrected"), default=None),
+        "ecc_uncorrected": max(_present_values(samples, "ecc_uncorrected"), default=None),
     }
 
 
-def _values(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+def _present_values(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return [sample[name] for sample in samples if name in sample]
 
 
-def _power(lines: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+def _measure_power(lines: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
     """Return a rank's mean power, and its energy per step with evaluations and checkpoints.
 
     Both are from the energy counter between the first and the last sample. Without it, power is the mean of samples.
     """
-    first = lines[0]
-    last = lines[-1]
-    powers = _values([line["gpu_sample"] for line in lines], "power_watts")
+    first_line = lines[0]
+    last_line = lines[-1]
+    powers = _present_values([line["gpu_sample"] for line in lines], "power_watts")
     power = fmean(powers) if powers else None
-    begin, end = (line["start"] + sum(line["seconds"].values()) for line in (first, last))  # samples follow steps
+    begin, end = (
+        line["start"] + sum(line["seconds"].values()) for line in (first_line, last_line)
+    )  # samples follow steps
     seconds = end - begin
-    steps = last["step"] - first["step"]
+    steps = last_line["step"] - first_line["step"]
     if not steps or seconds <= 0:
         return power, None
-    if "energy_joules" in first["gpu_sample"] and "energy_joules" in last["gpu_sample"]:
-        power = (last["gpu_sample"]["energy_joules"] - first["gpu_sample"]["energy_joules"]) / seconds
+    if "energy_joules" in first_line["gpu_sample"] and "energy_joules" in last_line["gpu_sample"]:
+        power = (last_line["gpu_sample"]["energy_joules"] - first_line["gpu_sample"]["energy_joules"]) / seconds
     return power, None if power is None else power * seconds / steps
 
 
@@ -114,7 +116,7 @@ def _find_slow_clocks(ranks: Sequence[Facts]) -> Iterator[Facts]:
                 f"{name} in {format_percent(part)} of samples" for name, part in rank["throttled"].items()
             )
             cause = f"throttled by {reasons}" if reasons else "without a reported reason"
-            yield _finding(rank, f"{clock_text}{other_text}, {cause}")
+            yield _build_finding(rank, f"{clock_text}{other_text}, {cause}")
 
 
 def _find_ecc_errors(ranks: Sequence[Facts]) -> Iterator[Facts]:
@@ -124,10 +126,10 @@ def _find_ecc_errors(ranks: Sequence[Facts]) -> Iterator[Facts]:
         texts = [f"{count:,} {kind}" for kind, count in counts.items() if count]
         if texts:
             fix = ": drain the node, and reset or replace the GPU" if counts["uncorrected"] else ""
-            yield _finding(rank, f"{' and '.join(texts)} ECC errors since the start{fix}")
+            yield _build_finding(rank, f"{' and '.join(texts)} ECC errors since the start{fix}")
 
 
-def _finding(rank: Facts, evidence: str) -> Facts:
+def _build_finding(rank: Facts, evidence: str) -> Facts:
     return {"rank": rank["rank"], "host": rank["host"], "evidence": evidence}
 
 
@@ -154,8 +156,8 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 def table_title(facts: Mapping[str, Any]) -> str:
     """Return the title of the table."""
     count = len(facts["ranks"])
-    more = f", the {MAX_RANKS_SHOWN} of {count} with the lowest clock" if count > MAX_RANKS_SHOWN else ""
-    return f"GPUs during the run{more}"
+    selection_note = f", the {MAX_RANKS_SHOWN} of {count} with the lowest clock" if count > MAX_RANKS_SHOWN else ""
+    return f"GPUs during the run{selection_note}"
 
 
 def table_rows(facts: Mapping[str, Any]) -> list[list[str]]:

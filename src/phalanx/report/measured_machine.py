@@ -29,10 +29,10 @@ def on_measured_machine(
     if not world_size:
         return run
     peak = measured_peak(run, steps, world_size)
-    return run.replace(cluster=_measured_machine(run.cluster, world_size, peak, ranks))
+    return run.replace(cluster=_apply_measurements(run.cluster, world_size, peak, ranks))
 
 
-def _measured_machine(
+def _apply_measurements(
     cluster: ClusterSpec, world_size: int, peak_flops: float | None, ranks: Mapping[int, RankRecord]
 ) -> ClusterSpec:
     """Return the run's machine with measured values; an undescribed CPU gets the preset's values.

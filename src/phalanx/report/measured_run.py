@@ -38,7 +38,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         measured = read_measured_since(directory, 0, world_size=0, problems=[]).get(0, {})
         if not measured:
             raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
-    steady = _steady_records(directory, records, measured_step=measured.get("step"))
+    steady = _select_steady_records(directory, records, measured_step=measured.get("step"))
     run = load_run(directory / RUN_FILE, environment={})
     run = run.replace(cluster=run.cluster.replace(nproc_per_node=world_size // run.cluster.nodes))
     if "peak_memory_bytes" not in steady[-1]:
@@ -75,12 +75,12 @@ def _read_step_records(directory: Path) -> list[JsonRecord]:
     return records
 
 
-def _steady_records(directory: Path, records: list[JsonRecord], measured_step: int | None) -> list[JsonRecord]:
+def _select_steady_records(directory: Path, records: list[JsonRecord], measured_step: int | None) -> list[JsonRecord]:
     """Return the steps of the last start after the warm-up, without profiled steps and the measured one."""
-    last = records[-1]
+    last_record = records[-1]
     last_start: list[JsonRecord] = []
     for record in reversed(records):
-        if any(record.get(name) != last.get(name) for name in ("ranks", "resumed_at_step")):
+        if any(record.get(name) != last_record.get(name) for name in ("ranks", "resumed_at_step")):
             break
         last_start.append(record)
     last_start.reverse()

@@ -43,8 +43,10 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
         "measured": [[rank, *span.shifted(-origin).to_row()] for rank, span in spans],
     }
     if run is not None and run.layout.pp > 1 and can_simulate and len(run_data.ranks) == run_data.world_size:
-        timeline["simulated"] = _span_rows(simulate_measured(run, run_data.world_size, stage_times(run_data, [step])))
-        timeline["planned"] = _span_rows(planned) if planned else None
+        timeline["simulated"] = _timeline_to_rows(
+            simulate_measured(run, run_data.world_size, stage_times(run_data, [step]))
+        )
+        timeline["planned"] = _timeline_to_rows(planned) if planned else None
     return timeline
 
 
@@ -55,7 +57,7 @@ def on_rank0_clock(line: JsonRecord, offset_seconds: float) -> Iterator[ActionSp
         yield ActionSpan.from_row(row).shifted(offset)
 
 
-def _span_rows(timeline: Timeline) -> list[list[Any]]:
+def _timeline_to_rows(timeline: Timeline) -> list[list[Any]]:
     return [[rank, *span.to_row()] for rank, span in executed_spans(timeline)]
 
 
@@ -73,7 +75,7 @@ def memory_timeline(run_data: RunData) -> Facts | None:
     ]
     if not metered:
         return None
-    _, rank, line = max(metered, key=lambda entry: entry[0])
+    _, rank, line = max(metered, key=lambda total_and_source: total_and_source[0])
     names = [name for name in dict.fromkeys(name for sample in line["memory"] for name in sample) if name != "at"]
     start = line["memory"][0]["at"]
     return {

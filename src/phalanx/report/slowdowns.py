@@ -62,8 +62,8 @@ def measure_slowdowns(run_data: RunData, run: RunSpec, times: StepTimes) -> Iter
     pipeline_ranks = [dims.coordinates(rank)["pp"] for rank in times.ranks]
     seconds_per_flop = times.compute / np.where(flops > 0, flops, np.inf)
     for index in indices:
-        others = [other for other in indices if other != index]
-        replicas = [other for other in others if pipeline_ranks[other] == pipeline_ranks[index]]
+        others = [peer for peer in indices if peer != index]
+        replicas = [peer for peer in others if pipeline_ranks[peer] == pipeline_ranks[index]]
         ratio = seconds_per_flop[:, index] / np.median(seconds_per_flop[:, replicas or others], axis=1)
         yield Slowdown(
             index=index,

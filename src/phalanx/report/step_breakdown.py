@@ -99,7 +99,7 @@ def step_times(run_data: RunData) -> StepTimes | None:
         communication=collect(lambda line: sum(_wait_seconds(line, phase) for phase in PHASES)),
         pipeline=collect(lambda line: _wait_seconds(line, "pipeline")),
         passes=collect(lambda line: line["seconds"]["passes"]),
-        busy=collect(_pass_seconds),
+        busy=collect(_sum_pass_seconds),
         optimizer=collect(lambda line: line["seconds"]["optimizer"] - _wait_seconds(line, "optimizer")),
         rows=rows,
         has_wait_times=all("wait_seconds" in rank[0] for rank in lines),
@@ -108,7 +108,7 @@ def step_times(run_data: RunData) -> StepTimes | None:
 
 def computed_seconds(line: JsonRecord) -> float:
     """Return the seconds of a step's passes, without the known waits for collectives in them."""
-    return max(0.0, _pass_seconds(line) - _wait_seconds(line, "passes"))
+    return max(0.0, _sum_pass_seconds(line) - _wait_seconds(line, "passes"))
 
 
 def _select_steps(record: RankRecord, steps: Sequence[int]) -> list[JsonRecord]:
@@ -116,7 +116,7 @@ def _select_steps(record: RankRecord, steps: Sequence[int]) -> list[JsonRecord]:
     return [line_by_step[step] for step in steps]
 
 
-def _pass_seconds(line: JsonRecord) -> float:
+def _sum_pass_seconds(line: JsonRecord) -> float:
     return sum(sum(kinds.values()) for kinds in line["stages"].values())
 
 

@@ -22,22 +22,24 @@ from phalanx.schedule.simulate import Timeline
 
 
 def step_rows(
-    run_data: RunData, times: StepTimes, option: EvaluatedLayout | None, planned_timeline: Timeline | None
+    run_data: RunData, times: StepTimes, evaluated: EvaluatedLayout | None, planned_timeline: Timeline | None
 ) -> Iterator[Comparison]:
-    """Compare a step and its parts, speed, bubble and goodput with the prediction (`option`), if there is one.
+    """Compare a step and its parts, speed, bubble and goodput with the prediction (`evaluated`), if there is one.
 
     Parts of a step are those of the slowest rank.
     """
     run = run_data.run
-    step_seconds = option.step_seconds if option else None
-    interval = (option.low_seconds, option.high_seconds) if option else None
-    yield _row("step", "s", step_seconds, times.step_seconds, interval)
-    yield _row("compute", "s", _predicted_seconds(option, "compute"), _median(times.compute.max(1)))
+    step_seconds = evaluated.step_seconds if evaluated else None
+    interval = (evaluated.low_seconds, evaluated.high_seconds) if evaluated else None
+    yield _compare_quantity("step", "s", step_seconds, times.step_seconds, interval)
+    yield _compare_quantity("compute", "s", _sum_predicted_parts(evaluated, "compute"), _median(times.compute.max(1)))
     if times.has_wait_times:
-        communication = _predicted_seconds(option, "exchange", "data_parallel")
-        yield _row("exposed communication", "s", communication, _median(times.communication.min(1)))
-    yield _row("update", "s", _predicted_seconds(option, "update", "offload"), _median(times.optimizer.max(1)))
-    yield _row("data", "s", 0.0 if option else None, _median(times.data.max(1)))
+        communication = _sum_predicted_parts(evaluated, "exchange", "data_parallel")
+        yield _compare_quantity("exposed communication", "s", communication, _median(times.communication.min(1)))
+    yield _compare_quantity(
+        "update", "s", _sum_predicted_parts(evaluated, "update", "offload"), _median(times.optimizer.max(1))
+    )
+    yield _compare_quantity("data", "s", 0.0 if evaluated else None, _median(times.data.max(1)))
 
     steps = set(times.steps)
     lines = [line for line in run_data.step_metrics if line["step"] in steps]
@@ -45,17 +47,19 @@ def step_rows(
     for metric, unit in {"tokens_per_second": "tokens/s", **targets, "mfu": ""}.items():
         values = [line[metric] for line in lines if line.get(metric) is not None]
         if values:
-            yield _row(metric, unit, getattr(option, metric, None), _median(values))
+            yield _compare_quantity(metric, unit, getattr(evaluated, metric, None), _median(values))
 
     if run is not None and run.layout.pp > 1:
-        yield _row("idle in the pipeline", "s", _predicted_seconds(option, "bubble", "send"), _median(times.idle))
+        yield _compare_quantity(
+            "idle in the pipeline", "s", _sum_predicted_parts(evaluated, "bubble", "send"), _median(times.idle)
+        )
         bubble = float(planned_timeline.bubble) if planned_timeline else None
-        yield _row("bubble", "", bubble, times.bubble)
-    planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
-    yield _row("goodput", "", planned_goodput, _goodput(run_data))
+        yield _compare_quantity("bubble", "", bubble, times.bubble)
+    planned_goodput = configured_goodput(run, run_data.world_size, evaluated) if run is not None and evaluated else None
+    yield _compare_quantity("goodput", "", planned_goodput, _measure_goodput(run_data))
 
 
-def _row(
+def _compare_quantity(
     quantity: str,
     unit: str,
     predicted: float | None,
@@ -66,15 +70,15 @@ def _row(
     return Comparison(role="", quantity=quantity, unit=unit, predicted=predicted, measured=measured, interval=interval)
 
 
-def _predicted_seconds(option: EvaluatedLayout | None, *parts: str) -> float | None:
-    return sum(option.parts[name] for name in parts) if option and option.parts else None
+def _sum_predicted_parts(evaluated: EvaluatedLayout | None, *parts: str) -> float | None:
+    return sum(evaluated.parts[name] for name in parts) if evaluated and evaluated.parts else None
 
 
 def _median(values: Any) -> float:
     return float(np.median(values))
 
 
-def _goodput(run_data: RunData) -> float | None:
+def _measure_goodput(run_data: RunData) -> float | None:
     """Return the share of the active time in steps that count.
 
     Lost time is in checkpoints, evaluations, failures and restarts.

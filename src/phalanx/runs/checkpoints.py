@@ -214,7 +214,7 @@ def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> 
             shutil.rmtree(quarantine_path)
         (directory / name).rename(quarantine_path)
     if intact is not None:
-        _update_latest(intact)
+        _point_latest_to(intact)
 
 
 def check_not_all_damaged(directory: Path) -> None:
@@ -277,11 +277,11 @@ def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
         final.rename(backup)
     unfinished.rename(final)
     sync(final.parent)
-    _update_latest(final)
+    _point_latest_to(final)
     return final
 
 
-def _update_latest(checkpoint: Path) -> None:
+def _point_latest_to(checkpoint: Path) -> None:
     """Point `latest` to a checkpoint."""
     latest = checkpoint.parent / f"{LATEST_FILE}.tmp"
     write_synced(latest, checkpoint.name + "\n")

@@ -59,7 +59,7 @@ FROM_HF_FILES = (
 _decode_paths: Decode[dict[str, str]] = decoder(dict[str, str])
 
 
-def _decode_data(content: bytes) -> PreparedData:
+def _decode_prepared_data(content: bytes) -> PreparedData:
     """Decode data.json."""
     paths = _decode_paths(content)
     if paths.keys() != {field.name for field in fields(PreparedData)} or any("\0" in path for path in paths.values()):
@@ -81,7 +81,7 @@ def is_run_directory(directory: Path) -> bool:
         if read_json(directory / MARKER_FILE, decode_object).get("made_by") == "phalanx":
             return True
     with suppress(OSError, ValueError):
-        read_json(directory / DATA_FILE, _decode_data)
+        read_json(directory / DATA_FILE, _decode_prepared_data)
         return (directory / RUN_FILE).is_file()
     return False
 
@@ -148,8 +148,8 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
     """
     if checkpoints(directory / CHECKPOINTS_DIR):
         return
-    kept = directory / FROM_HF_DIR
-    shutil.rmtree(kept, ignore_errors=True)
+    target_directory = directory / FROM_HF_DIR
+    shutil.rmtree(target_directory, ignore_errors=True)
     if run.model.from_hf is None:
         return
     config = hf_config_file(run.model.from_hf)
@@ -157,11 +157,11 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
         fix = "use a directory that save_pretrained has written"
         raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix=fix)
     for file in (file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()):
-        target = kept / file.relative_to(config.parent)
+        target = target_directory / file.relative_to(config.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    kept.mkdir(exist_ok=True)
-    shutil.copyfile(config, kept / "config.json")
+    target_directory.mkdir(exist_ok=True)
+    shutil.copyfile(config, target_directory / "config.json")
 
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
@@ -192,11 +192,11 @@ def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, P
         raise UserError("run directory", str(directory), f"has no {DATA_FILE} written by Phalanx", fix=fix)
     run = load_run(directory / RUN_FILE, environment={}, trust=trust)
     try:
-        data = read_json(directory / DATA_FILE, _decode_data)
+        prepared = read_json(directory / DATA_FILE, _decode_prepared_data)
     except (OSError, ValueError):
         fix = f"restore {DATA_FILE} from a copy, or start a new run"
         raise UserError("run directory", str(directory), f"has a damaged {DATA_FILE}", fix=fix) from None
-    return run, data
+    return run, prepared
 
 
 def rewrite_run_file(directory: Path, run: RunSpec) -> None:

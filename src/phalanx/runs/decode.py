@@ -51,18 +51,18 @@ def decoder(json_type: Any) -> Decode[Any]:
     return lambda content: adapter.validate_json(content, strict=True)
 
 
-def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]:
+def union_decoder(key: str, types: Mapping[str, Any], default_type: Any) -> Decode[Any]:
     """Return the decoder of objects whose type depends on the text of the field `key`.
 
-    `types` has the type by this text; `other` is the type of objects with any other text.
+    `types` maps this text to the type; `default_type` is the type of objects with any other text.
     """
 
-    def name(value: Any) -> str:
+    def select_tag(value: Any) -> str:
         text = value.get(key) if isinstance(value, dict) else None
         return text if isinstance(text, str) and text in types else ""
 
-    tagged = [Annotated[json_type, Tag(tag)] for tag, json_type in (*types.items(), ("", other))]
-    return decoder(Annotated[Union[tuple(tagged)], Discriminator(name)])  # noqa: UP007 -- of a tuple
+    tagged = [Annotated[json_type, Tag(tag)] for tag, json_type in (*types.items(), ("", default_type))]
+    return decoder(Annotated[Union[tuple(tagged)], Discriminator(select_tag)])  # noqa: UP007 -- of a tuple
 
 
 def accept_old_keys(decode: Decode[T], new_keys: Mapping[str, str]) -> Decode[T]:

@@ -188,8 +188,8 @@ def remove_dumps(directory: Path, rank: int) -> None:
     """Remove the hang dump of a rank's earlier start, and move its failure record to failures/earlier."""
     for file in (dump_file(directory, rank), calls_file(directory, rank)):
         file.unlink(missing_ok=True)
-    _archive(failure_file(directory, rank))
-    _archive(memory_snapshot_file(directory, rank))
+    _archive_failure_file(failure_file(directory, rank))
+    _archive_failure_file(memory_snapshot_file(directory, rank))
 
 
 def remove_dumps_from_rank(directory: Path, rank: int) -> None:
@@ -199,12 +199,12 @@ def remove_dumps_from_rank(directory: Path, rank: int) -> None:
             if file.stem < f"rank-{rank:05d}":
                 continue
             if folder == FAILURES_DIR and file.suffix in (".json", ".pickle"):
-                _archive(file)
+                _archive_failure_file(file)
             else:
                 file.unlink(missing_ok=True)
 
 
-def _archive(file: Path) -> None:
+def _archive_failure_file(file: Path) -> None:
     """Move a failure record or snapshot to failures/earlier, with the time of writing in its name."""
     with suppress(FileNotFoundError):
         written_at = time.strftime("%Y%m%dT%H%M%S", time.localtime(file.stat().st_mtime))
@@ -248,9 +248,9 @@ def describe_first_failure(directory: Path, problems: list[str] | None = None) -
     records = read_failures(directory, problems).values()
     if not records:
         return None
-    first = min(records, key=lambda record: ("step" in record, record["time"]))
-    reason = (first["reason"].splitlines() or [""])[0]
-    return f"rank {first['rank']} {'failed: ' if 'step' in first else ''}{reason}"
+    first_failure = min(records, key=lambda record: ("step" in record, record["time"]))
+    reason = (first_failure["reason"].splitlines() or [""])[0]
+    return f"rank {first_failure['rank']} {'failed: ' if 'step' in first_failure else ''}{reason}"
 
 
 R = TypeVar("R", HangDump, FailureRecord)

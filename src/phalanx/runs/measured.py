@@ -65,7 +65,7 @@ def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None
 
 def read_measured(directory: Path) -> list[dict[str, Any]]:
     """Return the measurements of each rank, in rank order, without damaged ones."""
-    return [measured for _, measured in sorted(_read_files(directory, []).items())]
+    return [measured for _, measured in sorted(_read_measured_files(directory, []).items())]
 
 
 def read_measured_since(
@@ -77,12 +77,12 @@ def read_measured_since(
     """
     return {
         rank: measured
-        for rank, measured in _read_files(directory, problems).items()
+        for rank, measured in _read_measured_files(directory, problems).items()
         if measured.get("step", resumed_at_step + 1) > resumed_at_step and rank < (world_size or rank + 1)
     }
 
 
-def _read_files(directory: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
+def _read_measured_files(directory: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
     """Return the measurements in all files by rank. Damaged files are added to `problems`."""
     measured_by_rank = {}
     for file in sorted((directory / MEASURED_DIR).glob("rank-*.json")):

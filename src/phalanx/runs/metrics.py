@@ -50,14 +50,14 @@ class EvaluationMetrics(TypedDict):
     expert_tokens: NotRequired[Annotated[list[list[Count]], Field(min_length=1)]]
 
 
-def _record_kind(record: Any) -> str:
+def _classify_record(record: Any) -> str:
     return "evaluation" if isinstance(record, dict) and "held_out_loss" in record else "step"
 
 
 decode_metrics = decoder(
     Annotated[
         Annotated[StepMetrics, Tag("step")] | Annotated[EvaluationMetrics, Tag("evaluation")],
-        Discriminator(_record_kind),
+        Discriminator(_classify_record),
     ]
 )
 """Decode a line of metrics.jsonl."""

@@ -128,7 +128,7 @@ class PauseRecord(TypedDict):
     seconds: Number
 
 
-def _line_kind(line: Any) -> str:
+def _classify_line(line: Any) -> str:
     if not isinstance(line, dict) or not line.keys() & {"format", "pause"}:
         return "step"
     if "pause" in line:
@@ -142,7 +142,7 @@ decode_rank_line = decoder(
         | Annotated[OtherHeader, Tag("other header")]
         | Annotated[StepRecord, Tag("step")]
         | Annotated[PauseRecord, Tag("pause")],
-        Discriminator(_line_kind),
+        Discriminator(_classify_line),
     ]
 )
 """Decode a line of a rank's records."""

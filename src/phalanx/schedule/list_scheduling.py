@@ -38,7 +38,7 @@ def list_schedule(
 
     def has_room(stage: int, rank: int) -> bool:
         # A slot is reserved for each later stage of the rank, so that a started micro-batch can always finish.
-        return num_in_flight[rank] + sum(other > stage for other in stages_of[rank]) < limits[rank]
+        return num_in_flight[rank] + sum(later_stage > stage for later_stage in stages_of[rank]) < limits[rank]
 
     def candidate_actions(rank: int, now: Time) -> list[Action]:
         candidates = (

@@ -32,7 +32,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     The warm-up has one forward pass per later stage, so at most p micro-batches are in flight (arXiv 1806.03377; the
     non-interleaved schedule of 2104.04473, section 2.2.1)."""
     return Schedule.from_rows(
-        _alternate(_stage_actions(s, "F", m), _stage_actions(s, "B", m), p - 1 - s) for s in range(p)
+        _alternate_passes(_list_stage_actions(s, "F", m), _list_stage_actions(s, "B", m), p - 1 - s) for s in range(p)
     )
 
 
@@ -49,7 +49,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     def order(rank: int) -> Iterator[ScheduleStep]:
         forward = [Action(chunk * p + rank, "F", micro) for chunk, micro in chunk_micro_pairs]
         backward = [Action((v - 1 - chunk) * p + rank, "B", micro) for chunk, micro in chunk_micro_pairs]
-        return _alternate(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
+        return _alternate_passes(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
 
     return Schedule.from_rows(map(order, range(p)))
 
@@ -61,7 +61,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     weight halves. At most p micro-batches are in flight on every rank."""
 
     def order(s: int) -> Iterator[ScheduleStep]:
-        forward = deque(_stage_actions(s, "F", m))
+        forward = deque(_list_stage_actions(s, "F", m))
         yield from (forward.popleft() for _ in range(min(p - s, m)))
         for i in range(m):
             yield Action(s, "I", i)
@@ -97,8 +97,8 @@ def zb_v(p: int, m: int) -> Schedule:
     def order(rank: int) -> Iterator[ScheduleStep]:
         down = rank
         up = 2 * p - 1 - rank
-        forward = {stage: deque(_stage_actions(stage, "F", num_micros)) for stage in (down, up)}
-        input_grads = {stage: deque(_stage_actions(stage, "I", num_micros)) for stage in (down, up)}
+        forward = {stage: deque(_list_stage_actions(stage, "F", num_micros)) for stage in (down, up)}
+        input_grads = {stage: deque(_list_stage_actions(stage, "I", num_micros)) for stage in (down, up)}
         weight_grads: dict[int, deque[Action]] = {down: deque(), up: deque()}
 
         def split_backward(stage: int) -> Iterator[ScheduleStep]:
@@ -210,11 +210,11 @@ PUBLISHED: dict[ScheduleName, Callable[[int, int], Schedule]] = {
 """Rules by the names in run files and commands, of p ranks and m micro-batches."""
 
 
-def _stage_actions(stage: int, kind: ActionKind, m: int) -> list[Action]:
+def _list_stage_actions(stage: int, kind: ActionKind, m: int) -> list[Action]:
     return [Action(stage, kind, i) for i in range(m)]
 
 
-def _alternate(forward: list[Action], backward: list[Action], num_ahead: int) -> Iterator[ScheduleStep]:
+def _alternate_passes(forward: list[Action], backward: list[Action], num_ahead: int) -> Iterator[ScheduleStep]:
     """Yield `num_ahead` forward passes, then a forward and a backward pass in turn, then the rest."""
     num_ahead = min(num_ahead, len(forward))
     yield from forward[:num_ahead]

@@ -139,7 +139,7 @@ class Schedule:
 
     @cached_property
     def links(self) -> Mapping[tuple[int, int], int]:
-        """Number of messages by pair of ranks, of which the first sends to the second."""
+        """Number of messages by pair of sender and receiver."""
         ranks = range(self.ranks)
         return Counter((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
 
@@ -203,12 +203,12 @@ def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None
 def _parse_step(cell: str, location: str) -> ScheduleStep | None:
     if not cell:
         return None
-    if pair := OVERLAPPED.match(cell):
-        forward, backward = (_parse_step(part.strip(), location) for part in pair.groups())
+    if overlapped := OVERLAPPED.match(cell):
+        forward, backward = (_parse_step(action_text.strip(), location) for action_text in overlapped.groups())
         if isinstance(forward, Action) and isinstance(backward, Action):
             return OverlappedPair(forward, backward)
-    if parts := ACTION.match(cell):
-        stage, kind, micro = parts.groups()
+    if fields := ACTION.match(cell):
+        stage, kind, micro = fields.groups()
         return Action(int(stage), cast(ActionKind, kind), int(micro))
     raise UserError(
         location,

@@ -50,7 +50,7 @@ def search_schedule(
 
         candidates.append(list_schedule(stages, m, priority, limits=[max_in_flight] * p, times=times))
     best = min(candidates, key=lambda schedule: simulate(schedule, times).makespan)
-    return _improve(best, times, max_in_flight, moves)
+    return _anneal(best, times, max_in_flight, moves)
 
 
 def split_backward_passes(schedule: Schedule) -> Schedule:
@@ -63,7 +63,7 @@ def split_backward_passes(schedule: Schedule) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _DependencyGraph:
     """The actions of a schedule as indices, for fast timing of thousands of orders."""
 
     prerequisites: list[list[tuple[int, float]]]
@@ -73,7 +73,7 @@ class _Graph:
     """1 for an action that allocates activations, -1 for an action that frees them."""
 
 
-def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: int) -> Schedule:
+def _anneal(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: int) -> Schedule:
     """Move one action of one rank at a time; accept worse orders with a probability that falls to 0."""
     rng = random.Random(0)
     all_actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
@@ -81,7 +81,7 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
     min_seconds = min(filter(None, graph.seconds), default=1.0)
     indices = iter(range(len(all_actions)))
     orders = [[next(indices) for _ in order] for order in schedule.orders]
-    cost = _cost(graph, orders)
+    cost = _evaluate_orders(graph, orders)
     best_cost = cost
     best_orders = [*orders]
     for move in range(moves):
@@ -91,7 +91,7 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
         old_order = orders[rank]
         orders[rank] = _move_action(orders[rank], rng, 2 * len(orders))
         peak_in_flight = max(accumulate(graph.in_flight_changes[index] for index in orders[rank]))
-        new_cost = _cost(graph, orders) if peak_in_flight <= max_in_flight else INFEASIBLE
+        new_cost = _evaluate_orders(graph, orders) if peak_in_flight <= max_in_flight else INFEASIBLE
         cost_increase = new_cost[0] - cost[0] + 0.3 * (new_cost[1] - cost[1]) / len(orders)
         if cost_increase <= 0 or rng.random() < math.exp(-cost_increase / (temperature + 1e-12)):
             cost = new_cost
@@ -103,7 +103,7 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
     return Schedule.from_rows([all_actions[index] for index in order] for order in best_orders)
 
 
-def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _Graph:
+def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _DependencyGraph:
     index_of = {action: index for index, action in enumerate(all_actions)}
     rank_of = schedule.rank_of
 
@@ -113,7 +113,7 @@ def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTim
             is_same_rank = rank_of[dependency.stage] == rank_of[action.stage]
             yield index_of[dependency], 0.0 if is_same_rank else float(times.transfer)
 
-    return _Graph(
+    return _DependencyGraph(
         [list(dependency_edges(action)) for action in all_actions],
         [float(times.action_time(action)) for action in all_actions],
         [{"F": 1, "W": -1}.get(action.kind, 0) for action in all_actions],
@@ -129,7 +129,7 @@ def _move_action(order: list[int], rng: random.Random, max_distance: int) -> lis
     return [*remaining[:target], order[source], *remaining[target:]]
 
 
-def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
+def _evaluate_orders(graph: _DependencyGraph, orders: list[list[int]]) -> tuple[float, float]:
     """Return the makespan, and the sum of the ranks' finish times as a tie-breaker.
 
     Both are infinite for an order that deadlocks."""

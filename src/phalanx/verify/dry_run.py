@@ -71,16 +71,16 @@ def trace_ranks(
     """Yield the traces of these ranks in order, each from a separate process.
 
     With `full`, all micro-batches, blocks and chunks are traced, also equal ones (`verify.repetition`). Raises
-    UserError if the run cannot be traced; then no process is started.
+    UserError before a process starts if the run cannot be traced.
     """
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")
-    # What takes seconds is imported once.
+    # Import the modules that take seconds once, in the process from which workers fork.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
     # The process from which workers fork is `python -c`, which would import modules of the working directory by name.
     with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
         forkserver.ensure_running()
-    # PyTorch remembers meshes and shapes of the process group before: none is used twice.
+    # PyTorch caches meshes and shapes of earlier process groups, so each process traces only one rank.
     with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
             yield from pool.map(partial(_trace_or_raise, run, world_size, full=full), ranks)
@@ -91,8 +91,9 @@ def trace_ranks(
 def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
     """Return the first and the last rank of every axis.
 
-    These are the first and the last rank of the world, and for each axis the rank that is last on it and first on all
-    others. With parameter servers, they are the first and the last server and worker."""
+    The result contains the first and the last rank of the world, and for each axis the rank that is last on this axis
+    and first on all others. With parameter servers, it contains the first and the last server and worker.
+    """
     sizes = parallel_dims(run.layout, world_size)
     if sizes.servers:
         return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
@@ -102,7 +103,7 @@ def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
 
 
 class TraceError(RuntimeError):
-    """A failure of a rank's program; some PyTorch errors cannot be sent between processes."""
+    """A failure of a rank's program, as text, because some PyTorch errors cannot be sent between processes."""
 
 
 def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Traced:
@@ -134,7 +135,7 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
             repeated = None if full else RepeatedBlocks(learner)
             # The first step creates the state of optimizers; DDP rebuilds its buckets in the second.
             for _ in range(first_steady_step(run) - 1 if isinstance(learner.strategy, DDP) else 1):
-                run_step(learner, None, repeated, _min_micro_batches(run))
+                run_step(learner, None, repeated, _count_warmup_micro_batches(run))
             _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, repeated))
             micros = learner.batch.gradient_accumulation_steps
             blocks = len(list(learner.module.blocks.children())) if isinstance(learner.module, Transformer) else 0
@@ -157,7 +158,7 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
     return {"rank": rank, **traced, "tracing": tracing}
 
 
-def _min_micro_batches(run: RunSpec) -> int | None:
+def _count_warmup_micro_batches(run: RunSpec) -> int | None:
     """Return the number of micro-batches that suffices for a warm-up step."""
     if run.layout.pp == 1:
         return 1
@@ -176,9 +177,9 @@ def run_step(
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
 
-    Without `recorders` it is not recorded. Without `repeated`, all blocks and micro-batches are run, also equal ones.
+    Without `recorders`, the step is not recorded. Without `repeated`, equal blocks and micro-batches all run.
     """
-    micros = list(islice(_micro_batches(learner), max_micro_batches)) if learner.strategy.runs_model else []
+    micros = list(islice(_make_micro_batches(learner), max_micro_batches)) if learner.strategy.runs_model else []
     if repeated is None:
         learner.reduce(learner.forward_backward(micros))
     else:
@@ -187,10 +188,11 @@ def run_step(
     learner.update(1.0)
 
 
-def _micro_batches(learner: Learner) -> Iterator[MicroBatch]:
+def _make_micro_batches(learner: Learner) -> Iterator[MicroBatch]:
     """Yield micro-batches with this rank's rows of a step.
 
-    Each row is one document; documents are given only if they are masked."""
+    Each row is one document. Documents are passed only if the run masks them.
+    """
     run = learner.run
     batch = learner.batch
     rows = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size))

@@ -74,9 +74,9 @@ class DryRunReport:
         return data_frame([{"rank": r, **asdict(check)} for r, checks in self.rank_checks.items() for check in checks])
 
     def __repr__(self) -> str:
-        return f"DryRunReport({self._summary()})"
+        return f"DryRunReport({self._summarize()})"
 
-    def _summary(self) -> str:
+    def _summarize(self) -> str:
         verdict = "agree" if self.ok else "differ"
         return f"plan and program {verdict} on {plural(len(self.results), 'traced rank')} of {self.world_size:,}"
 
@@ -93,7 +93,7 @@ class DryRunReport:
             for r, checks in self.rank_checks.items()
             for check in checks
         ]
-        return html_table(("rank", "quantity", "among", "planned", "traced", "agrees"), rows, self._summary())
+        return html_table(("rank", "quantity", "among", "planned", "traced", "agrees"), rows, self._summarize())
 
 
 def dry_run(

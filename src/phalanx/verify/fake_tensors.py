@@ -32,19 +32,20 @@ MAX_REAL_ELEMENTS = 2**20
 def shape_only_tensors() -> Iterator[None]:
     """Create tensors without values inside."""
     with ExitStack() as stack:
-        # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
+        # DTensor infers shapes with tensors of the full size. In a fake mode of its own, their bytes are not counted.
         stack.enter_context(mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None))
         if propagate := getattr(_sharding_prop, STRIDED_SHARD_FLAG, None):
-            propagate_once = _without_strided_shards_once(propagate)
+            propagate_once = _skip_repeated_schemas(propagate)
             stack.enter_context(mock.patch.object(_sharding_prop, STRIDED_SHARD_FLAG, propagate_once))
         stack.enter_context(ShapeOnlyMode(allow_non_fake_inputs=True))
         yield
 
 
-def _without_strided_shards_once(propagate: Callable[[Any, OpSchema], None]) -> Callable[[Any, OpSchema], None]:
-    """Return a function like `propagate`, which leaves operations without strided shards as they are.
+def _skip_repeated_schemas(propagate: Callable[[Any, OpSchema], None]) -> Callable[[Any, OpSchema], None]:
+    """Return a function like `propagate` that inspects a schema without strided shards only once.
 
-    PyTorch calls it for each operand of a fused optimizer step, and it reads all operands each time."""
+    PyTorch calls `propagate` for each operand of a fused optimizer step, and it reads all operands each time.
+    """
     last_without: OpSchema | None = None
 
     def propagate_once(strategy: Any, schema: OpSchema) -> None:
@@ -60,27 +61,28 @@ def _without_strided_shards_once(propagate: Callable[[Any, OpSchema], None]) -> 
 
 
 class ShapeOnlyMode(FakeTensorMode):
-    """Fake tensors, with two exceptions.
+    """Mode in which operations create fake tensors, with two exceptions.
 
-    Tensors on the meta device have no values anyway. Small integer tensors that depend on no others keep their values,
-    such as the ranks of a mesh, or the order of DDP's buckets."""
+    Tensors on the meta device stay as they are, because they have no values anyway. Small integer tensors keep their
+    values if they depend on no fake tensor, such as the ranks of a mesh, or the order of DDP's buckets.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _stays_real(func, args, kwargs):
+        if _keeps_values(func, args, kwargs):
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # PyTorch derives the shape of a grouped product only in bf16. The operands are rows by group and a matrix
-            # per group, or columns by group and rows by group.
+            # PyTorch infers the shape of a grouped product only in bf16. The operands are either grouped rows and a
+            # matrix per group, or grouped columns and grouped rows.
             a, b, offsets = args[:3]
             grouped = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offsets), a.shape[0], b.shape[1])
             return a.new_empty(grouped)
-        out = super().__torch_dispatch__(func, types, args, kwargs=kwargs)
-        return _attach_result(args, out) if func.namespace == "c10d" else out
+        output = super().__torch_dispatch__(func, types, args, kwargs=kwargs)
+        return _attach_tensors_to_work(args, output) if func.namespace == "c10d" else output
 
 
-def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    # This is so for most operations; the leaves take longer.
+def _keeps_values(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    # Most operations have a fake tensor among their arguments. A search of all leaves takes longer.
     if any(isinstance(argument, FakeTensor) for argument in args):
         return False
     tensors = []
@@ -112,14 +114,15 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return all_integer and largest <= MAX_REAL_ELEMENTS
 
 
-def _attach_result(args: Any, out: Any) -> Any:
-    """Return a collective's output with work that contains the tensors: DDP needs them.
+def _attach_tensors_to_work(args: Any, output: Any) -> Any:
+    """Return a collective's output with a work object that contains the tensors, which DDP reads.
 
-    The work of the fake group contains none."""
-    if not any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(out)):
-        return out
-    is_single = isinstance(out, torch.ScriptObject)
+    The work objects of the fake process group contain no tensors.
+    """
+    if not any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(output)):
+        return output
+    is_single = isinstance(output, torch.ScriptObject)
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result([leaf for leaf in tree_leaves(args if is_single else out) if isinstance(leaf, Tensor)])
+    future.set_result([leaf for leaf in tree_leaves(args if is_single else output) if isinstance(leaf, Tensor)])
     work = dist.Work.boxed(_create_work_from_future(future))
-    return work if is_single else (*out[:-1], work)
+    return work if is_single else (*output[:-1], work)

@@ -18,8 +18,9 @@ Group = tuple[int, ...]
 def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
     """Return the planned traffic of a rank by operation and ranks of the group.
 
-    Workers send each server its gradients, and all sums; the server broadcasts its weights to them. The first server
-    also broadcasts the result of the step. Servers sum the gradient's norm among themselves.
+    Workers send each server the gradients of its parameters, and the scalar sums of the step. The server broadcasts its
+    weights to the workers. The first server also broadcasts the result of the step. Servers all-reduce the norm of the
+    gradient among themselves.
     """
     servers = parallel_dims(run.layout, world_size).servers
     element_bytes = STATE_BYTES[run.training.precision]

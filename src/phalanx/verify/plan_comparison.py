@@ -23,8 +23,10 @@ MEMORY_TOLERANCE = 0.02
 """Maximum deviation of the peak of memory, relative to the plan."""
 SMALL_BYTES = 2**18
 SMALL_TOLERANCE = 0.05
-"""In small models the peak may deviate by `SMALL_BYTES`, and at most by this, relative to the plan: it does not count
-tensors of a few numbers per row."""
+"""Maximum relative deviation of the peak in small models, where it may exceed the plan by up to `SMALL_BYTES`.
+
+The plan does not count tensors of a few numbers per row.
+"""
 FLOPS_TOLERANCE = 0.001
 """Maximum deviation of FLOPs, relative to the plan."""
 Kind = Literal["collective", "memory", "flops"]
@@ -65,7 +67,7 @@ def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> 
 
 
 def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Iterator[PlanCheck]:
-    """Yield a check per operation and group; what one rank receives another sends."""
+    """Yield a check per operation and group. Receives are not compared, because the sender's rank compares them."""
     planned = planned_collectives(run, world_size, traced["rank"])
     executed = defaultdict[tuple[str, Group], list[dict[str, Any]]](list)
     for row in traced["collectives"]:
@@ -120,17 +122,18 @@ def _explain_difference(run: RunSpec, operation: str) -> str:
 def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Iterator[PlanCheck]:
     """Yield the checks of a rank's memory.
 
-    The plan is that of the first rank of each stage, which has the maximum memory; others may have less. Ranks are
-    traced as on a CPU, whose kernels save other tensors than CUDA's."""
+    The plan counts the first rank of each stage, which has the maximum memory; other ranks may have less. Ranks are
+    traced as on a CPU, whose kernels save other tensors than CUDA's.
+    """
     if run.cluster.uses_cuda:
         run = run.on_device("cpu")
-    planned, is_fullest = _planned_memory(run, world_size, traced["rank"])
+    planned, is_fullest = _find_planned_memory(run, world_size, traced["rank"])
     for part in (*STATE, "total"):
         planned_bytes = getattr(planned, part)
         traced_bytes = traced["peak_bytes" if part == "total" else "held_bytes"].get(part, 0)
         tolerance = 0.0
         if part == "total":
-            # Ranks are traced as on a CPU, whose memory is one.
+            # Ranks are traced as on a CPU, where offloaded tensors are in the same memory.
             planned_bytes += planned.offloaded
             tolerance = max(MEMORY_TOLERANCE * planned_bytes, min(SMALL_BYTES, SMALL_TOLERANCE * planned_bytes))
         is_at_most = traced_bytes <= planned_bytes + tolerance
@@ -149,7 +152,7 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> It
             )
 
 
-def _planned_memory(run: RunSpec, world_size: int, rank: int) -> tuple[RankMemory, bool]:
+def _find_planned_memory(run: RunSpec, world_size: int, rank: int) -> tuple[RankMemory, bool]:
     """Return the planned memory of a rank's role, and whether no rank of the role needs more."""
     sizes = parallel_dims(run.layout, world_size)
     role_memories = list(rank_memory(run, world_size).values())

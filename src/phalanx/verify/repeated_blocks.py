@@ -1,8 +1,9 @@
-"""Equal blocks of a stage are traced once: of each kind the first two and the last two run, the others repeat them.
+"""Trace equal blocks of a stage once: the first two and the last two of each kind run, and the others repeat them.
 
-A repeated block has tensors for its output, its input, their gradients, and the gradients of its parameters, one after
-the other as in the traced block. So all that surrounds a block really runs: hooks of FSDP on modules, hooks of ZeRO and
-DDP on gradients. All other tensors of the block, its collectives and its FLOPs are numbers.
+A repeated block creates tensors for its output, its input, their gradients, and the gradients of its parameters, one
+after the other as in the traced block. Everything around a block therefore really runs: the hooks of FSDP on modules,
+and the hooks of ZeRO and DDP on gradients. All other tensors of the block, its collectives and its FLOPs are only
+counted.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from phalanx.train.profiling.step_profiler import StepRecorders
 from phalanx.verify.repeated_work import RepeatedWork, Work
 
 NUM_TRACED = 2
-"""Traced blocks of a kind at either end of a stage: the outer one has other neighbors."""
+"""Number of traced blocks of a kind at either end of a stage, because the outermost block has other neighbors."""
 MAX_DEPTH = 8
-"""Maximum depth to which attributes of blocks are compared: functions and objects may refer to each other."""
+"""Maximum depth to which attributes of blocks are compared, because functions and objects may refer to each other."""
 OUTPUT_GRADIENTS = ("output gradient", "auxiliary gradient")
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Memory of a tensor, from which an empty one is made."""
+class _TensorShape:
+    """Size, strides and dtype of a tensor, from which an empty tensor is created."""
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     part: str | None = None
-    """Part of the memory that counts it, if it is known."""
+    """Part of the memory to which the tensor counts; None if it is not known."""
 
     @classmethod
-    def of(cls, tensor: Tensor, part: str | None = None) -> _Shape:
+    def of(cls, tensor: Tensor, part: str | None = None) -> _TensorShape:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, part=part)
 
     def empty(self, meter: MemoryMeter | None) -> Tensor:
@@ -63,61 +64,61 @@ class _Shape:
 
 
 @dataclass(kw_only=True)
-class _Part:
-    """A part of a block's pass, which ends with its results."""
+class _PassPart:
+    """A section of a block's forward or backward pass, which ends with its results."""
 
-    results: list[_Shape]
-    """The outputs, the gradient of a parameter, or that of the input."""
+    results: list[_TensorShape]
+    """Shapes of the block's outputs, of the gradient of a parameter, or of the gradient of the input."""
     parameter: int | None = None
     """Index of the parameter whose gradient is the result."""
     work: Work | None = None
-    """None in a part that stands for an unknown one in the first step."""
+    """Recorded collectives and FLOPs; None for a placeholder in the first step, before any part was recorded."""
     memory: MemoryChange = field(default_factory=MemoryChange)
-    """Change by all tensors but the results and those outside the block."""
+    """Change of memory by all tensors except the results and the tensors outside the block."""
     released: Sequence[str] = ()
-    """Names of the tensors outside the block that are not read later."""
+    """Names of the tensors outside the block that this part reads last."""
     moved_to: Mapping[str, str] = field(default_factory=dict)
-    """New parts of the memory for tensors outside the block, such as communication for the operand of a collective."""
+    """New memory parts by name of tensors outside the block, such as communication for a collective's operand."""
     moves_others: bool = False
-    """True if gradients of parameters came to count as gradients, because a collective in the block looked for them."""
+    """True if a collective in the block made gradients of parameters count as gradients."""
     buffers: Sequence[int] = ()
-    """Indices of the block's buffers that were counted from then on, because it wrote to them."""
+    """Indices of the block's buffers to which this part writes; the meter counts buffers from the first write on."""
 
 
 @dataclass
-class _Kind:
+class _EqualBlocks:
     """Equal blocks of one stage, in their order."""
 
     blocks: list[nn.Module]
-    forward: _Part | None = None
+    forward: _PassPart | None = None
     """The forward pass that was recorded last."""
-    backward: list[_Part] = field(default_factory=list)
+    backward: list[_PassPart] = field(default_factory=list)
     """The parts of the backward pass that was recorded last."""
     input: ref[torch.UntypedStorage] | None = None
     """The input of the recorded forward pass."""
 
 
 class RepeatedBlocks:
-    """The blocks of a model, most of which repeat an equal one."""
+    """The blocks of a model, most of which repeat a recorded equal block."""
 
     def __init__(self, learner: Learner) -> None:
-        """Replace the forward passes of blocks that are not traced, and of those that they repeat."""
+        """Replace the forward passes of blocks that are not traced, and of the blocks that they repeat."""
         self.learner = learner
         self.meter: MemoryMeter | None = None
         self.work = RepeatedWork(learner.strategy, None)
         self.num_repeated = 0
         """Number of blocks that are not traced."""
-        for stage in _stages(learner):
+        for stage in _repeatable_stages(learner):
             by_signature = defaultdict[object, list[nn.Module]](list)
             for block in stage:
-                by_signature[_signature(block)].append(block)
+                by_signature[_structural_signature(block)].append(block)
             for blocks in by_signature.values():
                 if len(blocks) > 2 * NUM_TRACED:
                     self.num_repeated += len(blocks) - 2 * NUM_TRACED
-                    self._replace(_Kind(blocks))
+                    self._replace_forward_passes(_EqualBlocks(blocks))
 
     def record_with(self, recorders: StepRecorders | None) -> None:
-        """Use the recorders of the next step; None if it is not recorded."""
+        """Use these recorders in the next step; None if the step is not recorded."""
         self.meter = None if recorders is None else recorders.memory
         self.work = RepeatedWork(self.learner.strategy, recorders)
 
@@ -126,60 +127,62 @@ class RepeatedBlocks:
         """Number of the next tensor that the meter sees; 0 in a step that is not recorded."""
         return 0 if self.meter is None else self.meter.num_created
 
-    def _replace(self, kind: _Kind) -> None:
-        for index, block in enumerate(kind.blocks):
+    def _replace_forward_passes(self, equal_blocks: _EqualBlocks) -> None:
+        for index, block in enumerate(equal_blocks.blocks):
             if index == NUM_TRACED - 1:
-                forward = partial(self._record_forward, kind, block, block.forward)
-            elif index == len(kind.blocks) - NUM_TRACED:
-                forward = partial(self._record_backward, kind, block, block.forward)
-            elif NUM_TRACED <= index < len(kind.blocks) - NUM_TRACED:
-                forward = partial(self._repeat, kind, block, block.forward)
+                forward = partial(self._record_forward, equal_blocks, block, block.forward)
+            elif index == len(equal_blocks.blocks) - NUM_TRACED:
+                forward = partial(self._record_backward, equal_blocks, block, block.forward)
+            elif NUM_TRACED <= index < len(equal_blocks.blocks) - NUM_TRACED:
+                forward = partial(self._repeat_forward, equal_blocks, block, block.forward)
             else:
                 continue
             block.forward = forward
 
-    def _record_forward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+    def _record_forward(self, equal_blocks: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
         recording = _Recording(self, {"input": ref(x.untyped_storage())}, is_own=lambda _: False)
         outputs = forward(x, *args)
-        kind.forward = recording.end(_tensors(outputs), buffers=list(block.buffers()))
-        kind.input = ref(x.untyped_storage())
+        equal_blocks.forward = recording.end(_present_tensors(outputs), buffers=list(block.buffers()))
+        equal_blocks.input = ref(x.untyped_storage())
         return outputs
 
-    def _record_backward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
-        recorder = _BackwardRecorder(self, kind, list(block.parameters()), x=x)
-        (x,) = _OnGradient.apply(recorder.end, x)
-        outputs = _tensors(forward(x, *args))
+    def _record_backward(
+        self, equal_blocks: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any
+    ) -> Any:
+        recorder = _BackwardRecorder(self, equal_blocks, list(block.parameters()), x=x)
+        (x,) = _CallOnGradient.apply(recorder.end, x)
+        outputs = _present_tensors(forward(x, *args))
         recorder.end_forward()
-        outputs = _OnGradient.apply(recorder.begin, *outputs)
+        outputs = _CallOnGradient.apply(recorder.begin, *outputs)
         return outputs if len(outputs) == 2 else (*outputs, None)
 
-    def _repeat(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+    def _repeat_forward(self, equal_blocks: _EqualBlocks, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
         parameters = list(block.parameters())
-        parts = kind.backward
+        parts = equal_blocks.backward
         if not parts:
             assert self.meter is None, "only the first step, which is not recorded, has unknown parts"
-            # DDP makes its buckets in the order of these gradients.
+            # DDP creates its buckets in the order in which gradients become ready.
             if isinstance(self.learner.strategy, DDP):
                 return forward(x, *args)
             trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
-            parts = [_Part(results=[_Shape.of(parameters[index])], parameter=index) for index in trained]
-            parts.append(_Part(results=[_Shape.of(x)]))
-        assert kind.forward is not None
-        assert kind.input is not None
-        is_kept = kind.input() is not None
-        repeated = _RepeatedBackward(blocks=self, kind=kind, parts=parts, outside={"input": x})
-        repeated.count(kind.forward)
+            parts = [_PassPart(results=[_TensorShape.of(parameters[index])], parameter=index) for index in trained]
+            parts.append(_PassPart(results=[_TensorShape.of(x)]))
+        assert equal_blocks.forward is not None
+        assert equal_blocks.input is not None
+        is_kept = equal_blocks.input() is not None
+        repeated = _RepeatedBackward(blocks=self, equal_blocks=equal_blocks, parts=parts, outside={"input": x})
+        repeated.count(equal_blocks.forward)
         if not is_kept:
             del repeated.outside["input"]
         buffers = list(block.buffers())
-        for index in kind.forward.buffers:
+        for index in equal_blocks.forward.buffers:
             # The meter counts the result of any operation.
             buffers[index].view_as(buffers[index])
         token = x
         for index in reversed(range(len(parts))):
             parameter = parts[index].parameter
             token = _RepeatedPart.apply(token, None if parameter is None else parameters[parameter], repeated, index)
-        outputs = _RepeatedEnd.apply(token, repeated)
+        outputs = _RepeatedOutputs.apply(token, repeated)
         return outputs if len(outputs) == 2 else (*outputs, None)
 
 
@@ -189,7 +192,11 @@ class _Recording:
     def __init__(
         self, blocks: RepeatedBlocks, outside: dict[str, ref[torch.UntypedStorage]], is_own: Callable[[int], bool]
     ) -> None:
-        """Start it."""
+        """Start to record.
+
+        `outside` has the storages of tensors outside the block by name. `is_own` returns whether the tensor of a number
+        was created in the block.
+        """
         self.meter = blocks.meter
         self.work = blocks.work
         self.mark = self.work.mark()
@@ -202,8 +209,8 @@ class _Recording:
         if self.meter is not None:
             self.change = self.stack.enter_context(self.meter.recording_change())
 
-    def end(self, results: Sequence[Tensor], parameter: int | None = None, buffers: Sequence[Tensor] = ()) -> _Part:
-        """End it with its results, and return the part."""
+    def end(self, results: Sequence[Tensor], parameter: int | None = None, buffers: Sequence[Tensor] = ()) -> _PassPart:
+        """Stop to record, and return the part with these results."""
         self.stack.close()
         net = self.change.net
         moves = [moved for number, moved in self.change.moves if number < self.first_number and not self.is_own(number)]
@@ -221,9 +228,9 @@ class _Recording:
             del self.outside[name]
             net.update(self.outside_bytes[name])
         after = {name: self._bytes_by_part(storage()) for name, storage in self.outside.items()}
-        return _Part(
+        return _PassPart(
             results=[
-                _Shape.of(result, part=next(iter(by_part), None))
+                _TensorShape.of(result, part=next(iter(by_part), None))
                 for result, by_part in zip(results, result_bytes, strict=True)
             ],
             parameter=parameter,
@@ -245,12 +252,15 @@ class _Recording:
 class _BackwardRecorder:
     """Recorder of the parts of a block's backward pass.
 
-    What hooks of strategies do with a gradient is between two parts."""
+    The hooks of strategies on a gradient run between two parts, and are not recorded.
+    """
 
-    def __init__(self, blocks: RepeatedBlocks, kind: _Kind, parameters: Sequence[Tensor], x: Tensor) -> None:
-        """Create the recorder of the backward pass that follows the forward pass of `x`, which is about to begin."""
+    def __init__(
+        self, blocks: RepeatedBlocks, equal_blocks: _EqualBlocks, parameters: Sequence[Tensor], x: Tensor
+    ) -> None:
+        """Create the recorder before the forward pass of `x`, whose backward pass it will record."""
         self.blocks = blocks
-        self.kind = kind
+        self.equal_blocks = equal_blocks
         self.parameters = parameters
         self.outside = {"input": ref(x.untyped_storage())}
         self.first_number = blocks.num_created
@@ -258,7 +268,7 @@ class _BackwardRecorder:
         """Numbers of the tensors of the forward pass, and of each part."""
         self.results: set[int] = set()
         """Numbers of the gradients of parameters."""
-        self.parts: list[_Part] = []
+        self.parts: list[_PassPart] = []
         self.recording: _Recording | None = None
         self.hooks = ExitStack()
 
@@ -267,7 +277,7 @@ class _BackwardRecorder:
         self.own.append(range(self.first_number, self.blocks.num_created))
 
     def begin(self, *output_gradients: Tensor) -> None:
-        """Start to record."""
+        """Start to record with the gradients of the block's outputs."""
         for name, gradient in zip(OUTPUT_GRADIENTS, output_gradients, strict=False):
             self.outside[name] = ref(gradient.untyped_storage())
         for index, parameter in enumerate(self.parameters):
@@ -279,9 +289,9 @@ class _BackwardRecorder:
         self._begin_part()
 
     def _begin_part(self, *_: Any) -> None:
-        self.recording = _Recording(self.blocks, self.outside, self._is_own)
+        self.recording = _Recording(self.blocks, self.outside, self._is_block_tensor)
 
-    def _is_own(self, number: int) -> bool:
+    def _is_block_tensor(self, number: int) -> bool:
         return number not in self.results and any(number in numbers for numbers in self.own)
 
     def _end_part(self, parameter: int | None, gradients: Sequence[Tensor]) -> None:
@@ -296,33 +306,35 @@ class _BackwardRecorder:
             self.results.add(self.blocks.meter.numbers.get(storage._cdata, -1))
 
     def end(self, input_gradient: Tensor) -> None:
-        """Stop to record."""
+        """Record the last part, which ends with the gradient of the block's input."""
         self._end_part(None, [input_gradient])
-        self.kind.backward = self.parts
+        self.equal_blocks.backward = self.parts
         self.hooks.close()
 
 
 @dataclass(eq=False, kw_only=True)
 class _RepeatedBackward:
-    """The backward pass of a block that repeats another one's."""
+    """The backward pass of a block that repeats the recorded pass of an equal block."""
 
     blocks: RepeatedBlocks
-    kind: _Kind
-    parts: list[_Part]
+    equal_blocks: _EqualBlocks
+    parts: list[_PassPart]
     """The parts known in the forward pass, in the order of the backward pass."""
     outside: dict[str, Tensor]
-    """Tensors outside the block, while it keeps them: its input, and the gradients of its outputs."""
+    """Tensors outside the block that it still keeps: its input, and the gradients of its outputs."""
     saved: Counter[str] = field(default_factory=Counter)
-    """Bytes of the block's own tensors, by part. What autograd functions still have after their pass, they have until
-    the graph is dropped, and this object with it."""
+    """Bytes of the block's own tensors, by part.
+
+    Tensors that autograd functions keep after their pass live until the graph is dropped, and this object with it.
+    """
 
     def __post_init__(self) -> None:
-        """Release what is left with this object."""
+        """Subtract the remaining bytes from the meter when this object is dropped."""
         if self.blocks.meter is not None:
             finalize(self, self.blocks.meter.bytes_by_part.subtract, self.saved)
 
-    def count(self, part: _Part) -> None:
-        """Count a recorded part again, without its results."""
+    def count(self, part: _PassPart) -> None:
+        """Count the work and the memory of a recorded part again, except its results."""
         blocks = self.blocks
         if part.work is not None:
             blocks.work.repeat(part.work)
@@ -339,11 +351,11 @@ class _RepeatedBackward:
                 blocks.meter.reclassify_after_collective()
 
     def run_part(self, index: int) -> Tensor:
-        """Return the result of a part."""
+        """Count a part of the backward pass, and return its result."""
         part = self.parts[index]
         if part.work is not None:
-            # The part of the same micro-batch.
-            part = self.kind.backward[index]
+            # The forward pass may have seen the parts of an earlier micro-batch.
+            part = self.equal_blocks.backward[index]
             assert part.parameter == self.parts[index].parameter
         self.count(part)
         is_last_part = part.parameter is None
@@ -353,8 +365,8 @@ class _RepeatedBackward:
         return part.results[0].empty(self.blocks.meter)
 
 
-class _OnGradient(torch.autograd.Function):
-    """Identity, which calls a function with the gradients."""
+class _CallOnGradient(torch.autograd.Function):
+    """Identity whose backward pass calls a function with the gradients."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[..., None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -369,7 +381,7 @@ class _OnGradient(torch.autograd.Function):
 
 
 class _RepeatedPart(torch.autograd.Function):
-    """A part of a backward pass. Forward tensors without elements keep the parts in their order."""
+    """A part of a backward pass. A chain of empty forward tensors keeps the parts in their order."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, parameter: Tensor | None, repeated: _RepeatedBackward, index: int) -> Tensor:
@@ -383,14 +395,14 @@ class _RepeatedPart(torch.autograd.Function):
         return (gradient, result, None, None) if ctx.is_of_parameter else (result, None, None, None)
 
 
-class _RepeatedEnd(torch.autograd.Function):
+class _RepeatedOutputs(torch.autograd.Function):
     """The outputs of a repeated block, whose gradients start the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, repeated: _RepeatedBackward) -> tuple[Tensor, ...]:
         ctx.outside = repeated.outside
-        assert repeated.kind.forward is not None
-        return tuple(shape.empty(repeated.blocks.meter) for shape in repeated.kind.forward.results)
+        assert repeated.equal_blocks.forward is not None
+        return tuple(shape.empty(repeated.blocks.meter) for shape in repeated.equal_blocks.forward.results)
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
@@ -398,17 +410,18 @@ class _RepeatedEnd(torch.autograd.Function):
         return output_gradients[0].new_empty(0), None
 
 
-def _tensors(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+def _present_tensors(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
     """Return the output of a block, and its auxiliary loss if it has one."""
     return [tensor for tensor in outputs if tensor is not None]
 
 
-def _stages(learner: Learner) -> list[list[nn.Module]]:
+def _repeatable_stages(learner: Learner) -> list[list[nn.Module]]:
     """Return the blocks of each of this rank's stages; none if blocks cannot be repeated.
 
-    Activation offload fetches the input of another block, and FSDP units inside blocks gather there. Split backward
-    passes continue a block's graph later. Where blocks recompute under autocast, its copies of weights live until the
-    end of the forward pass, outside blocks."""
+    Four options prevent repetition. Activation offload fetches the input of another block. FSDP units inside blocks
+    gather their parameters there. Split backward passes continue a block's graph later. If blocks recompute under
+    autocast, the cast copies of weights outlive the block until the end of the forward pass.
+    """
     module = learner.module
     layout = learner.run.layout
     if not isinstance(module, Transformer) or layout.activation_checkpointing == "offload":
@@ -426,23 +439,23 @@ def _stages(learner: Learner) -> list[list[nn.Module]]:
     return [[blocks[str(layer)] for layer in layers] for layers in module.layers.values()]
 
 
-def _signature(block: nn.Module) -> object:
-    """Return what equal blocks have in common: their parts, with numbers and code, and the shapes of their tensors."""
-    attributes = [{name: _describe(value) for name, value in vars(part).items()} for part in block.modules()]
+def _structural_signature(block: nn.Module) -> object:
+    """Return a value that is equal for equal blocks: their modules with attributes, and the shapes of their tensors."""
+    attributes = [{name: _describe_attribute(value) for name, value in vars(part).items()} for part in block.modules()]
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
     return repr(block), repr(attributes), repr(shapes)
 
 
-def _describe(value: object, depth: int = MAX_DEPTH) -> object:
-    """Return what equal attributes have in common: numbers, and the code of functions, such as a replaced `forward`."""
+def _describe_attribute(value: object, depth: int = MAX_DEPTH) -> object:
+    """Return a value that is equal for equal attributes: numbers, and the names of functions with their closures."""
     if isinstance(value, bool | int | float | str | None | Enum | torch.dtype):
         return value
     parts: Sequence[object] = ()
     if isinstance(value, tuple | list):
         parts = value
     elif isinstance(value, Mapping):
-        # Keys of hooks differ.
+        # Hooks have a different key in each block.
         parts = list(value.values())
     elif isinstance(value, partial):
         parts = value.func, value.args, value.keywords
@@ -451,5 +464,5 @@ def _describe(value: object, depth: int = MAX_DEPTH) -> object:
     elif isinstance(value, FunctionType):
         parts = value.__module__, value.__qualname__, [cell.cell_contents for cell in value.__closure__ or ()]
     elif is_dataclass(value):
-        parts = [getattr(value, each.name) for each in fields(value)]
-    return type(value).__qualname__, [_describe(part, depth - 1) for part in parts] if depth else "..."
+        parts = [getattr(value, dataclass_field.name) for dataclass_field in fields(value)]
+    return type(value).__qualname__, [_describe_attribute(part, depth - 1) for part in parts] if depth else "..."

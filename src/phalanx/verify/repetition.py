@@ -1,9 +1,10 @@
-"""Equal work of a step is traced once, and counted as often as the step repeats it.
+"""Trace equal work of a step once, and count it as often as the step repeats it.
 
-Chunks of rows: the first two and the last. Micro-batches: the first, which creates gradients, and some after it; the
-one that turns bf16 sums into fp32, and some after it; the last, which may reduce. Each of the others counts as the one
-before it: its collectives, its FLOPs and its changes of memory. In a pipeline this is done for each pass of a stage,
-whereas all messages between ranks are traced, because the schedule determines their order.
+Of the chunks of rows, the first two and the last are traced. Of the micro-batches, these are traced: the first, which
+creates gradients, and some after it; the one that turns bf16 sums into fp32, and some after it; and the last, which may
+reduce. Every other micro-batch counts like the one before it, with its collectives, FLOPs and changes of memory. In a
+pipeline, this applies to each pass of a stage. All messages between ranks are traced, because the schedule determines
+their order.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from phalanx.verify.repeated_work import RepeatedWork, Work
 KEPT_FOR_WEIGHTS = frozenset({"input", "output gradient"})
 """Messages that the second half of a backward pass may read."""
 NUM_TRACED = 3
-"""Traced passes of a phase: the first differs, the second follows one that differs."""
+"""Number of traced passes of a phase: the first differs from the others, and the second follows a different pass."""
 
 
 @contextmanager
 def few_chunks() -> Iterator[None]:
-    """Compute only the first two chunks of rows and the last: the others need as much memory as the second."""
+    """Compute only the first two chunks of rows and the last, because the others need as much memory as the second."""
 
     def first_two_and_last(total: int, rows: int) -> Sequence[int]:
         starts = range(0, total, rows)
@@ -49,7 +50,7 @@ def few_chunks() -> Iterator[None]:
 
 
 def phases(kinds: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the phase of each of a step's passes, such that passes of one phase are equal from the third on."""
+    """Return the phase of each pass of a step. Passes of a phase are equal from the third one on."""
     bounds = sorted([MAX_BF16_SUMS, MAX_BF16_SUMS + 1, len(kinds) - 1])
     return [(kind, bisect_right(bounds, position)) for position, kind in enumerate(kinds)]
 
@@ -66,10 +67,10 @@ def first_of_phases(kinds: Sequence[str]) -> set[int]:
 
 
 def traced_actions(actions: Sequence[Action]) -> dict[Action, Action]:
-    """Return for each action of a rank the one that is traced in its place: itself, or an equal one before it.
+    """Return for each action of a rank the action that is traced in its place: itself, or an equal one before it.
 
-    All actions of a stage and micro-batch are traced, or none. Backward passes of weights change the sums of gradients,
-    alone or as part of a full backward pass; forward passes and those of inputs are equal independently.
+    Either all actions of a stage and micro-batch are traced, or none. Weight halves and full backward passes form one
+    sequence, because both change the sums of gradients. Forward passes and input halves are sequences of their own.
     """
     sequences = defaultdict[tuple[int, str], list[Action]](list)
     for action in actions:
@@ -118,7 +119,7 @@ def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], record
 
 
 class RepeatedMicroBatches:
-    """The micro-batches of a step that are traced; those left out count when the next one starts."""
+    """The micro-batches of a step that are traced. Skipped micro-batches are counted when the next one starts."""
 
     def __init__(self, learner: Learner, micros: Sequence[MicroBatch], recorders: StepRecorders | None) -> None:
         indices = sorted(first_of_phases(["FB"] * len(micros)))
@@ -130,7 +131,7 @@ class RepeatedMicroBatches:
         self._num_started = 0
 
     def compute_losses(self, model: object, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Count the micro-batches left out before this one as its predecessor, and start it."""
+        """Count each micro-batch that was skipped before this one like its predecessor, and start this one."""
         self._work.repeat(self._work.since(self._mark), times=self._left_out[self._num_started])
         self._num_started += 1
         self._mark = self._work.mark()
@@ -142,25 +143,25 @@ class RepeatedMicroBatches:
 
 @dataclass
 class _TracedPass:
-    """A traced pass of a stage, for those that repeat it."""
+    """A traced pass of a stage, which other passes repeat."""
 
     work: Work
     memory: MemoryChange
-    """Change by all tensors but the messages between stages."""
+    """Change of memory by all tensors except the messages between stages."""
     output: Callable[[], Tensor | None]
-    """Returns an empty tensor like the message to another stage, or like the loss."""
+    """Return an empty tensor like the message to another stage, or like the loss."""
     losses: Callable[[], Tensor | None]
-    """The same for the losses of a forward pass."""
+    """Return an empty tensor like the losses of a forward pass; None after other passes."""
 
 
 class RepeatedPasses(StagePasses):
-    """Passes of a pipeline rank, of which those of some micro-batches run, and the others repeat one of these.
+    """Passes of a pipeline rank: the passes of some micro-batches run, and the others repeat them.
 
-    A repeated pass has its messages as tensors, which live as long as those of the pass that it repeats. All its other
-    tensors are numbers."""
+    A repeated pass creates its messages as tensors, which live as long as those of the traced pass. Its other tensors
+    are only counted.
+    """
 
     def __init__(self, passes: StagePasses, actions: Sequence[Action], recorders: StepRecorders | None) -> None:
-        """Create the passes."""
         super().__init__(passes.data_parallel, passes.stages, passes.forward_context)
         self._traced_action = traced_actions(actions)
         self._meter = None if recorders is None else recorders.memory
@@ -170,40 +171,44 @@ class RepeatedPasses(StagePasses):
         """Messages of repeated passes, by stage and micro-batch: the input and output, and their gradients."""
         self._storages: dict[tuple[int, int], dict[str, ref[torch.UntypedStorage]]] = defaultdict(dict)
         """The messages of traced passes."""
-        self._kept: dict[tuple[int, int], Set[str]] = {}
-        """Messages that a traced backward pass leaves to the second half, by stage and micro-batch."""
+        self._messages_left_to_weights: dict[tuple[int, int], Set[str]] = {}
+        """Messages that a traced input half leaves to the weight half, by stage and micro-batch."""
         self._last_backward: tuple[int, int] | None = None
 
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run or repeat an action, and return its output for another stage, if any."""
-        # Only now the caller has dropped the gradient that it received.
+        # Only at the next action has the caller dropped the gradient that it received.
         if self._last_backward is not None:
-            self._kept[self._last_backward] = self._alive(self._last_backward).keys() & KEPT_FOR_WEIGHTS
+            self._messages_left_to_weights[self._last_backward] = (
+                self._live_messages(self._last_backward).keys() & KEPT_FOR_WEIGHTS
+            )
             self._last_backward = None
         traced_action = self._traced_action[action]
         if traced_action == action:
-            return self._trace(action, received, state)
-        return self._repeat(action, traced_action, received, state)
+            return self._trace_action(action, received, state)
+        return self._repeat_action(action, traced_action, received, state)
 
-    def _trace(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
+    def _trace_action(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         key = action.stage, action.micro
         is_forward = action.kind == "F"
-        self._name(key, "input" if is_forward else "output gradient", received)
+        self._remember_message(key, "input" if is_forward else "output gradient", received)
         mark = self._work.mark()
-        messages = self._message_bytes(key)
+        messages = self._count_message_bytes(key)
         with nullcontext(MemoryChange()) if self._meter is None else self._meter.recording_change() as change:
             output = super().execute(action, received, state)
-        self._name(key, "output" if is_forward else "input gradient", output)
+        self._remember_message(key, "output" if is_forward else "input gradient", output)
         losses = state.losses_by_micro_batch[action.micro][-1] if is_forward else None
-        self._name(key, "losses", losses)
+        self._remember_message(key, "losses", losses)
         change.net.update(messages)
-        change.net.subtract(self._message_bytes(key))
-        self._traced[action] = _TracedPass(self._work.since(mark), change, _empty_like(output), _empty_like(losses))
+        change.net.subtract(self._count_message_bytes(key))
+        self._traced[action] = _TracedPass(
+            self._work.since(mark), change, _make_empty_like(output), _make_empty_like(losses)
+        )
         if action.kind == "I":
             self._last_backward = key
         return output
 
-    def _repeat(
+    def _repeat_action(
         self, action: Action, traced_action: Action, received: Tensor | None, state: PipelineStepState
     ) -> Tensor | None:
         traced = self._traced[traced_action]
@@ -217,35 +222,39 @@ class RepeatedPasses(StagePasses):
             messages.update(input=received, output=output)
             return output
         messages["output gradient"] = received
-        kept = self._kept.get((traced_action.stage, traced_action.micro), frozenset()) if action.kind == "I" else set()
-        for name in messages.keys() - kept:
+        kept_messages = (
+            self._messages_left_to_weights.get((traced_action.stage, traced_action.micro), frozenset())
+            if action.kind == "I"
+            else set()
+        )
+        for name in messages.keys() - kept_messages:
             del messages[name]
-        # The attribute `grad` of the input is the output.
-        if "input" in kept:
+        # The output of an input half is the attribute `grad` of its input.
+        if "input" in kept_messages:
             messages["input gradient"] = output
         return output
 
-    def _name(self, key: tuple[int, int], name: str, message: Tensor | None) -> None:
+    def _remember_message(self, key: tuple[int, int], name: str, message: Tensor | None) -> None:
         """Remember a message of a traced pass."""
         if message is not None:
             self._storages[key][name] = ref(message.untyped_storage())
 
-    def _alive(self, key: tuple[int, int]) -> dict[str, torch.UntypedStorage]:
+    def _live_messages(self, key: tuple[int, int]) -> dict[str, torch.UntypedStorage]:
         """Return the messages of traced passes that are still in memory."""
         storages = {name: storage() for name, storage in self._storages[key].items()}
         return {name: storage for name, storage in storages.items() if storage is not None}
 
-    def _message_bytes(self, key: tuple[int, int]) -> Counter[str]:
+    def _count_message_bytes(self, key: tuple[int, int]) -> Counter[str]:
         """Return the recorded bytes of messages in memory, by part."""
         size_bytes = Counter[str]()
         if self._meter is not None:
-            for storage in self._alive(key).values():
+            for storage in self._live_messages(key).values():
                 if (part := self._meter.part_by_storage.get(storage._cdata)) is not None:
                     size_bytes[part] += self._meter.bytes_by_storage[storage._cdata]
         return size_bytes
 
 
-def _empty_like(tensor: Tensor | None) -> Callable[[], Tensor | None]:
+def _make_empty_like(tensor: Tensor | None) -> Callable[[], Tensor | None]:
     """Return a function that creates a tensor like this one, without keeping it."""
     if tensor is None:
         return lambda: None

@@ -100,7 +100,7 @@ def test_data_progress_prints_periodic_lines_without_terminal(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     output = []
-    print_counts = command._periodic_lines(output.append)
+    print_counts = command._print_periodically(output.append)
     for second, count in ((1, 5), (10, 1000), (11, 2000), (19, 3000), (20, 4000)):
         clock[0] = second
         print_counts(TokenizationCounts(count, 10 * count, 0))

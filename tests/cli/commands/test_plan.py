@@ -18,7 +18,7 @@ from typer.main import get_command
 from phalanx.cli.commands.plan import PlanGroup
 from phalanx.cli.commands.plan import app as plan_app
 from phalanx.cli.commands.plan_cluster import run_on_cluster
-from phalanx.cli.commands.plan_export import _why_not_best
+from phalanx.cli.commands.plan_export import _explain_not_best
 from phalanx.cli.commands.plan_nodes import parse_node_counts
 from phalanx.cli.main import app
 from phalanx.cost.exact.layout_checks import check_layout
@@ -266,11 +266,11 @@ def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(
     exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
     plan = Plan(layouts=[option], candidates=[], fitting=1, fastest=option, closest_to_fitting=None)
     monkeypatch.setattr("phalanx.cli.commands.plan_export.rank_layouts", lambda *_: plan)
-    (note,) = _why_not_best(run_spec, world_size, exported, "torchtitan")
+    (note,) = _explain_not_best(run_spec, world_size, exported, "torchtitan")
     assert str(option.candidate) in note
     assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
-    assert _why_not_best(run_spec, world_size, exported, "megatron") == []
-    assert _why_not_best(run_spec, world_size, option, "torchtitan") == []
+    assert _explain_not_best(run_spec, world_size, exported, "megatron") == []
+    assert _explain_not_best(run_spec, world_size, option, "torchtitan") == []
 
 
 def test_plan_export_has_no_verdict_on_the_other_trainer(run):

@@ -78,7 +78,9 @@ def make_gpt_row(layers: int, width: int, heads: int, **choices: float) -> dict[
 )
 def test_estimate_memory_matches_published_megatron_figures(shape, choices, gib):
     """Korthikanti et al. (arXiv 2205.05198), figure 1, within 8 %: the paper does not count buffers of libraries."""
-    allocated_gib = estimate_memory(MEMORY_CONSTANTS, make_job_table(make_gpt_row(*shape, **choices))).allocated / GIB
+    allocated_gib = (
+        estimate_memory(MEMORY_CONSTANTS, make_job_table(make_gpt_row(*shape, **choices))).allocated_bytes / GIB
+    )
     assert allocated_gib == pytest.approx(gib, rel=0.08)
 
 
@@ -154,7 +156,9 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offloa
     )
     freed_bytes = max(resident.state[0, 0] - offloaded.state[0, 0], resident.state[2, 0] - offloaded.state[2, 0])
     assert freed_bytes == pytest.approx(max(count.offloaded for count in counts), rel=0.06)
-    assert offloaded.host[0] == pytest.approx(max(count.host - count.checkpoint_copy for count in counts), rel=0.06)
+    assert offloaded.host_bytes[0] == pytest.approx(
+        max(count.host - count.checkpoint_copy for count in counts), rel=0.06
+    )
 
 
 def test_estimate_memory_grows_with_compute_dtype_bytes():
@@ -196,7 +200,7 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
     )
     estimate = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
     counted_bytes = max(count.host - count.checkpoint_copy for count in rank_memory(run, 8).values())
-    assert estimate.host[0] == pytest.approx(counted_bytes, rel=0.06)
+    assert estimate.host_bytes[0] == pytest.approx(counted_bytes, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_estimate_memory_never_grows_with_zero_stage_or_recompute(tp, pp, dp, ze
         {**row, "zero_stage": zero + 1.0, "shard_group_size": float(dp)} if zero < 2 else row,
         {**row, "recompute": "full"},
     ]
-    full, *smaller = estimate_memory(MEMORY_CONSTANTS, make_job_table(row, *smaller_rows)).allocated
+    full, *smaller = estimate_memory(MEMORY_CONSTANTS, make_job_table(row, *smaller_rows)).allocated_bytes
     assert all(size <= full * (1 + 1e-9) for size in smaller)
 
 
@@ -261,7 +265,7 @@ def test_oom_probability_grows_with_reserved_bytes():
     assert (np.diff(risk) >= 0).all()
     assert risk[-1] > 0.99
     reserved = reserved_bytes(MEMORY_CONSTANTS, estimate)
-    assert (reserved > estimate.allocated).all()
+    assert (reserved > estimate.allocated_bytes).all()
     filled = make_job_table(
         *(
             make_job_row(dp=8, micro_batch=size, memory_bytes=reserved[index])

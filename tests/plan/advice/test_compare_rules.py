@@ -215,22 +215,22 @@ def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
 def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
     advice = advice_for_rule(llama3_8b_report, "1B to 10B parameters")
     assert advice.verdict == "costs"
-    assert advice.option is not None
-    assert (advice.option.candidate.data_parallel, advice.option.candidate.tp, advice.option.candidate.pp) == (
+    assert advice.evaluated is not None
+    assert (advice.evaluated.candidate.data_parallel, advice.evaluated.candidate.tp, advice.evaluated.candidate.pp) == (
         "zero2",
         1,
         1,
     )
-    slower = advice.option.step_seconds / llama3_8b_report.best.step_seconds - 1
+    slower = advice.evaluated.step_seconds / llama3_8b_report.best.step_seconds - 1
     assert advice.slower == pytest.approx(slower)
     assert slower > 0.01
-    assert advice.option.candidate.activation_checkpointing == "norms"
+    assert advice.evaluated.candidate.activation_checkpointing == "norms"
     assert "exposed communication of gradients and parameters" in advice.reason
 
 
 def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(llama3_8b_report):
     advice = advice_for_rule(llama3_8b_report, "a large dataset")
-    assert (advice.verdict, advice.option) == ("agrees", llama3_8b_report.best)
+    assert (advice.verdict, advice.evaluated) == ("agrees", llama3_8b_report.best)
     assert advice.reason.startswith("otherwise ")
     assert "dp 1," in advice.reason
     assert "s: +" in advice.reason, "what the other layout spends more on"
@@ -239,9 +239,9 @@ def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(llama3_8b_report):
 def test_3d_parallelism_rule_costs_less_than_a_tenth_for_llama3_70b(llama3_70b_report):
     advice = advice_for_rule(llama3_70b_report, "10B to 100B parameters")
     assert advice.verdict == "costs"
-    assert advice.option is not None
-    assert min(advice.option.candidate.dp, advice.option.candidate.tp, advice.option.candidate.pp) >= 2
-    assert advice.option.step_seconds < 1.1 * llama3_70b_report.best.step_seconds
+    assert advice.evaluated is not None
+    assert min(advice.evaluated.candidate.dp, advice.evaluated.candidate.tp, advice.evaluated.candidate.pp) >= 2
+    assert advice.evaluated.step_seconds < 1.1 * llama3_70b_report.best.step_seconds
 
 
 def test_advice_warns_when_tp_leaves_fast_link_domain(llama3_70b_report):
@@ -252,9 +252,9 @@ def test_advice_reports_excess_memory_when_rule_does_not_fit():
     advised = advise(make_run("llama3-8b", "l4"), 8)
     advice = advice_for_rule(advised, "1B to 10B parameters")
     assert advice.verdict == "does not fit"
-    assert advice.option is not None
-    assert advice.option.p_oom >= MAX_OOM_PROBABILITY
-    assert advice.more_bytes == advice.option.memory_bytes - advised.best.memory_bytes
+    assert advice.evaluated is not None
+    assert advice.evaluated.p_oom >= MAX_OOM_PROBABILITY
+    assert advice.more_bytes == advice.evaluated.memory_bytes - advised.best.memory_bytes
     assert "state 15.0" in advice.reason, "weights in bf16: the rest is offloaded"
     printed_bytes, parts = re.fullmatch(
         r".* uses ([\d.]+) GiB of 24\.0 of device memory .* device memory in GiB: (.*)", advice.reason
@@ -269,7 +269,7 @@ def test_advice_reports_rule_without_any_valid_layout():
     advised = advise(make_run("llama3-8b", tokens=8192), 8)
     assert advice_for_rule(advised, "compute inside layers").verdict in ("agrees", "costs")
     impossible = advice_for_rule(advised, "1B to 10B parameters")
-    assert (impossible.verdict, impossible.option) == ("does not run", None)
+    assert (impossible.verdict, impossible.evaluated) == ("does not run", None)
     assert "no layout of 8 devices" in impossible.reason
 
 
@@ -283,14 +283,14 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
         for advice in advised.advice:
             assert advice.reason
-            assert advice.option is not None
-            assert advice.rule.is_satisfied_by(advice.option.candidate, 8)
-            assert advice.option.p_oom < MAX_OOM_PROBABILITY
+            assert advice.evaluated is not None
+            assert advice.rule.is_satisfied_by(advice.evaluated.candidate, 8)
+            assert advice.evaluated.p_oom < MAX_OOM_PROBABILITY
             assert (advice.slower < AGREEMENT_TOLERANCE) == (advice.verdict == "agrees")
             # In a sample of layouts that obey the rule, none is faster by more than the tolerance for simpler layouts.
             others = [c for c in layouts[::97] if advice.rule.is_satisfied_by(c, 8)]
             fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < MAX_OOM_PROBABILITY]
-            assert all((1 + UNCERTAIN_GAIN) * o.step_seconds > 0.998 * advice.option.step_seconds for o in fit)
+            assert all((1 + UNCERTAIN_GAIN) * o.step_seconds > 0.998 * advice.evaluated.step_seconds for o in fit)
         assert len(advised.advice) + len(advised.inapplicable_rules) == len(RULES)
 
 

@@ -216,5 +216,5 @@ def test_measured_targets_ignore_compute_time_when_ranks_share_cores():
     targets = measured_targets(
         [two_ranks, four_ranks], job_table([job_row(run, SYNTHETIC_MACHINE) for run in (two_ranks, four_ranks)])
     )
-    np.testing.assert_array_equal(targets.computing, [0.5, np.nan])
-    np.testing.assert_array_equal(targets.waiting, [0.4, np.nan])
+    np.testing.assert_array_equal(targets.computing_seconds, [0.5, np.nan])
+    np.testing.assert_array_equal(targets.waiting_seconds, [0.4, np.nan])

@@ -40,7 +40,7 @@ def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFi
         run=make_run(ranks, pp=ranks, micro_batch_size=4),
         ranks=ranks,
         products=np.array([(*shape, 1.0, 8) for shape in SHAPES], float),
-        core=np.ones(2),
+        attention_seconds=np.ones(2),
         passes=np.array([(2**26, 1.0)]),
         exchanges=exchanges,
     )
@@ -55,7 +55,7 @@ def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFi
     return replace(
         blank,
         products=products,
-        core=seconds_by_kind["attention"],
+        attention_seconds=seconds_by_kind["attention"],
         passes=np.array([(2**26, *seconds_by_kind["memory"])]),
         exchanges=tuple(replace(e, seconds=s) for e, s in zip(exchanges, seconds_by_kind["collectives"], strict=True)),
     )
@@ -178,7 +178,7 @@ def test_read_benchmark_file_parses_all_parts(tmp_path):
     assert (benchmark.name, benchmark.ranks, benchmark.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
     np.testing.assert_array_equal(benchmark.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
     # Count per layer: its own tokens once, and those of other ranks twice.
-    np.testing.assert_array_equal(benchmark.core, [3, 6])
+    np.testing.assert_array_equal(benchmark.attention_seconds, [3, 6])
     np.testing.assert_array_equal(benchmark.passes, [[8, 2]])
     assert benchmark.exchanges == (
         CollectiveTiming(operation="all_reduce", ranks=2, stride=2, size_bytes=64, seconds=0.5),

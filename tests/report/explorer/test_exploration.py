@@ -30,7 +30,7 @@ def test_explore_predicts_every_layout_as_evaluate_does():
     for index, option in zip(sample, options, strict=True):
         columns = (
             exploration.predictions.time.total,
-            exploration.predictions.memory.allocated,
+            exploration.predictions.memory.allocated_bytes,
             exploration.predictions.p_oom,
         )
         predicted = [float(exploration.column(column)[index]) for column in columns]
@@ -50,7 +50,7 @@ def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
     exploration = small_exploration()
     seconds = exploration.column(exploration.predictions.time.total)
     memory, p_oom = (
-        exploration.column(exploration.predictions.memory.allocated),
+        exploration.column(exploration.predictions.memory.allocated_bytes),
         exploration.column(exploration.predictions.p_oom),
     )
     options = formula_front(

@@ -62,7 +62,7 @@ def test_page_has_one_memory_of_a_layout(facts):
     """The axis, the list and the details have the same value: the exact
     count if there is one, otherwise the estimate."""
     exploration, (_, columns) = small_exploration(), unpack_columns(facts["columns"])
-    memory = exploration.column(exploration.predictions.memory.allocated).tolist()
+    memory = exploration.column(exploration.predictions.memory.allocated_bytes).tolist()
     expected = [
         exploration.counted[row].memory_bytes if row in exploration.counted else memory[row]
         for row in range(len(memory))

@@ -21,14 +21,14 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.views.plan_json import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 
-    described = run.replace(auto_layout=False)
+    manual_run = run.replace(auto_layout=False)
     ranks = run.cluster.ranks
     with search_progress(ranks) as report:
-        plan = plan_or_raise(described, ranks, report=report)
+        plan = plan_or_raise(manual_run, ranks, report=report)
     best = plan.best
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.searched:,}; {seconds})", file=sys.stderr)
-    resolved = described.replace(layout=best.candidate.layout())
+    resolved = manual_run.replace(layout=best.candidate.layout())
     return resolved, json.dumps(plan_to_json(resolved, ranks, plan, top=10, tokens=None), indent=2)
 
 

@@ -73,7 +73,7 @@ def bench(
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    results = _measure(run, nproc, max(sizes, default=0), options)
+    results = _measure_run(run, nproc, max(sizes, default=0), options)
     if out is not None:
         write_file("--out", out, json.dumps({"comment": WRITTEN_BY, **results}, indent=1))
     if json_:
@@ -106,7 +106,7 @@ def _parse_size(text: str) -> int:
     return int(digits) * UNITS[unit] if digits.isdecimal() and unit in UNITS else 0
 
 
-def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
+def _measure_run(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
     """Return the results of all ranks for sizes up to `largest` bytes.
 
     Errors of the ranks are printed and end this process.

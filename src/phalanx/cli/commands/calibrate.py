@@ -72,7 +72,9 @@ def calibrate(
     from phalanx.report.measured_run import read_measured_run, with_measured_parts
     from phalanx.spec.files.load import load_machine
 
-    runs, files = ([path for path in found_by if (path.suffix == ".json") is kind] for kind in (False, True))
+    runs, files = (
+        [path for path in found_by if (path.suffix == ".json") is is_benchmark] for is_benchmark in (False, True)
+    )
     if not runs:
         fix = "add the directory of a run of phalanx train; a short run is enough"
         raise UserError("RUN_DIR", None, "is required: benchmarks alone do not determine the time of a step", fix=fix)

@@ -67,7 +67,7 @@ def prepare(
     start = time.monotonic()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _show_progress(_total_bytes(sources)) as progress:
+        with _show_progress(_sum_source_bytes(sources)) as progress:
             text = documents(sources, text_key, "SOURCE")
             (counts,) = write_indexed_pairs(text, model, [out], end=end, progress=progress)
     except OSError as error:
@@ -171,7 +171,7 @@ def _load_tokenizer(name: str) -> Tokenizer:
     return byte_tokenizer() if name == "bytes" else load_tokenizer(name)
 
 
-def _total_bytes(sources: list[str]) -> int | None:
+def _sum_source_bytes(sources: list[str]) -> int | None:
     """Return the bytes of text to read if the files' sizes are known."""
     from phalanx.data.compression import COMPRESSED_SUFFIXES
     from phalanx.data.sources import list_source_files
@@ -190,15 +190,15 @@ def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
 
     console = Terminal(stderr=True)
     if not console.is_terminal:
-        yield _periodic_lines(console.print)
+        yield _print_periodically(console.print)
         return
     columns = (bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn())
-    with bar.Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("", total=total_bytes)
-        yield lambda counts: shown.update(task, completed=counts.text_bytes, description=format_counts(counts))
+    with bar.Progress(*columns, console=console, transient=True) as progress_bar:
+        task = progress_bar.add_task("", total=total_bytes)
+        yield lambda counts: progress_bar.update(task, completed=counts.text_bytes, description=format_counts(counts))
 
 
-def _periodic_lines(print_line: Callable[[str], object]) -> Progress:
+def _print_periodically(print_line: Callable[[str], object]) -> Progress:
     """Return a callback that prints the counts every SECONDS_BETWEEN_LINES."""
     next_line_at = time.monotonic() + SECONDS_BETWEEN_LINES
 
@@ -217,5 +217,5 @@ def _print_facts(facts: dict[str, Any], as_json: bool) -> None:
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int | float) else str(value)
-        print(f"{name.replace('_', ' '):<{width}}  {shown}")
+        value_text = f"{value:,}" if isinstance(value, int | float) else str(value)
+        print(f"{name.replace('_', ' '):<{width}}  {value_text}")

@@ -30,10 +30,10 @@ def debug(run: Annotated[Path, Argument(help="Run directory.", metavar="RUN_DIR"
     from phalanx.api.run_results import diagnose
 
     explanation = diagnose(run)
-    print(json.dumps(asdict(explanation), indent=2)) if json_ else _show(explanation)
+    print(json.dumps(asdict(explanation), indent=2)) if json_ else _print_explanation(explanation)
 
 
-def _show(explanation: Explanation) -> None:
+def _print_explanation(explanation: Explanation) -> None:
     from rich.text import Text
 
     from phalanx.spec.terminal import Terminal

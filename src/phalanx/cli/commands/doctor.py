@@ -91,9 +91,12 @@ def doctor(
         "--save-report": save_report,
         "--topology": topology,
     }
-    given = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
-    if (len(given) > 1 and given[0] in exclusive_options) or {"--from-snapshot", "--save-snapshot"} <= set(given):
-        raise UserError(" ".join(given), None, "cannot be combined", fix="use one of them")
+    given_options = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
+    if (len(given_options) > 1 and given_options[0] in exclusive_options) or {
+        "--from-snapshot",
+        "--save-snapshot",
+    } <= set(given_options):
+        raise UserError(" ".join(given_options), None, "cannot be combined", fix="use one of them")
     if collectives and run is None:
         fix = "add the run file"
         raise UserError("--collectives", None, "requires a run file, whose layout determines the collectives", fix=fix)
@@ -124,7 +127,7 @@ def doctor(
     elif collectives and run is not None:
         findings = _check_collectives(run, nproc, set_ or [])
     else:
-        findings = _examine(expected, from_snapshot, save_snapshot, save_report, topology)
+        findings = _examine_machine(expected, from_snapshot, save_snapshot, save_report, topology)
     if out is not None:
         write_reports(out, findings, "phalanx doctor")
         print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
@@ -138,7 +141,7 @@ def doctor(
     raise typer.Exit(exit_code(findings))
 
 
-def _examine(
+def _examine_machine(
     expected: Expectations,
     from_snapshot: Path | None,
     save_snapshot: Path | None,
@@ -180,18 +183,18 @@ def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> li
     from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
     from phalanx.spec.files.load import load_run
 
-    described = load_run(run, overrides)
-    if described.cluster.nodes > 1:
+    run_spec = load_run(run, overrides)
+    if run_spec.cluster.nodes > 1:
         fix = "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1"
-        raise UserError("cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node", fix=fix)
-    if described.auto_layout:
-        described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
-    described = assume_no_recomputation(described)
+        raise UserError("cluster.nodes", run_spec.cluster.nodes, "--collectives starts the ranks of one node", fix=fix)
+    if run_spec.auto_layout:
+        run_spec, _ = choose_layout_for(run_spec, nproc or run_spec.cluster.nproc_per_node)
+    run_spec = assume_no_recomputation(run_spec)
     from phalanx.doctor.multi_node_benchmark import launch_check
     from phalanx.launch.process import select_nproc
 
-    ranks = select_nproc(described, nproc)
+    ranks = select_nproc(run_spec, nproc)
     if ranks == 1:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
-    check_layout(described, ranks)
-    return launch_check(described, ranks)
+    check_layout(run_spec, ranks)
+    return launch_check(run_spec, ranks)

@@ -57,27 +57,27 @@ def dryrun(
 
         phalanx dryrun automatic.toml --trace 0,5 --json
     """
-    described = load_run(run, set_ or [], machine=machine, trust=trust)
-    described, world_size = _resolve_layout(described, ranks)
+    run_spec = load_run(run, set_ or [], machine=machine, trust=trust)
+    run_spec, world_size = _resolve_layout(run_spec, ranks)
     from phalanx.launch.recomputation import resolve_recomputation
 
-    described = resolve_recomputation(described, world_size)
-    check_layout(described, world_size)  # before the import of torch, which takes a second
+    run_spec = resolve_recomputation(run_spec, world_size)
+    check_layout(run_spec, world_size)  # before the import of torch, which takes a second
     from phalanx.verify.dry_run import check_traceable, corner_ranks
     from phalanx.verify.dry_run_report import dry_run
 
-    check_traceable(described, world_size)
-    traced_ranks = _parse_ranks(trace, world_size, lambda: corner_ranks(described, world_size))
-    with _tracing_progress(len(traced_ranks), jobs) as done:
-        report = dry_run(described, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
+    check_traceable(run_spec, world_size)
+    traced_ranks = _parse_ranks(trace, world_size, lambda: corner_ranks(run_spec, world_size))
+    with _show_tracing_progress(len(traced_ranks), jobs) as done:
+        report = dry_run(run_spec, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
     if json_:
         from phalanx.cli.views.dryrun import dry_run_to_json
 
-        print(json.dumps(dry_run_to_json(described, report), indent=2))
+        print(json.dumps(dry_run_to_json(run_spec, report), indent=2))
     else:
         from phalanx.cli.views.dryrun import print_dry_run
 
-        print_dry_run(described, report)
+        print_dry_run(run_spec, report)
     raise typer.Exit(not report.ok)
 
 
@@ -115,7 +115,7 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
 
 
 @contextmanager
-def _tracing_progress(ranks: int, jobs: int) -> Iterator[Callable[[int, bool], None]]:
+def _show_tracing_progress(ranks: int, jobs: int) -> Iterator[Callable[[int, bool], None]]:
     """Show a progress bar of traced ranks on a terminal, or print a line for each to any other stderr."""
     if not sys.stderr.isatty():
         print(f"tracing {plural(ranks, 'rank')}, {min(jobs, ranks)} at a time", file=sys.stderr)

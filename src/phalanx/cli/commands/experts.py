@@ -52,9 +52,9 @@ def experts(
     """
     problem = "cannot be combined with --balance"
     require(not (balance and order), "--order", str(order), problem, fix="remove one of them")
-    described = load_run(run / RUN_FILE, environment={})
-    model = described.model
-    ranks = ep or described.layout.ep
+    run_spec = load_run(run / RUN_FILE, environment={})
+    model = run_spec.model
+    ranks = ep or run_spec.layout.ep
     if model.moe is None:
         fix = "give the directory of a run with model.moe"
         raise UserError("run directory", str(run), "has a model without experts", fix=fix)
@@ -92,7 +92,7 @@ def experts(
     if json_:
         print(json.dumps({"ep": ranks, "layers": rows, "before": before and str(before)}, indent=2))
     else:
-        _show(rows, ranks, before, order_label="in that order" if order else "balanced")
+        _print_loads(rows, ranks, before, order_label="in that order" if order else "balanced")
 
 
 def _read_order(file: Path, loads: Loads) -> Loads:
@@ -111,13 +111,13 @@ def _read_order(file: Path, loads: Loads) -> Loads:
         require(layer in names, "--order", str(file), problem, fix=f"use {', '.join(names)}")
         is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)
         is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
-        last = len(loads[names[layer]]) - 1
+        max_expert = len(loads[names[layer]]) - 1
         problem = f"the order of layer {layer}, {order}, does not contain each expert exactly once"
-        require(is_permutation, "--order", str(file), problem, fix=f"list 0 to {last}")
+        require(is_permutation, "--order", str(file), problem, fix=f"list 0 to {max_expert}")
     return {names[layer]: order for layer, order in table.items()}
 
 
-def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label: str) -> None:
+def _print_loads(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label: str) -> None:
     console = Terminal()
     table = Table(title=f"tokens of experts on {ep} ranks (1.00: as many for each)", title_justify="left")
     for column in ("layer", "busiest expert", "busiest rank", order_label, "order"):

@@ -59,10 +59,10 @@ def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Itera
 
     A character is complete only with its last byte.
     """
-    shown = tokenizer.decode(before)
+    printed_text = tokenizer.decode(before)
     for token in new:
         before = [*before, token]
         text = tokenizer.decode(before)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
+            yield text[len(printed_text) :]
+            printed_text = text

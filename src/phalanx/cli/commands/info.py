@@ -67,7 +67,7 @@ def info(
                 facts["machines"][name] = {field: value for field, value in values.items() if value is not None}
             print(json.dumps(facts, indent=2))
         else:
-            _show_presets(models, machines)
+            _print_presets(models, machines)
         return
     if model is None:
         raise UserError("MODEL", None, "is missing", fix="give a model, such as phalanx info llama3-8b, or use --list")
@@ -79,7 +79,7 @@ def info(
     if json_:
         print(json.dumps(model_info(spec, tokens), indent=2))
     else:
-        _show(model, spec, tokens)
+        _print_model(model, spec, tokens)
 
 
 def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
@@ -104,14 +104,14 @@ def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
     }
 
 
-def _show(name: str, spec: ModelSpec, sequence: int) -> None:
+def _print_model(name: str, spec: ModelSpec, sequence: int) -> None:
     console = Terminal()
     facts = model_info(spec, sequence)
     console.print(name, style="bold", end="  ", highlight=False, markup=False)
     print_line(console, describe(spec))
 
     counts = facts["parameters"]
-    table = _table("", "parameters", "share")
+    table = _make_table("", "parameters", "share")
     for part in PARTS:
         if counts[part]:
             table.add_row(part.replace("_", " "), f"{counts[part]:,}", f"{counts[part] / counts['total']:.1%}")
@@ -123,14 +123,14 @@ def _show(name: str, spec: ModelSpec, sequence: int) -> None:
     console.print(table)
 
     flops = facts["flops_per_token"]
-    table = _table(f"FLOPs per token at {sequence:,} tokens", "forward", "training")
+    table = _make_table(f"FLOPs per token at {sequence:,} tokens", "forward", "training")
     for row, kind in (("causal attention", "causal"), ("full attention, as PaLM counts", "full")):
         table.add_row(row, format_si(flops[f"forward_{kind}"]), format_si(flops[f"training_{kind}"]))
     console.print()
     console.print(table)
     console.print(FLOPS_NOTE, style="dim", highlight=False)
 
-    table = _table("bytes of training state", "parameters", "gradients", "optimizer", "total")
+    table = _make_table("bytes of training state", "parameters", "gradients", "optimizer", "total")
     for optimizer, state in facts["state_bytes"].items():
         table.add_row(optimizer, *(f"{format_si(size)}B" for size in state.values()))
     console.print()
@@ -138,11 +138,11 @@ def _show(name: str, spec: ModelSpec, sequence: int) -> None:
     console.print(STATE_NOTE, style="dim", highlight=False)
 
 
-def _show_presets(models: dict[str, ParameterCount], machines: dict[str, ClusterSpec]) -> None:
-    model_table = _table("model", "parameters", "active per token")
+def _print_presets(models: dict[str, ParameterCount], machines: dict[str, ClusterSpec]) -> None:
+    model_table = _make_table("model", "parameters", "active per token")
     for name, count in models.items():
         model_table.add_row(name, format_si(count.total, COUNT_PREFIXES), format_si(count.active, COUNT_PREFIXES))
-    machine_table = _table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
+    machine_table = _make_table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
     for name, machine in machines.items():
         machine_table.add_row(
             name,
@@ -169,7 +169,7 @@ def _format_scaled(number: float | None, unit: float) -> str:
     return "" if number is None else f"{number / unit:.4g}"
 
 
-def _table(first: str, *columns: str) -> Table:
+def _make_table(first: str, *columns: str) -> Table:
     table = Table(first, box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
     for column in columns:
         table.add_column(column, justify="right")

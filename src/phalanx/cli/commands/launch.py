@@ -81,7 +81,7 @@ def launch(
     if to not in WRITERS:
         raise UserError("--to", to, "is not known", fix=f"use one of {', '.join(WRITERS)}")
     write, allowed = WRITERS[to]
-    special = {
+    system_options = {
         "time": time,
         "partition": partition,
         "account": account,
@@ -89,25 +89,25 @@ def launch(
         "volume": volume,
         "accelerator": accelerator,
     }
-    target_options = {name: value for name, value in special.items() if value is not None}
+    target_options = {name: value for name, value in system_options.items() if value is not None}
     for name, value in target_options.items():
         if name not in allowed:
-            targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
+            targets = " and ".join(system for system, (_, names) in WRITERS.items() if name in names)
             raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
-    described = load_run(run, set_ or [])
-    for field, component in named_components(described):
+    run_spec = load_run(run, set_ or [])
+    for field, component in named_components(run_spec):
         require_trusted(field, component, fix=f"read that code, then give a run file of your own: cp {run} my_run.toml")
-    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes, described.cluster.nodes)
+    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (run_spec.cluster.nodes, run_spec.cluster.nodes)
     override_args = [argument for override in set_ or () for argument in ("--set", override)]
     options = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
     flags = [*([] if check else ["--no-check"]), *(["--force"] if force else [])]
     job = ClusterJob(
-        run=described,
+        run=run_spec,
         file=run,
-        command=_command(run, options, override_args, flags),
+        command=_format_command(run, options, override_args, flags),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        nproc=ranks_per_node(described, nproc),
+        nproc=ranks_per_node(run_spec, nproc),
         overrides=override_args,
         check=check,
         cpus=cpus,
@@ -117,10 +117,10 @@ def launch(
     check_job(job)
     for note in job_notes(job):
         print(f"phalanx: {note}", file=sys.stderr)
-    _write(write(job, **target_options), out)
+    _write_or_print(write(job, **target_options), out)
 
 
-def _command(
+def _format_command(
     run: Path, options: Mapping[str, str | int | None], override_args: Sequence[str], flags: Sequence[str]
 ) -> str:
     """Return the command that requested the job file, in one line."""
@@ -131,7 +131,7 @@ def _command(
     return " ".join(command.splitlines())
 
 
-def _write(text: str, out: Path | None) -> None:
+def _write_or_print(text: str, out: Path | None) -> None:
     if out is None:
         print(text, end="")
         return

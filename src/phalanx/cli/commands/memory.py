@@ -94,9 +94,9 @@ def memory(
 
         phalanx memory run.toml --ranks 8 --set layout.activation_checkpointing=full --json
     """
-    described = load_run(run, set_ or [], machine=machine)
-    require_planned_layout(described)
-    cluster = described.cluster
+    run_spec = load_run(run, set_ or [], machine=machine)
+    require_planned_layout(run_spec)
+    cluster = run_spec.cluster
     world_size = ranks or cluster.ranks
     ranks_source = "cluster.nproc_per_node x cluster.nodes"
     if ranks is not None:
@@ -105,22 +105,22 @@ def memory(
         ranks_source = "one per node, because cluster.nproc_per_node is not set; see --ranks"
     # CPU ranks share a node's memory.
     cluster = cluster.replace(nproc_per_node=-(-world_size // cluster.nodes))
-    described = resolve_recomputation(described.replace(cluster=cluster), world_size)
-    rows = memory_rows(described, world_size)
+    run_spec = resolve_recomputation(run_spec.replace(cluster=cluster), world_size)
+    rows = memory_rows(run_spec, world_size)
     if json_:
-        print(json.dumps(memory_to_json(described, world_size, rows), indent=2))
+        print(json.dumps(memory_to_json(run_spec, world_size, rows), indent=2))
     else:
-        _show(described, world_size, ranks_source, rows=rows if all_ else fullest_ranks(rows))
+        _print_memory(run_spec, world_size, ranks_source, rows=rows if all_ else fullest_ranks(rows))
 
 
 def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
     """Return the memory of the run under every strategy that `world_size` ranks permit."""
     rows = []
-    for data in get_args(Strategy):
-        is_own = data == run.layout.data_parallel
-        layout = run.layout if is_own else _layout_with_strategy(run.layout, data, world_size)
+    for strategy in get_args(Strategy):
+        is_own = strategy == run.layout.data_parallel
+        layout = run.layout if is_own else _replace_strategy(run.layout, strategy, world_size)
         if layout is not None:
-            strategy_rows = _layout_rows(run.replace(layout=layout), world_size, is_own)
+            strategy_rows = _count_layout_memory(run.replace(layout=layout), world_size, is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -136,12 +136,12 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     ]
 
 
-def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
+def _replace_strategy(layout: Layout, strategy: Strategy, world_size: int) -> Layout | None:
     """Return the layout with another strategy, without inapplicable options; None if it cannot exist."""
     unset = {
         field: Layout.model_fields[field].default
         for field, strategies in VALID_DATA_STRATEGIES.items()
-        if data not in strategies
+        if strategy not in strategies
     }
     if unset.get("offload"):
         unset["offload_directory"] = None
@@ -150,26 +150,28 @@ def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> La
         for size in divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
         if size * layout.cp * layout.tp % layout.ep == 0
     ]
-    if data == "hsdp":
-        return layout.replace(**unset, data_parallel=data, dp_shard=shards[-1]) if shards else None
-    return layout.replace(**unset, data_parallel=data)
+    if strategy == "hsdp":
+        return layout.replace(**unset, data_parallel=strategy, dp_shard=shards[-1]) if shards else None
+    return layout.replace(**unset, data_parallel=strategy)
 
 
-def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
-    data = run.layout.data_parallel
+def _count_layout_memory(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
+    strategy = run.layout.data_parallel
     cluster = run.cluster
     try:
         memory_by_role = rank_memory(run, world_size)
         micro_batch = plan_batch(run, world_size).micro_batch_size
     except UserError as error:
-        return [MemoryRow(data=data, own=is_own, problem=str(error).partition("\n")[0])]
+        return [MemoryRow(data=strategy, own=is_own, problem=str(error).partition("\n")[0])]
     rows = []
     for role, memory in memory_by_role.items():
         is_known = cluster.rank_memory_bytes is not None and role != "server"
         p_oom = ranks_oom_probability(cluster, [memory]) if is_known else None
         fits = None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY
         rows.append(
-            MemoryRow(data=data, own=is_own, role=role, micro_batch=micro_batch, memory=memory, fits=fits, p_oom=p_oom)
+            MemoryRow(
+                data=strategy, own=is_own, role=role, micro_batch=micro_batch, memory=memory, fits=fits, p_oom=p_oom
+            )
         )
     return rows
 
@@ -193,7 +195,7 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
     }
 
 
-def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
+def _print_memory(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
     console.print(run.model.source_name or "model", style="bold", end="  ", highlight=False)
     print_line(console, describe(run.model))
@@ -205,7 +207,7 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
     arithmetic = f"{run.training.precision}, {run.optimizer.name}"
     print_line(console, f"{ranks}, {arithmetic}, {batch}, {describe_recomputation(run.layout)}")
     console.print()
-    console.print(_table(run, world_size, rows), soft_wrap=True)
+    console.print(_build_memory_table(run, world_size, rows), soft_wrap=True)
     for row in rows:
         if row.problem:
             print_line(console, f"{_row_label(row, world_size)}: {row.problem}", "yellow")
@@ -220,7 +222,7 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
         print_line(console, note, "dim")
 
 
-def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
+def _build_memory_table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
     parts = (*PARTS, *(CUDA_PARTS if run.cluster.uses_cuda else ()))
     offloads = any(row.memory and _offloaded_bytes(row.memory) for row in rows)
     differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
@@ -246,7 +248,7 @@ def _offloaded_bytes(memory: RankMemory) -> int:
 
 def _row_label(row: MemoryRow, world_size: int) -> str:
     """Return the strategy, and the role if there are two; mark the run's own strategy."""
-    data = "one process" if world_size == 1 and row.data == "ddp" else row.data
+    strategy = "one process" if world_size == 1 and row.data == "ddp" else row.data
     role = "" if row.role == "rank" else f" {row.role}"
     shard = f" of {row.dp_shard}" if row.dp_shard else ""
-    return f"{'*' if row.own else ' '} {data}{shard}{role}"
+    return f"{'*' if row.own else ' '} {strategy}{shard}{role}"

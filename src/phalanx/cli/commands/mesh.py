@@ -37,10 +37,10 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
 
         phalanx mesh run.toml --ranks 8 --set layout.data_parallel=hsdp --set layout.dp_shard=4 --json
     """
-    described = load_run(run, set_ or [])
-    world_size = ranks or described.cluster.ranks
-    per_node = described.cluster.nproc_per_node or world_size
-    sizes = parallel_dims(described.layout, world_size)
+    run_spec = load_run(run, set_ or [])
+    world_size = ranks or run_spec.cluster.ranks
+    per_node = run_spec.cluster.nproc_per_node or world_size
+    sizes = parallel_dims(run_spec.layout, world_size)
     groups_by_axis = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
     axes = [
         {
@@ -56,21 +56,21 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     ]
     facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
     try:
-        check_layout(assume_no_recomputation(described), world_size)
+        check_layout(assume_no_recomputation(run_spec), world_size)
     except UserError as error:
         facts["problem"] = str(error)
     if json_:
         print(json.dumps(facts, indent=2))
     else:
-        _show(facts)
+        _print_groups(facts)
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _print_groups(facts: dict[str, Any]) -> None:
     console = Terminal()
     nodes = -(-facts["ranks"] // facts["ranks_per_node"])
-    where = f"{facts['ranks']} ranks on {plural(nodes, 'node')}"
+    ranks_on_nodes = f"{facts['ranks']} ranks on {plural(nodes, 'node')}"
     servers = f", of which the first {facts['servers']} are servers" if facts["servers"] else ""
-    print_line(console, f"{where}{servers}; axes outermost first")
+    print_line(console, f"{ranks_on_nodes}{servers}; axes outermost first")
     for axis in facts["axes"]:
         console.print()
         console.print(Text(axis["axis"], "bold") + f" {axis['ranks']}: {AXIS_MEANINGS[axis['axis']]}", soft_wrap=True)

@@ -77,13 +77,13 @@ def show(
         if file.suffix not in OUTPUT_SUFFIXES:
             raise UserError("--out", str(file), "has an unknown suffix", fix=f"use one of {', '.join(OUTPUT_SUFFIXES)}")
     durations = _parse_times(times)
-    _check_options(schedule, stages, microbatches, virtual_stages, memory)
+    _check_applicable_options(schedule, stages, microbatches, virtual_stages, memory)
     built: Schedule | None = None
     if schedule == IDEALIZED:
         timeline = book_overlap(*_require_sizes(stages, microbatches))
     else:
         built = _load_schedule(schedule, stages, microbatches, v=virtual_stages, memory=memory, times=durations)
-        timeline = simulate(built, _stage_times(durations, built))
+        timeline = simulate(built, _divide_among_stages(durations, built))
     ranks = range(len(timeline.spans))
     facts: dict[str, Any] = {
         "schedule": schedule,
@@ -100,14 +100,14 @@ def show(
         peaks = [float(peak_activations(built, rank)) for rank in ranks]
         facts |= {"stages": built.stages, "micro_batches": built.micro_batches, "peak_activations": peaks}
     for file in out or []:
-        _write(file, facts["schedule"], timeline, schedule=built)
+        _write_timeline(file, facts["schedule"], timeline, schedule=built)
     if json_:
         print(json.dumps(facts, indent=2))
     else:
-        _show(facts, timeline, out or [])
+        _print_timeline(facts, timeline, out or [])
 
 
-def _check_options(
+def _check_applicable_options(
     name: str, stages: int | None, microbatches: int | None, virtual_stages: int | None, memory: float | None
 ) -> None:
     """Raise UserError for an option that does not apply to this schedule."""
@@ -138,7 +138,7 @@ def _parse_times(text: str) -> list[Fraction]:
     return [*values, Fraction(0)][:4]
 
 
-def _stage_times(times: list[Fraction], schedule: Schedule) -> ActionTimes:
+def _divide_among_stages(times: list[Fraction], schedule: Schedule) -> ActionTimes:
     """Divide a rank's times among its stages."""
     stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     forward, input, weight = (time / stages for time in times[:3])
@@ -149,7 +149,7 @@ def _load_schedule(
     name: str, stages: int | None, microbatches: int | None, v: int | None, memory: float | None, times: list[Fraction]
 ) -> Schedule:
     if name.endswith(".csv"):
-        return Schedule.from_rows(_read(Path(name)))
+        return Schedule.from_rows(_read_schedule_rows(Path(name)))
     if name not in (known := [*PUBLISHED, "searched", IDEALIZED]):
         raise UserError("SCHEDULE", name, "is not known", fix=f"use one of {', '.join(known)}, or a .csv file")
     p, m = _require_sizes(stages, microbatches)
@@ -160,7 +160,7 @@ def _load_schedule(
     return build_schedule(name, p, m, v=v or 2)
 
 
-def _read(file: Path) -> list[list[Any]]:
+def _read_schedule_rows(file: Path) -> list[list[Any]]:
     try:
         return read_csv(file.read_text(encoding="utf-8"), file.name)
     except (OSError, UnicodeDecodeError) as error:
@@ -168,7 +168,7 @@ def _read(file: Path) -> list[list[Any]]:
         raise UserError("FILE", str(file), f"cannot be read: {error}", fix=fix) from None
 
 
-def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
+def _write_timeline(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
     if file.suffix != ".csv":
         check_replaceable("--out", file)
     elif file.is_file():
@@ -193,7 +193,7 @@ def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None)
         raise UserError("--out", str(file), f"cannot be written: {error}", fix=fix) from None
 
 
-def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> None:
+def _print_timeline(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> None:
     console = Terminal()
     idealised = " (idealised: not a schedule that can run; see 1f1b)" if "active" in facts else ""
     console.print(Text(facts["schedule"] + idealised, "bold"))
@@ -205,12 +205,12 @@ def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> Non
     ]
     console.print(Text(" " * margin) + Text().join(legend))
     console.print()
-    console.print(_table(facts))
+    console.print(_build_summary_table(facts))
     for file in written:
         console.print(f"wrote {file}", highlight=False)
 
 
-def _table(facts: dict[str, Any]) -> Table:
+def _build_summary_table(facts: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_row("makespan", f"{facts['makespan']:g}")
     table.add_row("bubble", f"{facts['bubble']:.2%} of the makespan, {facts['bubble_over_ideal']:.2%} over the ideal")
@@ -246,7 +246,7 @@ def check(
 
         phalanx pipeline check mine.csv --order --json
     """
-    grid = _read(file)
+    grid = _read_schedule_rows(file)
     schedule = Schedule.from_rows(grid)
     as_drawn = not order and any(step is None for row in grid for step in row)
     problems = lockstep_violations(grid) if as_drawn else violations(schedule)
@@ -261,12 +261,12 @@ def check(
     if json_:
         print(json.dumps(facts, indent=2))
     else:
-        _report(facts, runs=as_drawn and not violations(schedule))
+        _print_violations(facts, runs=as_drawn and not violations(schedule))
     if problems:
         sys.exit(1)
 
 
-def _report(facts: dict[str, Any], runs: bool) -> None:
+def _print_violations(facts: dict[str, Any], runs: bool) -> None:
     console = Terminal()
     sizes = f"{facts['ranks']} ranks, {facts['stages']} stages, {facts['micro_batches']} micro-batches"
     reading = "as drawn, a tick per cell" if facts["as_drawn"] else "as orders"

@@ -33,13 +33,13 @@ def split(
 
         phalanx pipeline split run.toml --stages 16 --set model.preset=llama3-8b --set training.seq_len=8192
     """
-    described = load_run(run, set_ or [])
-    number = stages or representative_schedule(described.layout).stages
-    costs = layer_flops(described.model, described.training.seq_len)
+    run_spec = load_run(run, set_ or [])
+    number = stages or representative_schedule(run_spec.layout).stages
+    costs = layer_flops(run_spec.model, run_spec.training.seq_len)
     layers = balance_stages(costs, number)
     rows = stage_costs(costs, layers)
     # By number of layers alone, with the extra ones in the first stages
-    boundaries = [-(-described.model.num_layers * stage // number) for stage in range(number + 1)]
+    boundaries = [-(-run_spec.model.num_layers * stage // number) for stage in range(number + 1)]
     even = [end - start for start, end in pairwise(boundaries)]
     slowest_over_mean, even_slowest = (max(cut) * number / sum(cut) for cut in (rows, stage_costs(costs, even)))
     if json_:

@@ -81,18 +81,18 @@ def placement(
 
         nvidia-smi topo -m > topo.txt && phalanx placement run.toml --ranks 16 --topology topo.txt --json
     """
-    described = load_run(run, set_ or [])
+    run_spec = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
     default_nproc = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
-    per_node = nproc or described.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
-    world_size = ranks or per_node * described.cluster.nodes
-    site = node_layout(described.cluster, per_node, node)
-    parts = traffic_matrices(described, world_size, site.ranks_per_island)
+    per_node = nproc or run_spec.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
+    world_size = ranks or per_node * run_spec.cluster.nodes
+    site = node_layout(run_spec.cluster, per_node, node)
+    traffic = traffic_matrices(run_spec, world_size, site.ranks_per_island)
     if pxn:
-        parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
-    heat = traffic_heatmap(described, world_size, parts, site)
+        traffic = {axis: with_pxn(matrix, site) for axis, matrix in traffic.items()}
+    heat = traffic_heatmap(run_spec, world_size, traffic, site)
     cells = [[a, b, float(heat.bytes[a, b])] for a, b in np.argwhere(heat.bytes > 0).tolist()]
-    facts = placement_to_json(described, world_size, parts, site, node)
+    facts = placement_to_json(run_spec, world_size, traffic, site, node)
     facts |= {"pxn": pxn, "sent": {"unit": heat.unit, "cells": cells}}
     if out is not None:
         check_replaceable("--out", out)
@@ -101,7 +101,7 @@ def placement(
     if json_:
         print(json.dumps(facts, indent=2))
     else:
-        _show(facts)
+        _print_placement(facts)
 
 
 def placement_to_json(
@@ -126,7 +126,7 @@ def placement_to_json(
         busiest_bytes = max(max(load.sent_bytes, load.received_bytes) for load in loads)
         busiest_seconds = busiest_bytes * len({name for nics in site.nics for name in nics}) / (speed * site.nproc)
     return {
-        "run": _run_label(run, world_size),
+        "run": _describe_layout(run, world_size),
         "ranks": world_size,
         "nproc": site.nproc,
         "nodes": -(-world_size // site.nproc),
@@ -151,9 +151,9 @@ def coordinates_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     sizes = parallel_dims(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in sizes.axes]
     nodes = []
-    for first in range(0, world_size, nproc):
-        node_ranks = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
-        num_servers = max(0, min(first + nproc, sizes.servers) - first)
+    for first_rank in range(0, world_size, nproc):
+        node_ranks = np.arange(max(first_rank, sizes.servers), min(first_rank + nproc, world_size)) - sizes.servers
+        num_servers = max(0, min(first_rank + nproc, sizes.servers) - first_rank)
         descriptions = [plural(num_servers, "server")] if num_servers else []
         for axis, coordinates in zip(sizes.axes, np.unravel_index(node_ranks, shape), strict=True):
             if getattr(sizes, axis) > 1 and len(node_ranks):
@@ -168,7 +168,7 @@ def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatri
     """Return the matrix of all traffic between ranks, nodes or groups of nodes, summed over the axes of the layout."""
     total_traffic = merge_matrices(world_size, list(parts.values()))
     nodes = -(-world_size // site.nproc)
-    name = f"{_run_label(run, world_size)}, on {nodes} x {site.nproc}"
+    name = f"{_describe_layout(run, world_size)}, on {nodes} x {site.nproc}"
     if world_size <= MAX_HEATMAP_CELLS:
         return Heatmap(name, total_traffic.to_dense(), node=site.nproc if nodes > 1 else 0)
     nodes_per_cell = -(-nodes // MAX_HEATMAP_CELLS)
@@ -176,7 +176,7 @@ def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatri
     return Heatmap(name, total_traffic.aggregated(site.nproc * nodes_per_cell).to_dense(), unit)
 
 
-def _run_label(run: RunSpec, world_size: int) -> str:
+def _describe_layout(run: RunSpec, world_size: int) -> str:
     layout = run.layout
     axes = [f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"]
     for axis in MODEL_PARALLEL_AXES:
@@ -186,7 +186,7 @@ def _run_label(run: RunSpec, world_size: int) -> str:
     return f"{run.model.source_name or 'model'}, {', '.join(axes)}"
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _print_placement(facts: dict[str, Any]) -> None:
     console = Terminal(highlight=False, soft_wrap=True)
     nodes = f"{plural(facts['nodes'], 'node')} of {facts['nproc']}"
     console.print(f"{facts['run']}: {facts['ranks']} ranks on {nodes}", style="bold")
@@ -203,16 +203,16 @@ def _show(facts: dict[str, Any]) -> None:
         console.print("\nthe run has no communication")
     else:
         console.print()
-        console.print(_table(facts))
-        console.print(_format_network(facts))
-        _show_collectives(console, facts)
+        console.print(_build_link_table(facts))
+        console.print(_describe_network_traffic(facts))
+        _print_collectives(console, facts)
     console.print()
     for finding in facts["findings"]:
         verdict = Text(f"{finding['verdict']:4} ", STYLES[finding["verdict"]])
         console.print(verdict + finding["message"] + (f"; {finding['fix']}" if finding["fix"] else ""))
 
 
-def _table(facts: dict[str, Any]) -> Table:
+def _build_link_table(facts: dict[str, Any]) -> Table:
     """Return a table of bytes by axis and kind of link."""
     table = text_table("bytes per step", numbers=(*LINK_KINDS.values(), "all"))
     for axis, links in facts["bytes"].items():
@@ -222,7 +222,7 @@ def _table(facts: dict[str, Any]) -> Table:
     return table
 
 
-def _format_network(facts: dict[str, Any]) -> str:
+def _describe_network_traffic(facts: dict[str, Any]) -> str:
     """Format the share of the spine, and the busiest network device."""
     total = facts["bytes"]["total"]
     if not total["rail"] + total["spine"]:
@@ -241,7 +241,7 @@ def _format_network(facts: dict[str, Any]) -> str:
     )
 
 
-def _show_collectives(console: Terminal, facts: dict[str, Any]) -> None:
+def _print_collectives(console: Terminal, facts: dict[str, Any]) -> None:
     """Print the loads and latencies of collectives over all ranks, if their formulas apply."""
     if facts["fabric_loads"]:
         title = f"{format_bytes(BUFFER_BYTES)} over all ranks"
@@ -255,5 +255,5 @@ def _show_collectives(console: Terminal, facts: dict[str, Any]) -> None:
     if facts["nccl_latencies"]:
         console.print("\nlatency of a small all-reduce over all ranks, by NCCL's tuning model for Intel hosts:")
     for algorithm, latencies in facts["nccl_latencies"].items():
-        shown = ", ".join(f"{protocol} {format_seconds(seconds)}" for protocol, seconds in latencies.items())
-        console.print(f"  {algorithm}: {shown}")
+        latencies_text = ", ".join(f"{protocol} {format_seconds(seconds)}" for protocol, seconds in latencies.items())
+        console.print(f"  {algorithm}: {latencies_text}")

@@ -110,22 +110,22 @@ def plan(
                 raise UserError("--nodes", nodes, problem, fix=f"remove {option}, or give one number of nodes")
         show_node_counts(load, [num_nodes, *more_counts], as_json=json_)
         return
-    described, world_size = load(num_nodes)
+    run_spec, world_size = load(num_nodes)
     num_shown = top or DEFAULT_TOP
-    ranked = rank_layouts(described, world_size, num_shown, all_schedules=all_)
+    ranked = rank_layouts(run_spec, world_size, num_shown, all_schedules=all_)
     # Before any output, which a pager may cut off
     if out is not None:
-        _write(described, ranked.best, out)
+        _write_planned_run(run_spec, ranked.best, out)
     if json_:
         import json
 
         from phalanx.cli.views.plan_json import plan_to_json
 
-        print(json.dumps(plan_to_json(described, world_size, ranked, top=num_shown, tokens=tokens), indent=2))
+        print(json.dumps(plan_to_json(run_spec, world_size, ranked, top=num_shown, tokens=tokens), indent=2))
     else:
         from phalanx.cli.views.plan import print_layout_table
 
-        print_layout_table(described, world_size, ranked, top=num_shown, tokens=tokens)
+        print_layout_table(run_spec, world_size, ranked, top=num_shown, tokens=tokens)
 
 
 app.command()(explain)
@@ -180,7 +180,7 @@ app.command("export")(export_layout)
 app.command()(predict)
 
 
-def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
+def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> None:
     """Write the run with a layout, ready to train."""
     from phalanx.cli.common.output_file import write_file
     from phalanx.launch.jobs.job import PORT
@@ -192,13 +192,13 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     omitted, unset_note = unset_choices_of_large_model(run)
     notes = [note for note in (learning_rate_note(run), unset_note) if note]
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
-    described = to_toml(run.replace(layout=option.candidate.layout()), omitted)
-    write_file("--out", file, f"{''.join(comments)}{described}")
+    toml_text = to_toml(run.replace(layout=planned.candidate.layout()), omitted)
+    write_file("--out", file, f"{''.join(comments)}{toml_text}")
     name = shlex.quote(str(file))
     start = f"phalanx train {name}"
     if run.cluster.nodes > 1:
         start += f" --rendezvous FIRST_NODE:{PORT} on each node"
         start += f", or phalanx launch {name} --to slurm|kubernetes|skypilot"
-    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}); start it with {start}", file=sys.stderr)
+    print(f"wrote {file} ({planned.candidate}, P(OOM) {planned.p_oom:.1%}); start it with {start}", file=sys.stderr)
     for note in notes:
         print(note, file=sys.stderr)

@@ -43,23 +43,23 @@ def run_on_cluster(
     from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE, MAX_NODES
     from phalanx.spec.files.load import load_run
 
-    described = load_run(run, overrides, machine=machine)
+    run_spec = load_run(run, overrides, machine=machine)
     if topology is not None:
-        topology_overrides = _topology_overrides(topology, described.cluster)
-        described = load_run(run, [*topology_overrides, *overrides], machine=machine)
+        topology_overrides = _infer_topology_overrides(topology, run_spec.cluster)
+        run_spec = load_run(run, [*topology_overrides, *overrides], machine=machine)
     is_possible = nodes is None or nodes <= MAX_NODES
     require(is_possible, "--nodes", nodes, "is more than any cluster has", fix=f"use at most {MAX_NODES:,}")
-    cluster = described.cluster
+    cluster = run_spec.cluster
     is_given = nproc is not None or cluster.nproc_per_node is not None
     nproc = nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE
     cluster = cluster.replace(nodes=nodes or cluster.nodes, nproc_per_node=nproc)
     if not is_given:
         # A plan then lists it among its assumptions.
         cluster.model_fields_set.discard("nproc_per_node")
-    return described.replace(cluster=cluster, auto_layout=False), cluster.ranks
+    return run_spec.replace(cluster=cluster, auto_layout=False), cluster.ranks
 
 
-def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
+def _infer_topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
     """Return the cluster fields that the topology of a node determines, in the format of --set."""
     from phalanx.spec.topology.read import infer_cluster, read_topology
 

@@ -45,8 +45,8 @@ def explain(
         check_picture_file(picture, "--picture")
         check_output_file("--picture", picture, run)
     _check_number("K", number)
-    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
-    ranked = rank_layouts(described, world_size, number, all_schedules=all_)
+    run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    ranked = rank_layouts(run_spec, world_size, number, all_schedules=all_)
     _check_number("K", number, ranked.layouts)
     from phalanx.cli.views.plan import print_explanation
 
@@ -54,9 +54,9 @@ def explain(
         from phalanx.cli.views.plan_picture import breakdown
         from phalanx.report.drawing.step_breakdown import save_picture
 
-        save_picture(breakdown(described, world_size, ranked, index=number - 1), picture)
+        save_picture(breakdown(run_spec, world_size, ranked, index=number - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
-    print_explanation(described, world_size, ranked, index=number - 1)
+    print_explanation(run_spec, world_size, ranked, index=number - 1)
 
 
 def compare(
@@ -84,26 +84,28 @@ def compare(
     numbers = {text: int(digits) for text in texts if (digits := text.strip().rstrip("*")).isdecimal()}
     for number in numbers.values():
         _check_number("layout", number)
-    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     from phalanx.cli.views.plan import print_comparison
     from phalanx.plan.search.candidates import describe_other_strategy
     from phalanx.plan.search.evaluate import evaluate_layout_text, parse_layout
 
-    options = {text: evaluate_layout_text(described, world_size, text) for text in texts if text not in numbers}
+    layouts_by_text = {text: evaluate_layout_text(run_spec, world_size, text) for text in texts if text not in numbers}
     names = [f"layout {numbers[text]}" if text in numbers else letter for text, letter in zip(texts, "AB", strict=True)]
     if other is None:
         names = [names[0] if layout in numbers else "yours", "best"]
     notes = []
     for name, text in zip(names, texts, strict=True):
-        if text in options and (reason := describe_other_strategy(parse_layout(text), options[text].candidate)):
+        if text in layouts_by_text and (
+            reason := describe_other_strategy(parse_layout(text), layouts_by_text[text].candidate)
+        ):
             notes.append(f"{name}: {reason}")
     if numbers:
-        ranked = rank_layouts(described, world_size, max(numbers.values()), all_schedules=all_).layouts
+        ranked = rank_layouts(run_spec, world_size, max(numbers.values()), all_schedules=all_).layouts
         for text, number in numbers.items():
             _check_number("layout", number, ranked)
-            options[text] = ranked[number - 1]
-    first, second = (options[text] for text in texts)
-    print_comparison(described, world_size, first, second, names=(names[0], names[1]), notes=notes)
+            layouts_by_text[text] = ranked[number - 1]
+    first_layout, second_layout = (layouts_by_text[text] for text in texts)
+    print_comparison(run_spec, world_size, first_layout, second_layout, names=(names[0], names[1]), notes=notes)
 
 
 def _check_number(argument: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:
@@ -111,6 +113,6 @@ def _check_number(argument: str, number: int, layouts: list[EvaluatedLayout] | N
     from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS
     from phalanx.spec.errors import UserError
 
-    last = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)
-    if not 1 <= number <= last:
-        raise UserError(argument, number, "is not a layout of the table", fix=f"use a number from 1 to {last:,}")
+    max_number = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)
+    if not 1 <= number <= max_number:
+        raise UserError(argument, number, "is not a layout of the table", fix=f"use a number from 1 to {max_number:,}")

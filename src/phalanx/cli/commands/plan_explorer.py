@@ -68,7 +68,9 @@ class PlanArguments:
     def plan_command(self, name: str) -> str:
         """Return the command line of a command of `phalanx plan` for this run, machine and overrides."""
         options = {"--machine": self.machine, "--nodes": self.nodes, "--nproc": self.nproc, "--topology": self.topology}
-        return shlex.join(["phalanx", "plan", name, str(self.run), *_given(options), *self._sets()])
+        return shlex.join(
+            ["phalanx", "plan", name, str(self.run), *_given_arguments(options), *self._override_arguments()]
+        )
 
     def train_command(self, run: RunSpec) -> str:
         """Return the command that trains the run on its cluster; "" for a config.json."""
@@ -79,13 +81,15 @@ class PlanArguments:
         if cluster.nodes > 1:
             options |= {"--nodes": cluster.nodes, "--rendezvous": RENDEZVOUS}
         machine = ["--set", f"cluster.preset={self.machine}"] if self.machine else []
-        return shlex.join(["phalanx", "train", str(self.run), *_given(options), *machine, *self._sets()])
+        return shlex.join(
+            ["phalanx", "train", str(self.run), *_given_arguments(options), *machine, *self._override_arguments()]
+        )
 
-    def _sets(self) -> list[str]:
+    def _override_arguments(self) -> list[str]:
         return [word for override in self.overrides for word in ("--set", override)]
 
 
-def _given(options: Mapping[str, object]) -> list[str]:
+def _given_arguments(options: Mapping[str, object]) -> list[str]:
     return [word for option, value in options.items() if value is not None for word in (option, str(value))]
 
 
@@ -115,13 +119,15 @@ class BusyError(UserError):
     """A request that must wait for others."""
 
 
-def parse_choices(table: object, more: tuple[str, ...], first: Choices) -> tuple[Choices, dict[str, int]]:
-    """Return the choices in a decoded JSON body, and the integers that `more` names.
+def parse_choices(
+    table: object, integer_fields: tuple[str, ...], first_choices: Choices
+) -> tuple[Choices, dict[str, int]]:
+    """Return the choices in a decoded JSON body, and the integers in its other fields, `integer_fields`.
 
-    The choices of the command line (`first`) may exceed `MAX_NUMBERS`. Raises InvalidChoiceError if fields are
+    The choices of the command line (`first_choices`) may exceed `MAX_NUMBERS`. Raises InvalidChoiceError if fields are
     unknown or missing, a machine is unknown, or a value has another type.
     """
-    fields = ("machine", "nodes", "batch", "seq_len", *more)
+    fields = ("machine", "nodes", "batch", "seq_len", *integer_fields)
     if not isinstance(table, dict) or set(table) != set(fields):
         problem = f"does not have the fields {', '.join(fields)}"
         raise InvalidChoiceError("request", None, problem, fix="reload the page")
@@ -129,25 +135,25 @@ def parse_choices(table: object, more: tuple[str, ...], first: Choices) -> tuple
         raise InvalidChoiceError("machine", table["machine"], "is not a known machine", fix="choose one from the list")
     for name in fields[1:]:
         value = table[name]
-        low = 0 if name in more else 1
-        high = max(MAX_NUMBERS[name], asdict(first).get(name, 0))
+        low = 0 if name in integer_fields else 1
+        high = max(MAX_NUMBERS[name], asdict(first_choices).get(name, 0))
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             fix = f"use a whole number from {low} to {high:,}"
             raise InvalidChoiceError(name, value, "is not a valid number", fix=fix)
-    return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
+    return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in integer_fields}
 
 
 def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
     """Return the arguments that plan for other choices; unchanged choices keep their arguments."""
     run, _ = arguments.load()
-    present = choices_of(run)
+    current = choices_of(run)
     training = {"seq_len": choices.seq_len, "tokens_per_step": choices.batch * choices.seq_len}
-    changed = (choices.batch, choices.seq_len) != (present.batch, present.seq_len)
+    changed = (choices.batch, choices.seq_len) != (current.batch, current.seq_len)
     overrides = [f"training.{field}={value}" for field, value in training.items()] if changed else []
     if choices.machine:
         # A topology belongs to the machine of the command line.
         arguments = replace(arguments, machine=choices.machine, topology=None)
-    nodes = choices.nodes if choices.nodes != present.nodes else arguments.nodes
+    nodes = choices.nodes if choices.nodes != current.nodes else arguments.nodes
     return replace(arguments, nodes=nodes, overrides=(*arguments.overrides, *overrides))
 
 
@@ -187,7 +193,7 @@ class ExplorerServer:
         self._first_choices = choices_of(run)
         self._first_plan = PlanProcess(arguments.as_json(), is_limited=False)
         try:
-            facts = self._facts(self._first_choices, self._first_plan.facts())
+            facts = self._page_facts(self._first_choices, self._first_plan.facts())
         except BaseException:
             self.close()
             raise
@@ -216,7 +222,7 @@ class ExplorerServer:
         except (ValueError, RecursionError):
             return 400, JSON_TYPE, json.dumps({"problem": "the request is not JSON"})
         try:
-            return 200, JSON_TYPE, json.dumps(self._answer(path, table), allow_nan=False)
+            return 200, JSON_TYPE, json.dumps(self._answer_request(path, table), allow_nan=False)
         except InvalidChoiceError as error:
             return 400, JSON_TYPE, json.dumps({"problem": str(error)})
         except BusyError as error:
@@ -224,25 +230,25 @@ class ExplorerServer:
         except UserError as error:
             return 422, JSON_TYPE, json.dumps({"problem": str(error)})
 
-    def _answer(self, path: str, table: object) -> dict[str, Any]:
+    def _answer_request(self, path: str, table: object) -> dict[str, Any]:
         if path not in ("/plan", "/layout"):
             raise InvalidChoiceError("path", path, "is not known", fix="reload the page")
-        more = () if path == "/plan" else ("layout",)
-        choices, numbers = parse_choices(table, more, self._first_choices)
-        with self._plan(choices) as plan:
+        integer_fields = () if path == "/plan" else ("layout",)
+        choices, numbers = parse_choices(table, integer_fields, self._first_choices)
+        with self._hold_plan(choices) as plan:
             if path == "/plan":
-                return self._facts(choices, plan.facts())
+                return self._page_facts(choices, plan.facts())
             return plan.details(numbers["layout"])
 
     @contextmanager
-    def _plan(self, choices: Choices) -> Iterator[PlanProcess]:
+    def _hold_plan(self, choices: Choices) -> Iterator[PlanProcess]:
         """Provide the process that plans for some choices, which is not closed in the meantime."""
         with self._lock:
             if choices == self._first_choices and self._first_plan.is_running:
                 plan = self._first_plan
             else:
-                kept = self._plans.pop(choices, None)
-                plan = kept if kept is not None and kept.is_running else self._start_plan(choices)
+                existing = self._plans.pop(choices, None)
+                plan = existing if existing is not None and existing.is_running else self._start_plan(choices)
                 self._plans[choices] = plan
             plan.num_users += 1
         try:
@@ -254,14 +260,14 @@ class ExplorerServer:
     def _start_plan(self, choices: Choices) -> PlanProcess:
         """Start the plan of some choices; the plan that was not used for the longest time may make room for it."""
         arguments = with_choices(self._arguments, choices)
-        for kept, plan in [*self._plans.items()]:
+        for old_choices, plan in [*self._plans.items()]:
             if len(self._plans) >= MAX_PLANS and not plan.num_users:
-                self._plans.pop(kept).close()
+                self._plans.pop(old_choices).close()
         if len(self._plans) >= MAX_PLANS:
             raise BusyError("plan", None, f"must wait for {MAX_PLANS} other plans", fix="try again when they are done")
         return PlanProcess(arguments.as_json())
 
-    def _facts(self, choices: Choices, facts: dict[str, Any]) -> dict[str, Any]:
+    def _page_facts(self, choices: Choices, facts: dict[str, Any]) -> dict[str, Any]:
         return facts | {"details": {}, "web": True, "choices": asdict(choices)}
 
 

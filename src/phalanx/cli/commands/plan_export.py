@@ -37,35 +37,35 @@ def export_layout(
     from phalanx.spec.errors import UserError
     from phalanx.spec.formatting import format_gib
 
-    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     trainer = require_known_trainer(to, "--to")
-    check_run(described, trainer)
+    check_run(run_spec, trainer)
     with search_progress(world_size) as report:
-        option = search_exportable(described, world_size, trainer, keep=MIN_SEARCHED, report=report).best
+        evaluated = search_exportable(run_spec, world_size, trainer, keep=MIN_SEARCHED, report=report).best
     try:
-        exported = export(described.replace(layout=option.candidate.layout()), world_size, trainer)
+        exported = export(run_spec.replace(layout=evaluated.candidate.layout()), world_size, trainer)
     except UserError as error:
         problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--to", trainer, problem, fix=error.fix) from None
     print(exported.text)
-    figures = f"{option.step_seconds:.3f} s a step and {format_gib(option.memory_bytes)} a rank"
+    figures = f"{evaluated.step_seconds:.3f} s a step and {format_gib(evaluated.memory_bytes)} a rank"
     note = f"are Phalanx's figures for this layout; those of {TRAINER_NAMES[trainer]} are not predicted"
-    print(f"{option.candidate}: {figures} {note}", file=sys.stderr)
-    for note in (*exported.notes, *_why_not_best(described, world_size, option, trainer)):
+    print(f"{evaluated.candidate}: {figures} {note}", file=sys.stderr)
+    for note in (*exported.notes, *_explain_not_best(run_spec, world_size, evaluated, trainer)):
         print(f"note: {note}", file=sys.stderr)
 
 
-def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trainer: Trainer) -> list[str]:
+def _explain_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trainer: Trainer) -> list[str]:
     """Explain why the exported layout is not the planner's best, if the trainer cannot express that."""
     from phalanx.plan.export.export import export
     from phalanx.spec.errors import UserError
 
-    chosen = rank_layouts(run, world_size).best
-    if chosen.candidate == exported.candidate:
+    best = rank_layouts(run, world_size).best
+    if best.candidate == exported.candidate:
         return []
     try:
-        export(run.replace(layout=chosen.candidate.layout()), world_size, trainer)
+        export(run.replace(layout=best.candidate.layout()), world_size, trainer)
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
-        return [f"The best layout for Phalanx is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
+        return [f"The best layout for Phalanx is {best.candidate} ({best.step_seconds:.3f} s): {reason}."]
     return []

@@ -25,11 +25,11 @@ def parse_node_counts(text: str | None) -> list[int | None]:
         return [None]
     from phalanx.launch.jobs.job import parse_nodes
 
-    first, last = parse_nodes(text)
-    if last - first < MAX_NODE_COUNTS:
-        return list(range(first, last + 1))
-    doublings = [first << power for power in range(last.bit_length()) if first << power < last]
-    return [*doublings, last]
+    min_nodes, max_nodes = parse_nodes(text)
+    if max_nodes - min_nodes < MAX_NODE_COUNTS:
+        return list(range(min_nodes, max_nodes + 1))
+    doublings = [min_nodes << power for power in range(max_nodes.bit_length()) if min_nodes << power < max_nodes]
+    return [*doublings, max_nodes]
 
 
 def show_node_counts(load: LoadRun, counts: Sequence[int | None], as_json: bool) -> None:

@@ -55,7 +55,7 @@ class PlanProcess:
         """
         with self._lock:
             if self._facts is None:
-                self._facts = self._ask(self._arguments)
+                self._facts = self._request(self._arguments)
             return self._facts
 
     def details(self, layout: int) -> dict[str, Any]:
@@ -65,14 +65,14 @@ class PlanProcess:
         """
         self.facts()
         with self._lock:
-            return self._ask(layout)
+            return self._request(layout)
 
     def close(self) -> None:
         """End the process; a thread that waits for its answer gets a UserError."""
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, request: object) -> dict[str, Any]:
+    def _request(self, request: object) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

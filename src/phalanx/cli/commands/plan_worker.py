@@ -37,13 +37,18 @@ def main() -> None:
         while True:
             request = json.loads(requests.get())
             if max_cpu_seconds:
-                used = resource.getrusage(resource.RUSAGE_SELF)
-                _set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + max_cpu_seconds)
+                usage = resource.getrusage(resource.RUSAGE_SELF)
+                _set_soft_limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + max_cpu_seconds)
             try:
-                exploration, answer = _answer(exploration, request)
+                exploration, answer = _answer_request(exploration, request)
             except UserError as error:
                 errors = error.errors if isinstance(error, UserErrorGroup) else [error]
-                answer = {"errors": [[each.field, each.value, each.problem, each.fix] for each in errors]}
+                answer = {
+                    "errors": [
+                        [user_error.field, user_error.value, user_error.problem, user_error.fix]
+                        for user_error in errors
+                    ]
+                }
             except MemoryError:
                 problem = f"exceeded {max_memory_bytes / 2**30:g} GiB of memory"
                 answer = {"errors": [["plan", None, problem, "choose fewer nodes, or run phalanx plan"]]}
@@ -63,7 +68,7 @@ def _read_requests(requests: SimpleQueue[str]) -> None:
     os._exit(0)
 
 
-def _answer(exploration: Exploration | None, request: Any) -> tuple[Exploration, dict[str, Any]]:
+def _answer_request(exploration: Exploration | None, request: Any) -> tuple[Exploration, dict[str, Any]]:
     """Return the plan, and the answer to a request: arguments of the plan, or the index of a layout."""
     if exploration is None:
         paths = {name: Path(request[name]) for name in ("run", "topology") if request[name] is not None}

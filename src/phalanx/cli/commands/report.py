@@ -51,28 +51,28 @@ def report(
     from phalanx.runs.create import is_run_directory
     from phalanx.spec.files.load import load_machine
 
-    known = load_machine(machine) if machine else None
-    recorded = [read_run(directory, known) for directory in runs]
+    cluster = load_machine(machine) if machine else None
+    run_data = [read_run(directory, cluster) for directory in runs]
     if trace is not None:
         from phalanx.report.export.chrome_trace import chrome_trace
 
-        if len(recorded) > 1:
-            raise UserError("--trace", str(trace), f"requires one run, not {len(recorded)}", fix="give one RUN_DIR")
-        if not recorded[0].ranks:
+        if len(run_data) > 1:
+            raise UserError("--trace", str(trace), f"requires one run, not {len(run_data)}", fix="give one RUN_DIR")
+        if not run_data[0].ranks:
             problem = "requires records of the ranks, which this run does not have"
             fix = "train with metrics.per_rank_records = true, and add --profile-steps to record passes and collectives"
             raise UserError("--trace", str(trace), problem, fix=fix)
-        write_file("--trace", trace, json.dumps(chrome_trace(recorded[0])))
-    data = report_data([report_facts(run) for run in recorded])
+        write_file("--trace", trace, json.dumps(chrome_trace(run_data[0])))
+    facts_of_runs = report_data([report_facts(run) for run in run_data])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
         raise UserError("run directory", str(runs[0]), "was not created by phalanx train", fix="add --html FILE")
     # Before any output, which a pager may cut off
     if html or not json_:
-        write_file("--html", file, page(data), replaces_link=html is None and len(runs) == 1)
+        write_file("--html", file, page(facts_of_runs), replaces_link=html is None and len(runs) == 1)
     if json_:
-        print(json.dumps(data, indent=2, allow_nan=False))
+        print(json.dumps(facts_of_runs, indent=2, allow_nan=False))
     else:
         from phalanx.cli.views.report import print_report
 
-        print_report(data, file)
+        print_report(facts_of_runs, file)

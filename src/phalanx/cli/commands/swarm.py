@@ -96,10 +96,10 @@ def serve(
     from phalanx.spec.learning_rate import learning_rate_note
     from phalanx.spec.run import require_settings_of_weights
 
-    described = load_run(run, set_ or [])
-    _require_swarm(described)
-    require_settings_of_weights(described)
-    if (line := learning_rate_note(described)) is not None:
+    run_spec = load_run(run, set_ or [])
+    _require_swarm(run_spec)
+    require_settings_of_weights(run_spec)
+    if (line := learning_rate_note(run_spec)) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     _check_address(listen, "--listen")
     _check_installed()
@@ -107,7 +107,7 @@ def serve(
     from phalanx.swarm.serve import serve_swarm
 
     certificate_member(certificates)
-    raise typer.Exit(serve_swarm(described, listen, certificates, log=partial(print, flush=True)))
+    raise typer.Exit(serve_swarm(run_spec, listen, certificates, log=partial(print, flush=True)))
 
 
 @app.command()
@@ -148,7 +148,7 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
 
         phalanx swarm status 203.0.113.7:7077 --certs ann
     """
-    swarm_status = _client(address, certificates).status()
+    swarm_status = _connect(address, certificates).status()
     print(json.dumps(swarm_status, indent=2) if json_ else _format_status(swarm_status))
 
 
@@ -167,7 +167,7 @@ def text(
 
         phalanx swarm text 203.0.113.7:7077 1f0c2a9be47d5d31-8c1de0a95b7742f6 --certs certs/lead
     """
-    client = _client(address, certificates)
+    client = _connect(address, certificates)
     from phalanx.swarm.coordinator.update_checks import UpdateRejected
     from phalanx.swarm.rpc.link_errors import rejection_error
 
@@ -217,17 +217,17 @@ def plan(
     """
     from phalanx.spec.files.load import load_run
 
-    described = load_run(run, set_ or [])
-    swarm = _require_swarm(described)
-    up, _, down = link.partition(":")
+    run_spec = load_run(run, set_ or [])
+    swarm = _require_swarm(run_spec)
+    upload, _, download = link.partition(":")
     try:
-        speeds = float(up) * MBIT, float(down or up) * MBIT
+        speeds = float(upload) * MBIT, float(download or upload) * MBIT
     except ValueError:
         speeds = 0.0, 0.0
     if not 0 < min(speeds) <= max(speeds) < inf:
         fix = "write Mbit/s of upload, and of download if different: 20:100"
         raise UserError("--link", link, "is not a bandwidth", fix=fix)
-    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, speeds, step_seconds))
+    rows = list(_predict_rounds(run_spec, swarm, nodes or swarm.nodes, speeds, step_seconds))
     if json_:
         print(json.dumps(rows, indent=2))
         return
@@ -254,7 +254,7 @@ def _require_swarm(run: RunSpec) -> SwarmSpec:
     return run.swarm
 
 
-def _plan_rows(
+def _predict_rounds(
     run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method and codec, including the run file's own.
@@ -290,8 +290,8 @@ def _plan_rows(
 
 def _format_status(swarm_status: dict[str, Any]) -> str:
     """Format the status of a swarm in lines."""
-    kind = f"{swarm_status['method']} in {swarm_status['codec']}"
-    lines = [f"round {swarm_status['round']} of {swarm_status['rounds']}, {kind}"]
+    method = f"{swarm_status['method']} in {swarm_status['codec']}"
+    lines = [f"round {swarm_status['round']} of {swarm_status['rounds']}, {method}"]
     if swarm_status["text"]:
         lines.append(f"text {swarm_status['text']}")
     if swarm_status["problem"]:
@@ -312,7 +312,7 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _client(address: str, certificates: Path) -> SwarmClient:
+def _connect(address: str, certificates: Path) -> SwarmClient:
     """Return a connection to a coordinator. Raises UserError for an invalid address or certificate."""
     _check_address(address, "ADDRESS")
     _check_installed()

@@ -29,7 +29,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 
 
-def _ranks(text: str) -> int:
+def _parse_ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"{text!r} is not a valid number of ranks: write a whole number above 0")
     return int(text)
@@ -41,7 +41,7 @@ def train(
         int | None,
         Option(
             help="Ranks on this machine; default: cluster.nproc_per_node, one per GPU, or one.",
-            parser=_ranks,
+            parser=_parse_ranks,
             metavar="N",
         ),
     ] = None,
@@ -110,25 +110,25 @@ def train(
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
-    described = _load(run, set_ or [], machine, trust)
-    if described.swarm is not None:
+    run_spec = _load_run_or_directory(run, set_ or [], machine, trust)
+    if run_spec.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
         problem = "is a run of several sites, which phalanx train does not start"
-        raise UserError("swarm", described.swarm.method, problem, fix=fix)
+        raise UserError("swarm", run_spec.swarm.method, problem, fix=fix)
     if profile_steps is not None:
-        check_profiled_steps(described, profile_steps)
-    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
+        check_profiled_steps(run_spec, profile_steps)
+    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (run_spec.cluster.nodes,) * 2
     has_nodes = rendezvous is not None or max_nodes > 1
-    sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
+    sizes = {"nodes": max_nodes, "nproc_per_node": nproc or run_spec.cluster.nproc_per_node}
     # The run directory records the sizes for a later resume.
-    cluster = described.cluster.replace(**sizes)
-    described = described.replace(cluster=cluster)
+    cluster = run_spec.cluster.replace(**sizes)
+    run_spec = run_spec.replace(cluster=cluster)
     rank_options = ["--profile-memory"] if profile_memory else []
     rank_options += ["--profile-steps", profile_steps] if profile_steps else []
     start = StartOptions(resume, force, rank_options)
     if print_config:
-        with _exit_code_of_nodes() if has_nodes else nullcontext():
-            print(_format_config(described, start))
+        with _exit_on_local_node_error() if has_nodes else nullcontext():
+            print(_format_config(run_spec, start))
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit
@@ -136,17 +136,17 @@ def train(
         sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, handle_signal)
-    if (seconds := described.training.seconds) is not None and not resume:
+    if (seconds := run_spec.training.seconds) is not None and not resume:
         print(f"phalanx: training for {seconds:g} s after the text is prepared, then evaluation", file=sys.stderr)
     if has_nodes:
-        with _exit_code_of_nodes():
-            endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(run_on_nodes(described, start, min_nodes, endpoint))
-    raise typer.Exit(run_on_one_machine(described, start))
+        with _exit_on_local_node_error():
+            endpoint = resolve_rendezvous(rendezvous, run_spec.recovery.rendezvous_timeout_seconds)
+            raise typer.Exit(run_on_nodes(run_spec, start, min_nodes, endpoint))
+    raise typer.Exit(run_on_one_machine(run_spec, start))
 
 
 @contextmanager
-def _exit_code_of_nodes() -> Iterator[None]:
+def _exit_on_local_node_error() -> Iterator[None]:
     """Exit with 1 for an error of this node only, if the run has several nodes."""
     try:
         yield
@@ -166,7 +166,7 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
         raise UserError("--profile-steps", steps, problem, fix="set it to true")
 
 
-def _load(path: Path, overrides: list[str], machine: str | None, trust: bool | None) -> RunSpec:
+def _load_run_or_directory(path: Path, overrides: list[str], machine: str | None, trust: bool | None) -> RunSpec:
     if not path.is_dir():
         return load_run(path, overrides, machine=machine, trust=trust)
     from phalanx.runs.create import RUN_FILE, is_run_directory

@@ -110,7 +110,7 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
 
         ranks = select_nproc(run)
         run, _ = decide_and_check(run, ranks, start)
-        directory, lock = _set_up(run, ranks, start.resume, plan)
+        directory, lock = _set_up_run_directory(run, ranks, start.resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
             return supervise_training(directory, run, ranks, choose_layout, start.rank_options, warm_process=warm)
@@ -145,7 +145,7 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
         lock = None
         # Other nodes find no rendezvous before the run directory exists.
         if rendezvous.is_host:
-            directory, lock = _set_up(run, ranks * max_nodes, start.resume, plan)
+            directory, lock = _set_up_run_directory(run, ranks * max_nodes, start.resume, plan)
         choose_layout = partial(replan_layout, run, ranks)
         with lock or nullcontext():
             return supervise_training(
@@ -153,7 +153,7 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
             )
 
 
-def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
+def _set_up_run_directory(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
     """Return the run's directory, and the lock that excludes others from it."""
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory

@@ -37,18 +37,18 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
             return refusal
         match path:
             case "/":
-                return 200, "text/html", page(_current_facts(directory), every_seconds)
+                return 200, "text/html", page(_read_facts(directory), every_seconds)
             case "/main.html":
-                return 200, "text/html", main(_current_facts(directory))
+                return 200, "text/html", main(_read_facts(directory))
             case "/facts.json":
-                return 200, "application/json", json.dumps(_current_facts(directory))
+                return 200, "application/json", json.dumps(_read_facts(directory))
         return 404, "text/plain", "not found"
 
     with make_http_server("--port", LOCAL_ADDRESS, port, get=answer) as server:
         serve_until_interrupted(server)
 
 
-def _current_facts(directory: Path) -> Facts:
+def _read_facts(directory: Path) -> Facts:
     return report_data([report_facts(read_run(directory))])
 
 

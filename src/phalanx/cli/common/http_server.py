@@ -49,7 +49,7 @@ def make_http_server(
             self.rfile = BufferedReader(_TimedReader(self.connection))
 
         def do_GET(self) -> None:
-            self._send(get, self.path.partition("?")[0], self._requested_host())
+            self._send_answer(get, self.path.partition("?")[0], self._requested_host())
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
@@ -60,27 +60,27 @@ def make_http_server(
             elif not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY_BYTES:
                 self.send_error(413)
             else:
-                self._send(post, self.path, self._requested_host(), self.rfile.read(int(length)))
+                self._send_answer(post, self.path, self._requested_host(), self.rfile.read(int(length)))
 
         def _requested_host(self) -> str:
             return self.headers.get("Host", "").partition(":")[0]
 
-        def _send(self, answer: Callable[..., Answer], *arguments: object) -> None:
+        def _send_answer(self, answer: Callable[..., Answer], *arguments: object) -> None:
             try:
-                code, kind, text = answer(*arguments)
+                code, content_type, text = answer(*arguments)
             except UserError as error:
                 code = 500
-                kind = "text/plain"
+                content_type = "text/plain"
                 text = str(error)
             except Exception:
                 traceback.print_exc()
                 code = 500
-                kind = "text/plain"
+                content_type = "text/plain"
                 text = "the server failed; its terminal shows the error"
             self.connection.settimeout(PATIENCE_SECONDS)
             body = text.encode()
             self.send_response(code)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Type", f"{content_type}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()

@@ -61,7 +61,7 @@ def to_user_error(error: Any) -> UserError:
         if moved := getattr(error.ctx.command, "moved_options", {}).get(error.option_name):
             return UserError("option", error.option_name, "has moved to another command", fix=f"write: {moved}")
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("-")]
-        if "--set" in names and (field := _run_field(error.option_name)):
+        if "--set" in names and (field := _find_run_field(error.option_name)):
             return UserError("option", error.option_name, "is not known", fix=f"write --set {field}=VALUE")
         return _unknown_name_error("option", error.option_name, names)
     if hasattr(error, "option_name"):
@@ -82,21 +82,21 @@ def to_user_error(error: Any) -> UserError:
         value = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
         return UserError(name, value, _describe_problem(error.message), fix=number_fix(name, value) or hint)
     requested = error.message.partition("'")[2].partition("'")[0]
-    known = getattr(error.ctx.command, "commands", None)
-    if known and requested:
-        return _unknown_name_error("command", requested, list(known))
-    if known:
-        hint = f"write a command first, such as `{command} {next(iter(known))}`; {hint}"
+    commands = getattr(error.ctx.command, "commands", None)
+    if commands and requested:
+        return _unknown_name_error("command", requested, list(commands))
+    if commands:
+        hint = f"write a command first, such as `{command} {next(iter(commands))}`; {hint}"
     return UserError(command, None, _describe_problem(error.message), fix=hint)
 
 
-def _unknown_name_error(kind: str, requested: str, known: list[str]) -> UserError:
+def _unknown_name_error(kind: str, requested: str, known_names: list[str]) -> UserError:
     from phalanx.spec.base import did_you_mean  # imports pydantic, which the help of a command does not need
 
-    return UserError(kind, requested, "is not known", fix=did_you_mean(requested, known))
+    return UserError(kind, requested, "is not known", fix=did_you_mean(requested, known_names))
 
 
-def _run_field(option: str) -> str:
+def _find_run_field(option: str) -> str:
     """Return the field of a run file with the name of an option, such as training.steps for --steps; else ""."""
     from phalanx.spec.run import RunSpec  # imports pydantic, which the help of a command does not need
 

@@ -33,13 +33,13 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     agreement = f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner"
     setup = f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}"
     print_line(console, f"{setup}: {agreement}", "bold")
-    print_line(console, f"the planner's best: {_format_option(best)}")
+    print_line(console, f"the planner's best: {_format_layout(best)}")
     for kind, title in TITLES.items():
         kind_advice = [advice for advice in advised.advice if advice.rule.kind == kind]
         if kind_advice:
             console.print(f"\n{title}", style="bold")
         for advice in kind_advice:
-            _show(console, advice, best)
+            _print_rule_advice(console, advice, best)
     console.print()
     for note in (
         f"agrees: the fastest layout that follows the rule takes less than {AGREEMENT_TOLERANCE:.0%} longer than the "
@@ -49,7 +49,7 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
         print_line(console, note, "dim")
 
 
-def _show(console: Terminal, advice: Advice, best: EvaluatedLayout) -> None:
+def _print_rule_advice(console: Terminal, advice: Advice, best: EvaluatedLayout) -> None:
     rule = advice.rule
     verdict = advice.verdict
     label = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
@@ -57,15 +57,15 @@ def _show(console: Terminal, advice: Advice, best: EvaluatedLayout) -> None:
     partial_note = f" [{rule.requirements_text}]" if rule.requirements_text else ""
     console.print(f"{rule.name} -> {rule.recommendation}{partial_note}", highlight=False, soft_wrap=True, markup=False)
     lines = [f"because {advice.why_rule_applies} ({rule.source})"]
-    if advice.option is not None and advice.option is not best:
-        lines.append(f"with {_format_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
+    if advice.evaluated is not None and advice.evaluated is not best:
+        lines.append(f"with {_format_layout(advice.evaluated)} ({advice.more_bytes / GIB:+.1f})")
     lines += [advice.reason, *([rule.unplanned_part] if rule.unplanned_part else [])]
     for line in lines:
         print_line(console, f"{'':15}{line}", "dim" if line == lines[0] else "")
 
 
-def _format_option(option: EvaluatedLayout) -> str:
-    return f"{option.candidate}: {option.step_seconds:.3f} s, {format_gib(option.memory_bytes)}"
+def _format_layout(evaluated: EvaluatedLayout) -> str:
+    return f"{evaluated.candidate}: {evaluated.step_seconds:.3f} s, {format_gib(evaluated.memory_bytes)}"
 
 
 def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
@@ -75,13 +75,13 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
         "model": run.model.source_name,
         "parameters": situation.parameters,
         "devices": situation.ranks,
-        "best": _option_to_json(advised.best),
+        "best": _layout_to_json(advised.best),
         "advice": [
             {
                 **_rule_to_json(advice.rule),
                 "condition": advice.why_rule_applies,
                 "verdict": advice.verdict,
-                "layout": advice.option and _option_to_json(advice.option),
+                "layout": advice.evaluated and _layout_to_json(advice.evaluated),
                 "slower": advice.slower,
                 "more_bytes": advice.more_bytes,
                 "reason": advice.reason,
@@ -103,11 +103,11 @@ def _rule_to_json(rule: RuleOfThumb) -> dict[str, str]:
     }
 
 
-def _option_to_json(option: EvaluatedLayout) -> dict[str, Any]:
+def _layout_to_json(evaluated: EvaluatedLayout) -> dict[str, Any]:
     return {
-        "candidate": str(option.candidate),
-        "layout": option.candidate.layout().model_dump(exclude_defaults=True),
-        "step_seconds": option.step_seconds,
-        "memory_bytes": option.memory_bytes,
-        "p_oom": option.p_oom,
+        "candidate": str(evaluated.candidate),
+        "layout": evaluated.candidate.layout().model_dump(exclude_defaults=True),
+        "step_seconds": evaluated.step_seconds,
+        "memory_bytes": evaluated.memory_bytes,
+        "p_oom": evaluated.p_oom,
     }

@@ -20,7 +20,7 @@ def print_benchmarks(results: Facts) -> None:
     console = Terminal(width=max(Terminal().width, 110), highlight=False)
     ranks_note = f"{results['world_size']} concurrent ranks, each {results['device']}; times of the slowest"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
-    parts = {"matmul": _matmul_table, "attention": _attention_table, "bandwidth": _bandwidth_table}
+    parts = {"matmul": _build_matmul_table, "attention": _build_attention_table, "bandwidth": _build_bandwidth_table}
     print(f"# {results['run']} on {ranks}")
     for part, view in parts.items():
         if part in results:
@@ -30,7 +30,7 @@ def print_benchmarks(results: Facts) -> None:
         print("\n" + collectives(results))
 
 
-def _matmul_table(results: Facts) -> Table:
+def _build_matmul_table(results: Facts) -> Table:
     passes = [column for name in ("forward", "inputs", "weights") for column in (name, "FLOP/s")]
     title = Column(f"product, {results['precision']}", no_wrap=True)
     grid = text_table(title, numbers=("times", "m", "n", "k", *passes))
@@ -38,27 +38,27 @@ def _matmul_table(results: Facts) -> Table:
         batch = f"{row['batch']} x " if row["batch"] > 1 else ""
         sizes = f"{batch}{row['m']:,}", f"{row['n']:,}", f"{row['k']:,}"
         timed = [row[f"{pass_name}_seconds"] for pass_name in ("forward", "inputs", "weights")]
-        shown = [cell for seconds in timed for cell in _format_timing(row["flops"], seconds)]
-        grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *shown)
+        timing_cells = [cell for seconds in timed for cell in _format_timing(row["flops"], seconds)]
+        grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *timing_cells)
     return grid
 
 
-def _attention_table(results: Facts) -> Table:
+def _build_attention_table(results: Facts) -> Table:
     passes = "forward", "FLOP/s", "backward", "FLOP/s"
     title = Column(f"attention, {results['precision']}", no_wrap=True)
     grid = text_table(title, numbers=("times", "heads", "tokens", *passes))
     for row in results["attention"]:
-        kind = "masked" if row["masked"] else "causal"
-        kind = kind if row["causal"] else "unmasked"
+        mask = "masked" if row["masked"] else "causal"
+        mask = mask if row["causal"] else "unmasked"
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
         tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
         forward = _format_timing(row["flops"], row["forward_seconds"])
         backward = _format_timing(2 * row["flops"], row["backward_seconds"])
-        grid.add_row(kind, f"{row['count']}", heads, tokens, *forward, *backward)
+        grid.add_row(mask, f"{row['count']}", heads, tokens, *forward, *backward)
     return grid
 
 
-def _bandwidth_table(results: Facts) -> Table:
+def _build_bandwidth_table(results: Facts) -> Table:
     numbers = ("read and written", "in", "a rank", "all ranks")
     grid = text_table(Column("memory", no_wrap=True), numbers=numbers)
     for row in results["bandwidth"]:
@@ -81,10 +81,12 @@ def collectives(results: Facts) -> str:
     for collective in results["collectives"]:
         ranks = collective["ranks"]
         groups = collective["groups"]
-        where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
+        groups_text = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (
+            ", ..." if len(groups) > 4 else ""
+        )
         sent = ", ".join(f"{size['calls']} x {size['size_bytes']:,} B" for size in collective["sizes"] if size["calls"])
         name = f"{collective['operation']} among {collective['among']}"
-        lines.append(f"# {name}: {ranks} ranks ({where}); an update calls {sent}")
+        lines.append(f"# {name}: {ranks} ranks ({groups_text}); an update calls {sent}")
         lines += [format_table(collective["nccl_tests"]), *_format_fit(collective["fit"], ranks), "#"]
     return "\n".join(lines)
 

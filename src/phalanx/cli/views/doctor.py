@@ -26,7 +26,11 @@ def print_findings(findings: Sequence[DoctorFinding]) -> None:
     hosts = {finding.host for finding in findings if finding.host}
     if problems:
         is_wide = console.width >= MIN_TABLE_WIDTH
-        console.print(_table(problems, len(hosts) > 1) if is_wide else _list(problems, len(hosts) > 1))
+        console.print(
+            _build_findings_table(problems, len(hosts) > 1)
+            if is_wide
+            else _build_findings_list(problems, len(hosts) > 1)
+        )
         console.print()
     ids_by_reason: dict[str, dict[str, None]] = {}
     for finding in findings:
@@ -45,7 +49,7 @@ def print_findings(findings: Sequence[DoctorFinding]) -> None:
         console.print(f"leave out: --exclude={','.join(failing_hosts(findings))}", soft_wrap=True)
 
 
-def _table(problems: Sequence[DoctorFinding], several: bool) -> Table:
+def _build_findings_table(problems: Sequence[DoctorFinding], several: bool) -> Table:
     table = text_table()
     for name in ("", "finding", *(["host"] if several else []), "device", "measured", "should be", "what to do"):
         table.add_column(name, overflow="fold", no_wrap=not name, ratio=2 if name == "what to do" else None)
@@ -58,7 +62,7 @@ def _table(problems: Sequence[DoctorFinding], several: bool) -> Table:
     return table
 
 
-def _list(problems: Sequence[DoctorFinding], several: bool) -> Table:
+def _build_findings_list(problems: Sequence[DoctorFinding], several: bool) -> Table:
     """Return the findings below each other, for a narrow terminal."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)

@@ -49,15 +49,15 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
     """Print the report."""
     results = report.results
     console = Terminal(width=max(Terminal().width, 110), highlight=False)
-    console.print(_overview(run, report), soft_wrap=True)
-    first, first_checks = results[0]
-    console.print(f"\nrank {first['rank']}", style="bold")
-    console.print(_detail(first_checks), soft_wrap=True)
+    console.print(_build_overview_table(run, report), soft_wrap=True)
+    first_rank, first_checks = results[0]
+    console.print(f"\nrank {first_rank['rank']}", style="bold")
+    console.print(_build_detail_table(first_checks), soft_wrap=True)
     for traced, checks in results[1:]:
         wrong = [check for check in checks if not check.agrees]
         if wrong:
             console.print(f"\nrank {traced['rank']}: differences", style="bold")
-            console.print(_detail(wrong), soft_wrap=True)
+            console.print(_build_detail_table(wrong), soft_wrap=True)
     console.print()
     notes = [*NOTES]
     tracing = [traced["tracing"] for traced, _ in results]
@@ -77,7 +77,9 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
         for check in checks:
             if check.explanation:
                 explained_ranks[check.explanation].add(rank)
-    notes += [f"ranks {', '.join(map(str, sorted(ranks)))}: {why}" for why, ranks in explained_ranks.items()]
+    notes += [
+        f"ranks {', '.join(map(str, sorted(ranks)))}: {explanation}" for explanation, ranks in explained_ranks.items()
+    ]
     for note in notes:
         console.print(note, style="dim", soft_wrap=True)
     wrong_ranks = [traced["rank"] for traced, checks in results if not all(check.agrees for check in checks)]
@@ -88,7 +90,7 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
         console.print(f"plan and program agree on all {traced_ranks}", style="bold green")
 
 
-def _overview(run: RunSpec, report: DryRunReport) -> Table:
+def _build_overview_table(run: RunSpec, report: DryRunReport) -> Table:
     columns = ("rank", "collectives", "sent", "peak memory", "planned", "", "FLOPs", "planned", "", "traced in")
     table = text_table(numbers=columns)
     for traced, checks in report.results:
@@ -115,7 +117,7 @@ def _overview(run: RunSpec, report: DryRunReport) -> Table:
     return table
 
 
-def _detail(checks: list[PlanCheck]) -> Table:
+def _build_detail_table(checks: list[PlanCheck]) -> Table:
     table = text_table("", "among", numbers=("ranks", "calls", "traced", "planned", ""))
     table.add_column("")
     for check in checks:

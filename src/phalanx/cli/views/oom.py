@@ -28,14 +28,14 @@ NOTES = (
 def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     """Print the run's memory, the effect of each remedy, the steps until it fits, and the required ones."""
     console = Terminal(width=max(Terminal().width, WIDTH))
-    _print_head(console, run, diagnosis)
+    _print_memory_verdict(console, run, diagnosis)
     groups = "" if diagnosis.current_footprint.fits else "those that make it fit, then those that do not suffice; "
     console.print(f"\neach change alone: {groups}by step time, then those that cost more than time", style="bold")
-    table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
+    table = _make_table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
     unhelpful: dict[str, list[str]] = {}
     for effect in diagnosis.single_remedies:
         if effect.helps:
-            _add_row(table, effect, diagnosis.current_footprint, _pasted_after_set(effect), effect.cost)
+            _add_effect_row(table, effect, diagnosis.current_footprint, _join_set_arguments(effect), effect.cost)
         else:
             unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)
     console.print(table)
@@ -54,7 +54,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
         print_line(console, note, "dim")
 
 
-def _print_head(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
+def _print_memory_verdict(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
     memory = diagnosis.current_footprint.memory
     cluster = run.cluster
     name = run.model.source_name or "model"
@@ -75,10 +75,10 @@ def _print_head(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
 def _print_steps(console: Terminal, diagnosis: Diagnosis) -> None:
     console.print("\nin sequence, until it fits", style="bold")
     if diagnosis.steps:
-        table = _table("change", "frees GiB", "most in", "GiB then", "step s", "")
+        table = _make_table("change", "frees GiB", "most in", "GiB then", "step s", "")
         before = diagnosis.current_footprint
         for effect in diagnosis.steps:
-            _add_row(table, effect, before)
+            _add_effect_row(table, effect, before)
             before = effect.new_footprint or before
         console.print(table)
     if not fits_after(diagnosis.steps):
@@ -88,19 +88,19 @@ def _print_steps(console: Terminal, diagnosis: Diagnosis) -> None:
     if len(diagnosis.needed) < len(diagnosis.steps):
         names = "; ".join(effect.remedy.name for effect in diagnosis.needed)
         print_line(console, f"\nSufficient: {names}")
-    print_line(console, f"\nIt fits with  --set {_pasted_after_set(last_effect)}", "green")
+    print_line(console, f"\nIt fits with  --set {_join_set_arguments(last_effect)}", "green")
     if last_effect.new_footprint:
         footprint = last_effect.new_footprint
-        then = f"{format_gib(footprint.memory.device)}, step {format_optional(footprint.step_seconds)} s"
-        console.print(then, highlight=False)
+        result = f"{format_gib(footprint.memory.device)}, step {format_optional(footprint.step_seconds)} s"
+        console.print(result, highlight=False)
 
 
-def _pasted_after_set(effect: RemedyEffect) -> str:
+def _join_set_arguments(effect: RemedyEffect) -> str:
     """Return the settings of a remedy as a command line takes them after its first `--set`."""
     return " --set ".join(effect.settings)
 
 
-def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -> None:
+def _add_effect_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more_cells: str) -> None:
     after = effect.new_footprint
     if after is None:
         return
@@ -115,12 +115,12 @@ def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: st
         f"{after.memory.device / GIB:.1f}",
         step,
         describe_fit(after.p_oom) if after.p_oom < MAX_OOM_PROBABILITY else "",
-        *more,
+        *more_cells,
         style="green" if after.fits else "",
     )
 
 
-def _table(*headers: str) -> Table:
+def _make_table(*headers: str) -> Table:
     left_aligned = ("change", "--set", "most in", "", "costs")
     columns = [
         Column(header, justify="left" if header in left_aligned else "right", no_wrap=header != "costs")

@@ -57,17 +57,17 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     The plan has at least one layout. `tokens` are those of a full training; None for those of the run.
     """
     console = plan_console()
-    _print_head(console, run, world_size, plan)
+    _print_plan_summary(console, run, world_size, plan)
     table = plan_table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
-    for number, option in enumerate(plan.layouts[:top], 1):
-        marker = "*" if option in front else " "
-        table.add_row(f"{number}{marker}", str(option.candidate), *format_figures(run.cluster, option))
+    for number, layout in enumerate(plan.layouts[:top], 1):
+        marker = "*" if layout in front else " "
+        table.add_row(f"{number}{marker}", str(layout.candidate), *format_figures(run.cluster, layout))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
-    if (first := plan.layouts[0]).p_oom >= SAFE_OOM_PROBABILITY:
-        print_line(console, describe_safer_layout(plan, first), "yellow")
+    if (fastest := plan.layouts[0]).p_oom >= SAFE_OOM_PROBABILITY:
+        print_line(console, describe_safer_layout(plan, fastest), "yellow")
     if (faster := find_faster_layout(run, world_size, plan)) is not None:
         for note in describe_faster_layout(faster):
             print_line(console, note, "yellow")
@@ -84,7 +84,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     console.print()
     for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens)):
         print_line(console, line)
-    print_assumptions(console, run, world_size, options=plan.layouts[:top])
+    print_assumptions(console, run, world_size, plan.layouts[:top])
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
@@ -93,65 +93,65 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     `index` is that of the layout in `plan.layouts`.
     """
     console = plan_console()
-    option = plan.layouts[index]
-    _print_head(console, run, world_size, plan)
-    console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
+    layout = plan.layouts[index]
+    _print_plan_summary(console, run, world_size, plan)
+    console.print(f"{index + 1}. {layout.candidate}", style="bold", highlight=False)
     print_line(
         console,
-        f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
-        f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (including recomputation)",
+        f"step {layout.step_seconds:.3f} s, 80 % between {layout.low_seconds:.3f} and {layout.high_seconds:.3f}; "
+        f"MFU {layout.mfu:.1%}, HFU {layout.hfu:.1%} (including recomputation)",
     )
-    for note in slow_link_warnings(run, option.candidate):
+    for note in slow_link_warnings(run, layout.candidate):
         console.print(note, style="yellow", highlight=False)
     console.print()
     table = plan_table("time", "seconds", "share", "")
-    for part, seconds in option.parts.items():
-        share = seconds / option.step_seconds
+    for part, seconds in layout.parts.items():
+        share = seconds / layout.step_seconds
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
     # The simulation assigns a core to each rank.
-    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:
-        seconds = float(simulate_candidate(run, world_size, option.candidate).makespan)
-        compared = f"{option.schedule_seconds:.3f} s in the table above"
+    if layout.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:
+        seconds = float(simulate_candidate(run, world_size, layout.candidate).makespan)
+        compared = f"{layout.schedule_seconds:.3f} s in the table above"
         print_line(console, f"simulated schedule: {seconds:.3f} s of compute, transfers and bubble; {compared}", "dim")
-        command = show_command(run, world_size, option.candidate)
+        command = show_command(run, world_size, layout.candidate)
         print_line(console, f"draw it, with all ranks as slow as the slowest: {command}", "dim")
     console.print()
-    _print_memory_parts(console, run.cluster, option)
-    if host_need := describe_host_need(run.cluster, option.host_bytes, offloads=option.candidate.offloads):
+    _print_memory_parts(console, run.cluster, layout)
+    if host_need := describe_host_need(run.cluster, layout.host_bytes, offloads=layout.candidate.offloads):
         print_line(console, host_need)
-    console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
+    console.print(f"P(OOM) {layout.p_oom:.1%}", highlight=False)
     print_line(console, describe_memory_limit(run.cluster), "dim")
-    other_options = [other for other in plan.layouts[: index + 6] if other is not option]
-    if other_options:
+    others = [other for other in plan.layouts[: index + 6] if other is not layout]
+    if others:
         console.print("\nother layouts, compared with this one", style="bold")
-        for other in other_options:
-            print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, option)}")
+        for other in others:
+            print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, layout)}")
     console.print("\nwhat if, compared with the fastest layout", style="bold")
-    for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
-        then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "no layout fits"
-        print_line(console, f"  {idea.change}: {then}")
+    for idea in evaluate_what_ifs(run, world_size, plan.fastest or layout):
+        outcome = f"{idea.speedup - 1:+.1%} tokens/s with {idea.best.candidate}" if idea.best else "no layout fits"
+        print_line(console, f"  {idea.change}: {outcome}")
     console.print()
-    print_assumptions(console, run, world_size, options=[option, *other_options])
+    print_assumptions(console, run, world_size, [layout, *others])
 
 
-def _print_memory_parts(console: Terminal, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
+def _print_memory_parts(console: Terminal, cluster: ClusterSpec, layout: EvaluatedLayout) -> None:
     """Print the estimated parts of the first and last stage, and what the tensor count adds to their sum."""
-    table = plan_table("memory, GiB", *option.stages, "")
-    stages = option.stages.items()
-    totals = option.stage_bytes.values()
-    rows = {part: [parts[part] for _, parts in stages] for part in option.stages["last"]}
-    rows["count - estimate"] = [option.stage_bytes[name] - sum(parts.values()) for name, parts in stages]
+    table = plan_table("memory, GiB", *layout.stages, "")
+    stages = layout.stages.items()
+    totals = layout.stage_bytes.values()
+    rows = {part: [parts[part] for _, parts in stages] for part in layout.stages["last"]}
+    rows["count - estimate"] = [layout.stage_bytes[name] - sum(parts.values()) for name, parts in stages]
     for part, sizes in rows.items():
-        bar = "█" * round(40 * max(sizes) / option.memory_bytes)
+        bar = "█" * round(40 * max(sizes) / layout.memory_bytes)
         table.add_row(part, *(f"{size / GIB:.2f}" for size in sizes), bar)
     table.add_row("total", *(f"{total / GIB:.2f}" for total in totals), "", style="bold")
     console.print(table)
     note = "parts: a formula's estimate; total: the exact count, as in `phalanx memory`"
     if cluster.calibration:
         note += ", with the rest of the process as measured"
-    if option.memory_bytes > max(totals):
-        note += f"; the fullest rank is in another stage: {format_gib(option.memory_bytes)}"
+    if layout.memory_bytes > max(totals):
+        note += f"; the fullest rank is in another stage: {format_gib(layout.memory_bytes)}"
     print_line(console, note, "dim")
 
 
@@ -170,8 +170,8 @@ def print_comparison(
     console = plan_console()
     print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}")
     named = list(zip(names, (first, second), strict=True))
-    for name, option in named:
-        console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
+    for name, layout in named:
+        console.print(f"{name}: {layout.candidate}", style="bold", highlight=False)
     for note in notes:
         print_line(console, note, "yellow")
     console.print()
@@ -179,18 +179,20 @@ def print_comparison(
     sign = 1 if slower is first else -1
     table = plan_table("", *names, f"{slow} - {fast}")
     for part, label in PART_DESCRIPTIONS.items():
-        table.add_row(*_comparison_row(label, first.parts[part], second.parts[part], sign, unit="s"))
-    table.add_row(*_comparison_row("step", first.step_seconds, second.step_seconds, sign, unit="s"))
-    table.add_row(*_comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB"))
-    first_host, second_host = (node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second))
+        table.add_row(*_format_comparison_row(label, first.parts[part], second.parts[part], sign, unit="s"))
+    table.add_row(*_format_comparison_row("step", first.step_seconds, second.step_seconds, sign, unit="s"))
+    table.add_row(
+        *_format_comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB")
+    )
+    first_host, second_host = (node_host_bytes(run.cluster, layout.host_bytes) / GIB for layout in (first, second))
     if first_host or second_host:
-        table.add_row(*_comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB"))
+        table.add_row(*_format_comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB"))
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
-    print_assumptions(console, run, world_size, options=[first, second])
+    print_assumptions(console, run, world_size, [first, second])
     console.print()
-    for name, option in named:
-        if option.p_oom >= MAX_OOM_PROBABILITY:
+    for name, layout in named:
+        if layout.p_oom >= MAX_OOM_PROBABILITY:
             console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
     conclusion = f"{slow} and {fast} are equally fast"
     if not equally_fast(slower, faster):
@@ -199,7 +201,7 @@ def print_comparison(
     print_line(console, conclusion)
 
 
-def _comparison_row(label: str, first: float, second: float, sign: int, unit: str) -> list[str]:
+def _format_comparison_row(label: str, first: float, second: float, sign: int, unit: str) -> list[str]:
     """Return the cells of a row; `sign` is 1 if the first layout is the slower one, else -1."""
     digits = 3 if unit == "s" else 1
     difference = f"{sign * (first - second):+.{digits}f} {unit}"
@@ -229,7 +231,7 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
     console.print(table)
 
 
-def _print_head(console: Terminal, run: RunSpec, world_size: int, plan: Plan) -> None:
+def _print_plan_summary(console: Terminal, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
     print_line(
         console,
@@ -249,18 +251,18 @@ def calibration_note(cluster: ClusterSpec) -> str:
     return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
 
 
-def format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
+def format_figures(cluster: ClusterSpec, layout: EvaluatedLayout) -> list[str]:
     """Return the cells of a layout's predicted time and memory."""
-    host_bytes = node_host_bytes(cluster, option.host_bytes)
+    host_bytes = node_host_bytes(cluster, layout.host_bytes)
     return [
-        f"{option.step_seconds:.3f}",
-        f"{option.low_seconds:.3g} to {option.high_seconds:.3g}",
-        f"{option.tokens_per_second:,.0f}",
-        f"{option.mfu:.1%}",
-        f"{option.memory_bytes / GIB:.1f}" + (f" + {host_bytes / GIB:.0f}" if host_bytes else ""),
-        f"{option.p_oom:.1%}",
-        f"{option.exposed / option.step_seconds:.1%}",
-        f"{max(0.0, option.parts['bubble']) / option.step_seconds:.1%}",
+        f"{layout.step_seconds:.3f}",
+        f"{layout.low_seconds:.3g} to {layout.high_seconds:.3g}",
+        f"{layout.tokens_per_second:,.0f}",
+        f"{layout.mfu:.1%}",
+        f"{layout.memory_bytes / GIB:.1f}" + (f" + {host_bytes / GIB:.0f}" if host_bytes else ""),
+        f"{layout.p_oom:.1%}",
+        f"{layout.exposed / layout.step_seconds:.1%}",
+        f"{max(0.0, layout.parts['bubble']) / layout.step_seconds:.1%}",
     ]
 
 

@@ -33,11 +33,11 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "fitting": plan.fitting,
         "layouts": [
             {
-                **option.to_json(),
-                "on_front": option in front,
-                "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
+                **layout.to_json(),
+                "on_front": layout in front,
+                "node_host_bytes": node_host_bytes(run.cluster, layout.host_bytes),
             }
-            for option in plan.layouts[:top]
+            for layout in plan.layouts[:top]
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
         "taken": str(plan.best.candidate),

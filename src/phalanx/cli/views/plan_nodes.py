@@ -49,7 +49,7 @@ def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
     note = "per rank: tokens/s per rank, relative to the first row that fits. --nodes N shows all layouts of N nodes."
     print_line(console, f"\n{note}", "dim")
     best = [count.best for count in fitting if count.best is not None]
-    print_assumptions(console, run, fitting[-1].ranks, options=best)
+    print_assumptions(console, run, fitting[-1].ranks, best)
 
 
 def _tokens_per_rank(count: NodeCount) -> float:

@@ -27,58 +27,60 @@ def describe_setup(run: RunSpec, world_size: int) -> str:
     return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}"
 
 
-def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
+def list_assumptions(run: RunSpec, world_size: int, layouts: Sequence[EvaluatedLayout]) -> list[str]:
     """List the assumptions of predictions of these layouts."""
-    offload_targets = {option.candidate.offload for option in options}
+    offload_targets = {layout.candidate.offload for layout in layouts}
     balanced = ["evenly loaded experts"] if run.model.moe else []
-    offloads_activations = any(option.candidate.activation_checkpointing == "offload" for option in options)
+    offloads_activations = any(layout.candidate.activation_checkpointing == "offload" for layout in layouts)
     precision = run.training.precision
     return describe_assumptions(run.cluster, world_size, offload_targets, precision, offloads_activations) + balanced
 
 
-def print_assumptions(console: Terminal, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
+def print_assumptions(console: Terminal, run: RunSpec, world_size: int, layouts: Sequence[EvaluatedLayout]) -> None:
     """Print the assumptions of predictions of these layouts."""
-    line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing about the machine'}"
+    line = f"assumed: {'; '.join(list_assumptions(run, world_size, layouts)) or 'nothing about the machine'}"
     print_line(console, line, "dim")
 
 
-def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:
+def describe_safer_layout(plan: Plan, fastest: EvaluatedLayout) -> str:
     """Return a warning that the fastest layout may not fit, with an alternative."""
-    warning = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%})."
+    warning = f"Layout 1 may not fit (P(OOM) {fastest.p_oom:.0%})."
     safe = plan.first_safe
     if safe is None:
         return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
     number = plan.layouts.index(safe) + 1
-    slower = safe.step_seconds / first.step_seconds - 1
+    slower = safe.step_seconds / fastest.step_seconds - 1
     longer = "equally fast"
-    if not equally_fast(safe, first):
+    if not equally_fast(safe, fastest):
         longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"
     return f"{warning} The first below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
 
 
 def describe_faster_layout(faster: FasterLayout) -> list[str]:
     """Describe a faster layout that does not fit in two lines: its speed and missing memory; the command."""
-    option = faster.option
+    layout = faster.option
     missing = {"device": faster.missing_device_bytes, "CPU": faster.missing_host_bytes}
-    shortage = " and ".join(f"{format_gib(size)} of {kind} memory" for kind, size in missing.items() if size)
+    shortage = " and ".join(
+        f"{format_gib(size)} of {memory_name} memory" for memory_name, size in missing.items() if size
+    )
     remedy = ""
     if faster.fitting_seq_len is not None:
         seconds = f"{faster.fitting_step_seconds:,.1f} s a step"
         remedy = f"It fits with --set training.seq_len={faster.fitting_seq_len} ({seconds}). "
-    fields = layout_to_text(option.candidate.layout())
+    fields = layout_to_text(layout.candidate.layout())
     return [
         f"A layout that does not fit would be {faster.speedup:,.1f} times as fast as the fastest layout that fits: "
-        f"{option.candidate}, {option.step_seconds:,.1f} s a step. It lacks {shortage} (P(OOM) {option.p_oom:.0%}).",
+        f"{layout.candidate}, {layout.step_seconds:,.1f} s a step. It lacks {shortage} (P(OOM) {layout.p_oom:.0%}).",
         f'{remedy}phalanx plan compare RUN.toml "{fields}" compares it with layout 1.',
     ]
 
 
-def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayout]) -> list[str]:
+def describe_memory_column(cluster: ClusterSpec, layouts: Sequence[EvaluatedLayout]) -> list[str]:
     """Describe the required memory of layouts, and the device and CPU memory available."""
-    offloads = any(option.candidate.offloads for option in options)
-    need = describe_host_need(cluster, max(option.host_bytes for option in options), offloads=offloads)
-    held = "process" if cluster.calibration else "tensors"
-    meaning = f"GiB: {held} of the fullest rank" + (" + CPU memory of a node" if need else "")
+    offloads = any(layout.candidate.offloads for layout in layouts)
+    need = describe_host_need(cluster, max(layout.host_bytes for layout in layouts), offloads=offloads)
+    measured_object = "process" if cluster.calibration else "tensors"
+    meaning = f"GiB: {measured_object} of the fullest rank" + (" + CPU memory of a node" if need else "")
     return [f"{meaning}; {describe_memory_limit(cluster)}.", *([f"{need}."] if need else [])]
 
 

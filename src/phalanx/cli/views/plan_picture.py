@@ -14,18 +14,18 @@ MAX_OTHER_LAYOUTS = 4
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
     """Return the picture of the explanation of `plan.layouts[index]`."""
-    option = plan.layouts[index]
+    layout = plan.layouts[index]
     others = [(number, other) for number, other in enumerate(plan.layouts, 1) if number != index + 1]
-    stages = {f"{name} stage": parts for name, parts in option.stages.items()}
-    if option.candidate.pp == 1:
-        stages = {"every rank": option.stages["last"]}
+    stages = {f"{name} stage": parts for name, parts in layout.stages.items()}
+    if layout.candidate.pp == 1:
+        stages = {"every rank": layout.stages["last"]}
     return Breakdown(
         title=f"{describe_setup(run, world_size)}, layout {index + 1}",
-        layout=str(option.candidate),
+        layout=str(layout.candidate),
         meaning=PART_DESCRIPTIONS,
-        seconds=option.parts,
+        seconds=layout.parts,
         other_layouts={number: Bar(str(other.candidate), other.parts) for number, other in others[:MAX_OTHER_LAYOUTS]},
         bytes=[Bar(name, parts) for name, parts in stages.items()],
-        counted_bytes=option.memory_bytes,
+        counted_bytes=layout.memory_bytes,
         memory_bytes=float(run.cluster.rank_memory_bytes or 0),
     )

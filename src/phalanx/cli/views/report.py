@@ -37,15 +37,15 @@ MAX_RANKS_SHOWN = 16
 """Maximum number of ranks that are listed: those with the longest compute time."""
 
 
-def print_report(data: Facts, file: Path) -> None:
+def print_report(report: Facts, file: Path) -> None:
     """Print the full report: each run, the differences between runs, and the location of the page."""
     console = Terminal(width=max(Terminal().width, 80), highlight=False)
-    for facts in data["runs"]:
-        for part in _report(facts):
+    for facts in report["runs"]:
+        for part in _render_report(facts):
             console.print(part, soft_wrap=isinstance(part, Text))
             console.print()
-    if data["comparison"]:
-        for part in _comparison(data["comparison"]):
+    if report["comparison"]:
+        for part in _render_comparison(report["comparison"]):
             console.print(part, soft_wrap=isinstance(part, Text))
         console.print()
     console.print(f"page: {file}", soft_wrap=True, markup=False)
@@ -57,7 +57,7 @@ def render_live(facts: Facts) -> Group:
     curves = facts["curves"]
     parts: list[RenderableType] = [
         Text.assemble((run["name"], "bold"), f"  {'  '.join(formatting.run_summary(run)[:2])}"),
-        _bar(run["step"] / run.get("steps", run["step"] or 1)),
+        _render_progress_bar(run["step"] / run.get("steps", run["step"] or 1)),
         Text(format_latest_step(facts)),
     ]
     if not run.get("leads"):
@@ -71,7 +71,7 @@ def render_live(facts: Facts) -> Group:
     return Group(*parts, *(Text(f"! {problem}", "dim") for problem in facts["problems"]))
 
 
-def _bar(share: float) -> Text:
+def _render_progress_bar(share: float) -> Text:
     done = round(share * BAR_WIDTH)
     return Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"))
 
@@ -95,11 +95,11 @@ def format_latest_step(facts: Facts, index: int = -1) -> str:
     return "  ".join(parts)
 
 
-def _report(facts: Facts) -> Iterator[RenderableType]:
+def _render_report(facts: Facts) -> Iterator[RenderableType]:
     run = facts["run"]
-    ranks, *more = formatting.run_summary(run)
+    ranks, *details = formatting.run_summary(run)
     problems = "".join(f"\n! {problem}" for problem in facts["problems"])
-    yield Text.assemble((run["name"], "bold"), f"  {ranks}\n", "  ".join(more), (problems, "yellow"))
+    yield Text.assemble((run["name"], "bold"), f"  {ranks}\n", "  ".join(details), (problems, "yellow"))
     if facts["verdict"]:
         yield format_bottleneck(facts["verdict"])
         yield Text("\n").join(
@@ -111,7 +111,7 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
             for finding in facts["findings"][1:]
         )
     if facts["comparison"]:
-        yield _prediction_table(facts["comparison"])
+        yield _build_prediction_table(facts["comparison"])
     if facts["ranks"]:
         yield rank_time_table(facts["ranks"])
         yield Text(formatting.TABLE_NOTE, "dim")
@@ -142,8 +142,8 @@ def format_bottleneck(finding: Facts) -> Text:
     )
 
 
-def _prediction_table(rows: Sequence[Facts]) -> Table:
-    table = _table("", "predicted", "measured", "ratio")
+def _build_prediction_table(rows: Sequence[Facts]) -> Table:
+    table = _make_table("", "predicted", "measured", "ratio")
     for title, section_rows in formatting.group_rows(rows):
         if table.rows:
             table.add_section()
@@ -157,27 +157,31 @@ def _prediction_table(rows: Sequence[Facts]) -> Table:
 
 def rank_time_table(ranks: Sequence[Facts]) -> Group:
     """Return a table of each rank's step time by part; parts that no rank has are omitted."""
-    shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MAX_RANKS_SHOWN], key=lambda rank: rank["rank"])
+    listed_ranks = sorted(
+        sorted(ranks, key=lambda rank: -rank["compute"])[:MAX_RANKS_SHOWN], key=lambda rank: rank["rank"]
+    )
     parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
-    table = _table("rank", *(formatting.DISPLAY_NAMES.get(part, part) for part in parts))
-    for rank in shown:
+    table = _make_table("rank", *(formatting.DISPLAY_NAMES.get(part, part) for part in parts))
+    for rank in listed_ranks:
         table.add_row(f"{rank['rank']} on {rank['host']}", *(format_seconds(max(0.0, rank[part])) for part in parts))
-    more = f", the {MAX_RANKS_SHOWN} of {len(ranks)} ranks that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
-    return Group(Text(f"where each rank's step went{more}", "bold"), table)
+    selection_note = (
+        f", the {MAX_RANKS_SHOWN} of {len(ranks)} ranks that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
+    )
+    return Group(Text(f"where each rank's step went{selection_note}", "bold"), table)
 
 
 def gpu_table(title: str, rows: Sequence[Sequence[str]]) -> Group:
     """Return a table with a column per GPU; the first row is the header."""
-    table = _table(*rows[0])
+    table = _make_table(*rows[0])
     for row in rows[1:]:
         table.add_row(*row)
     return Group(Text(title, "bold"), table)
 
 
-def _comparison(comparison: Facts) -> Iterator[RenderableType]:
+def _render_comparison(comparison: Facts) -> Iterator[RenderableType]:
     for sentence in formatting.format_comparison(comparison):
         yield Text(sentence)
-    table = _table("", *comparison["names"])
+    table = _make_table("", *comparison["names"])
     for row in comparison["rows"]:
         values = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
         ratios = ["", *(f"  {format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
@@ -186,7 +190,7 @@ def _comparison(comparison: Facts) -> Iterator[RenderableType]:
     yield table
 
 
-def _table(*columns: str) -> Table:
+def _make_table(*columns: str) -> Table:
     table = text_table()
     for index, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if index else "left")
@@ -195,12 +199,12 @@ def _table(*columns: str) -> Table:
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Return a curve as a line of characters: means of intervals, scaled from minimum to maximum."""
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return ""
-    count = min(width, len(known))
-    boundaries = [len(known) * index // count for index in range(count + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(boundaries)]
+    count = min(width, len(numbers))
+    boundaries = [len(numbers) * index // count for index in range(count + 1)]
+    means = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(boundaries)]
     minimum = min(means)
     span = (max(means) - min(means)) or 1.0
     return "".join(

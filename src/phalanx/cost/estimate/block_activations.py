@@ -25,19 +25,19 @@ LEAN_WIDE_BYTES = 8.0
 LEAN_GATED_BYTES = 4.0
 """Bytes per element of a gated MLP's inner width in Phalanx, which saves the inputs of the activation: gate and up."""
 LEAN_PLAIN_BYTES = 2.0
-"""The same of an MLP without gate."""
+"""Bytes per element of the inner width of an MLP without gate in Phalanx."""
 
 
 @dataclass(frozen=True)
 class BlockActivations:
     """Bytes of one micro-batch in a block."""
 
-    saved: Column
-    recomputed: Column
+    saved_bytes: Column
+    recomputed_bytes: Column
     """Bytes while the backward pass recomputes a block; 0 without recomputation."""
-    unwrapped: Column
+    unwrapped_bytes: Column
     """Bytes saved by a block that recomputes nothing."""
-    offloaded: Column
+    offloaded_bytes: Column
     """Bytes of a recomputed block in CPU memory."""
 
 
@@ -62,7 +62,7 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
     input_bytes = block_input_bytes(jobs)
     host_input_bytes = np.where(offloads_inputs(jobs), input_bytes, 0.0)
     return BlockActivations(
-        saved=select_choice(
+        saved_bytes=select_choice(
             jobs.recompute,
             {
                 "full": input_bytes,
@@ -75,7 +75,7 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
             block_bytes,
         ),
         # With other methods, a sublayer has freed more when its norms or activations are recomputed.
-        recomputed=select_choice(
+        recomputed_bytes=select_choice(
             jobs.recompute,
             {
                 "full": block_bytes,
@@ -86,8 +86,8 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
             },
             0.0,
         ),
-        unwrapped=block_bytes,
-        offloaded=host_input_bytes,
+        unwrapped_bytes=block_bytes,
+        offloaded_bytes=host_input_bytes,
     )
 
 

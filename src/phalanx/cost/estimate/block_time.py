@@ -29,7 +29,7 @@ CAST_OPERATIONS = 12
 """Operations of a cast to float8 that is not compiled (`model.fp8.cast_rows`)."""
 
 
-def _no_seconds() -> Column:
+def _zero_seconds() -> Column:
     return np.zeros(1)
 
 
@@ -42,11 +42,11 @@ class StageTime:
     """Backward pass, including recomputation."""
     weight_grad: Column
     """Part of `backward`: gradients of weights, which split backward passes postpone."""
-    exchange: Column = field(default_factory=_no_seconds)
+    exchange: Column = field(default_factory=_zero_seconds)
     """Part of both passes: exposed communication of tensor, context and expert parallelism."""
-    sharding: Column = field(default_factory=_no_seconds)
+    sharding: Column = field(default_factory=_zero_seconds)
     """Part of both passes: exposed gathers of parameters and scatters of gradients (ZeRO-3)."""
-    upload: Column = field(default_factory=_no_seconds)
+    upload: Column = field(default_factory=_zero_seconds)
     """Part of both passes: exposed copies of offloaded parameters and activations."""
 
     @property
@@ -87,12 +87,14 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, 
     attention = attention_times(constants, jobs)
     expert_exchange = expert_exchange_seconds(constants, jobs)
     return (
-        _block_time(constants, jobs, attention, mlp_times(constants, jobs), np.zeros(1), extra_operations=0),
-        _block_time(constants, jobs, attention, expert_times(constants, jobs), expert_exchange, extra_operations=20),
+        _estimate_block_time(constants, jobs, attention, mlp_times(constants, jobs), np.zeros(1), extra_operations=0),
+        _estimate_block_time(
+            constants, jobs, attention, expert_times(constants, jobs), expert_exchange, extra_operations=20
+        ),
     )
 
 
-def _block_time(
+def _estimate_block_time(
     constants: TimeConstants,
     jobs: JobTable,
     attention: SublayerTimes,
@@ -117,7 +119,7 @@ def _block_time(
     host_forward = (num_operations + extra_operations) * constants.launch_seconds * launch_factor
     host_backward = host_forward * (1.5 + _recomputes_full_blocks(jobs))
     weight_grad = attention.weight_grad + mlp.weight_grad
-    exchange = _exchange_seconds(constants, jobs, attention.core.forward, weight_grad, expert_exchange)
+    exchange = _exposed_exchange_seconds(constants, jobs, attention.core.forward, weight_grad, expert_exchange)
     forward = smooth_max(device.forward + exchange.forward, host_forward)
     backward = smooth_max(device.backward + exchange.backward, host_backward)
     without_exchange = smooth_max(device.forward, host_forward) + smooth_max(device.backward, host_backward)
@@ -166,7 +168,7 @@ def _recomputes_full_blocks(jobs: JobTable) -> NDArray[np.bool_]:
     return np.isin(jobs.recompute, (CODES["full"], CODES["offload"]))
 
 
-def _exchange_seconds(
+def _exposed_exchange_seconds(
     constants: TimeConstants, jobs: JobTable, core: Column, weight_grad: Column, expert_seconds: Column
 ) -> PassSeconds:
     """Return the exposed communication of both passes, in backward including recomputation.
@@ -175,24 +177,24 @@ def _exchange_seconds(
     all-reduce after attention and one after the MLP. With sequence parallelism, each of these is an all-gather and a
     reduce-scatter (arXiv 2205.05198, section 4.2.2).
     """
-    cp = _context_parallel_seconds(constants, jobs, core)
+    cp_seconds = _context_parallel_seconds(constants, jobs, core)
     size_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width
     calls = 1.0 + jobs.sequence_parallel
     reduction_seconds = ring_seconds(constants, jobs, size_bytes, jobs.tp, stride=1.0, reduces=True, calls=calls)
-    leak = np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
-    tp_seconds = jobs.tp_reductions_per_block * reduction_seconds * leak
+    exposed_fraction = np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
+    tp_seconds = jobs.tp_reductions_per_block * reduction_seconds * exposed_fraction
     hidden_seconds = np.where(
         (jobs.overlap_tp_with_weight_grads > 0) & jobs.can_overlap,
         (1 - constants.overlap_leak) * np.minimum(tp_seconds, weight_grad),
         0.0,
     )
-    forward = tp_seconds + expert_seconds + cp.forward
+    forward = tp_seconds + expert_seconds + cp_seconds.forward
     recomputed = np.select(
         [_recomputes_full_blocks(jobs), jobs.recompute == CODES["selective"]],
-        [forward, tp_seconds / jobs.tp_reductions_per_block + cp.forward],
+        [forward, tp_seconds / jobs.tp_reductions_per_block + cp_seconds.forward],
         0.0,
     )
-    return PassSeconds(forward, tp_seconds - hidden_seconds + expert_seconds + cp.backward + recomputed)
+    return PassSeconds(forward, tp_seconds - hidden_seconds + expert_seconds + cp_seconds.backward + recomputed)
 
 
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:

@@ -129,9 +129,9 @@ class TimeConstants:
     """Passes over the logits for softmax and loss, forward and backward."""
 
     def of_generation(self, name: str, generation: Column, oldest: float | None = None) -> Column:
-        """Return the constant `name_0`, `name_1` and so on of each device's generation.
+        """Return the constant `name_0`, `name_1` and so on that applies to each device's generation.
 
-        A generation without its own has that of the generation before; `oldest` is that of the first.
+        A generation without a constant of its own uses that of the generation before; `oldest` is that of the first.
         """
         values: list[Any] = [oldest]
         for number in range(len(GENERATIONS)):

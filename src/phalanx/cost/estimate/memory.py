@@ -39,7 +39,7 @@ class StageMemory:
     """Part of `activations`: one micro-batch's, allocated and freed between those of other micro-batches."""
     logits: Column
     buffers: Column
-    host_by_stage: Column
+    host_bytes_by_stage: Column
     """Bytes of CPU memory for offloaded state and activations; not part of `total`."""
 
     @property
@@ -48,14 +48,14 @@ class StageMemory:
         return self.state + self.activations + self.logits + self.buffers
 
     @property
-    def allocated(self) -> Column:
+    def allocated_bytes(self) -> Column:
         """Bytes of the fullest stage."""
         return self.total.max(axis=0)
 
     @property
-    def host(self) -> Column:
+    def host_bytes(self) -> Column:
         """Bytes of CPU memory for a rank of the stage that offloads most."""
-        return self.host_by_stage.max(axis=0)
+        return self.host_bytes_by_stage.max(axis=0)
 
 
 def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemory:
@@ -64,12 +64,12 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemory:
     One block at a time is recomputed. By then, the blocks that recompute nothing have freed their activations.
     """
     blocks = np.where((AT_ENDS > 0) | jobs.has_middle_stages, jobs.blocks, 0.0)
-    state, host = _state_bytes(constants, jobs, blocks)
+    state, host_bytes = _state_bytes(constants, jobs, blocks)
     block = activation_bytes(constants, jobs)
     in_flight = peak_in_flight_by_stage(jobs)
-    freed_bytes = blocks * (1 - jobs.recomputed) * block.unwrapped
-    saved_bytes = blocks * jobs.recomputed * block.saved + freed_bytes
-    recomputed_bytes = np.where(jobs.recomputed > 0, np.maximum(block.recomputed - freed_bytes, 0.0), 0.0)
+    freed_bytes = blocks * (1 - jobs.recomputed) * block.unwrapped_bytes
+    saved_bytes = blocks * jobs.recomputed * block.saved_bytes + freed_bytes
+    recomputed_bytes = np.where(jobs.recomputed > 0, np.maximum(block.recomputed_bytes - freed_bytes, 0.0), 0.0)
     # DeepSpeed's pipeline engine saves the tensor that a stage sends, for every micro-batch in flight
     # (deepspeed/runtime/pipe/engine.py: pipe_buffers).
     saves_sent_tensor = _uses_pipeline_engine(jobs) & (jobs.pp > 1)
@@ -82,7 +82,7 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemory:
         fragmented=np.where(is_scattered, saved_bytes, 0.0),
         logits=np.where(has_head, _logit_bytes(constants, jobs), 0.0),
         buffers=np.tile(_buffer_bytes(constants, jobs), (3, 1)),
-        host_by_stage=host + in_flight * blocks * jobs.recomputed * block.offloaded,
+        host_bytes_by_stage=host_bytes + in_flight * blocks * jobs.recomputed * block.offloaded_bytes,
     )
 
 
@@ -91,7 +91,7 @@ def _uses_pipeline_engine(jobs: JobTable) -> NDArray[np.bool_]:
 
 
 def _buffer_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
-    """Return the bytes of temporary tensors, libraries, and DeepSpeed's buckets."""
+    """Return the bytes of temporary tensors, of libraries, and of DeepSpeed's reduce and gather buckets."""
     working_bytes = 4 * jobs.compute_dtype_bytes * constants.working * jobs.tokens * jobs.width
     has_buckets = _uses_pipeline_engine(jobs) & (jobs.zero_stage > 0)
     bucket_bytes = np.where(has_buckets, 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET_ELEMENTS, 0.0)
@@ -120,7 +120,7 @@ def memory_utilization(constants: MemoryConstants, jobs: JobTable, memory: Stage
     device_utilization = reserved_bytes(constants, memory) / jobs.memory_bytes
     if not (jobs.offload.any() or (jobs.recompute == CODES["offload"]).any()):
         return device_utilization
-    return np.maximum(device_utilization, np.maximum(memory.host, 1.0) / jobs.host_memory_bytes)
+    return np.maximum(device_utilization, np.maximum(memory.host_bytes, 1.0) / jobs.host_memory_bytes)
 
 
 def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
@@ -140,11 +140,11 @@ def peak_in_flight_by_stage(jobs: JobTable) -> Column:
     p = jobs.pp
     m = jobs.micro_batches
     v = np.maximum(jobs.virtual_stages, 1)
-    one = np.ones_like(p)
+    ones = np.ones_like(p)
 
     def in_flight(interleaved: Column, one_f_one_b: Column) -> Column:
         by_schedule: dict[Choice, Column] = {
-            "none": one,
+            "none": ones,
             "interleaved": interleaved,
             "zb-h1": p,
             "zb-h2": 2 * p - 1,
@@ -157,7 +157,7 @@ def peak_in_flight_by_stage(jobs: JobTable) -> Column:
         [
             in_flight(p + (p - 1) / v, p),
             in_flight(p + (p - 3) / v, np.maximum(p - 1, 1)),
-            in_flight((p * (v - 1) + 1) / v, one),
+            in_flight((p * (v - 1) + 1) / v, ones),
         ]
     )
 
@@ -191,10 +191,10 @@ def _state_bytes(constants: MemoryConstants, jobs: JobTable, blocks: Column) -> 
 
 
 def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
-    """Return the bytes of the logits.
+    """Return the bytes of the logits and of the loss's copies of them.
 
-    Most of them are the loss's own, which is in fp32 if products are in 16 bits. Phalanx has the logits alone, or those
-    of a chunk and the gradient of the head's matrix.
+    The loss computes in fp32 if products are in 16 bits, so most bytes are its copies. Phalanx keeps only the logits
+    themselves, or those of one chunk and the gradient of the head's matrix.
     """
     is_fused = (jobs.hardware_generation > 0) & jobs.is_fused
     bytes_in_fp32 = np.where(is_fused, constants.logit_fused_bytes, constants.logit_bytes)

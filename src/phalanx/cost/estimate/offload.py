@@ -1,10 +1,11 @@
 """Memory savings and time of offload: offloaded bytes, transferred bytes, and the update on a CPU.
 
-Of activations, the inputs of recomputed blocks are copied to the host in the forward pass, and back in backward.
+Offload of activations copies the inputs of recomputed blocks to the host in the forward pass, and back to the device
+in the backward pass.
 
-This follows Phalanx's strategies. ZeRO-1 and 2 (`parallel.data.zero`) copy gradients to the host, step their rows in
-pieces and copy the rows back, one after another. Only the gather of the previous piece overlaps with this. ZeRO-3
-(FSDP2's CPUOffloadPolicy) prefetches a block's parameters to the device before each gather. It copies the first
+The formulas follow Phalanx's strategies. ZeRO-1 and 2 (`parallel.data.zero`) copy gradients to the host, step their
+rows in pieces and copy the rows back, one after another. Only the gather of the previous piece overlaps with this.
+ZeRO-3 (FSDP2's CPUOffloadPolicy) prefetches a block's parameters to the device before each gather. It copies the first
 micro-batch's gradients to the host during the backward pass; later micro-batches wait for the addition. Muon's
 products, which are slow on a CPU, are not included. The efficiencies and the speed below are usual values, not
 measurements.
@@ -68,8 +69,8 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
     """Return the seconds of a step in which a rank only copies or updates offloaded parameters.
 
     Files are read ahead and written behind (`parallel.data.offload`), so the slower of disk and CPU counts. A CPU is
-    never assumed to be faster than the device, so offloading what fits never pays. `owned` are the offloaded parameters
-    that the rank updates.
+    never assumed to be faster than the device, so offloading what fits never pays. `owned` is the number of offloaded
+    parameters that the rank updates.
     """
     host = HOST_MEMORY_EFFICIENCY * jobs.host_bytes_per_second
     pass_bytes = _host_pass_bytes(jobs)
@@ -80,9 +81,10 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
 
 
 def add_input_copies(jobs: JobTable, block: StageTime) -> StageTime:
-    """Return `block` with the exposed copies of its input: to the host in one pass, back in the other.
+    """Return `block` with the exposed time of copies of inputs between device and host.
 
-    A block hides the copy of its input to the host, and its backward pass that of the previous block's input back.
+    The forward pass of a block hides the copy of its input to the host. Its backward pass hides the copy of the
+    previous block's input back to the device.
     """
     copy_seconds = input_copy_seconds(jobs)
     forward = np.maximum(copy_seconds - block.forward, 0.0)

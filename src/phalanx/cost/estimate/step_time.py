@@ -52,7 +52,7 @@ PARTS = tuple(part.name for part in fields(StepTime))
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Times of the layers of a model, of which stages consist."""
+    """Times of a model's layers. A stage's time is the sum over its layers."""
 
     embedding: StageTime
     dense: StageTime
@@ -83,7 +83,7 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     layers = layer_seconds(constants, jobs)
     plain = layer_seconds_without_recomputation(constants, jobs, layers)
     slowest, middle = _slowest_and_middle_stages(jobs, layers, plain)
-    blocks = _mix_blocks(layers, plain, jobs.mean_recomputed, jobs.layers, jobs.layers - jobs.dense_layers)
+    blocks = _combine_block_times(layers, plain, jobs.mean_recomputed, jobs.layers, jobs.layers - jobs.dense_layers)
     all_stages = blocks + layers.embedding + layers.head
     engine_factor = np.where(jobs.is_deepspeed & (jobs.pp > 1), constants.deepspeed, 1.0)
     passes, bubble = _adjust_for_shared_cores(
@@ -116,7 +116,7 @@ def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
         embedding=StageTime(forward=embedding / 2, backward=embedding / 2, weight_grad=np.zeros(1)),
         dense=add_zero3_communication(constants, jobs, dense, experts=np.zeros(1)),
         routed=add_zero3_communication(constants, jobs, routed, jobs.experts_per_block),
-        head=_head_time(constants, jobs),
+        head=_estimate_head_time(constants, jobs),
     )
 
 
@@ -127,10 +127,10 @@ def layer_seconds_without_recomputation(constants: TimeConstants, jobs: JobTable
     return layer_seconds(constants, replace(jobs, recompute=np.full_like(jobs.recompute, CODES["none"])))
 
 
-def _mix_blocks(
+def _combine_block_times(
     layers: LayerTimes, plain: LayerTimes, recomputed: Column, blocks: Column, moe_blocks: Column
 ) -> StageTime:
-    """Return the times of blocks, of which the fraction `recomputed` recomputes activations."""
+    """Return the time of all blocks if a fraction `recomputed` of them recomputes activations."""
     dense = blocks - moe_blocks
     if plain is layers:
         return layers.blocks(dense, moe_blocks)
@@ -139,11 +139,11 @@ def _mix_blocks(
     )
 
 
-def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
+def _estimate_head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
     """Return the times of the output projection and of the loss.
 
-    The loss reads a rank's shard of the logits, or all logits if ranks gather the vocabulary. In chunks, all of it is
-    in the forward pass, and each chunk adds to the gradient of the head's matrix.
+    The loss reads a rank's shard of the logits, or all logits if ranks gather the vocabulary. If the loss is computed
+    in chunks, its backward pass runs within the forward pass, and each chunk adds to the gradient of the head's matrix.
     """
     product = matmul_seconds(constants, jobs, jobs.tokens, jobs.vocab / jobs.tp, jobs.width, linear=False)
     gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
@@ -164,15 +164,15 @@ def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
 def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes, plain: LayerTimes) -> tuple[StageTime, StageTime]:
     """Return the times of the slowest rank, and of a rank with neither embedding nor head."""
     first, middle, last = (
-        _mix_blocks(layers, plain, recomputed, blocks, moe_blocks)
+        _combine_block_times(layers, plain, recomputed, blocks, moe_blocks)
         for recomputed, blocks, moe_blocks in zip(jobs.recomputed, jobs.blocks, jobs.moe_blocks, strict=True)
     )
     shares_rank = jobs.embedding_and_head_share_rank
     first += layers.embedding
     last = last + layers.head + layers.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
 
-    def slower(stage: StageTime, other: StageTime, exists: NDArray[np.bool_]) -> StageTime:
-        return stage.replaced_where(exists & (other.forward_backward > stage.forward_backward), other)
+    def slower(stage: StageTime, candidate: StageTime, exists: NDArray[np.bool_]) -> StageTime:
+        return stage.replaced_where(exists & (candidate.forward_backward > stage.forward_backward), candidate)
 
     return slower(slower(last, first, ~shares_rank), middle, jobs.has_middle_stages), middle
 

@@ -27,7 +27,7 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class SublayerTimes:
-    """Seconds of a sublayer's products, of its memory passes in forward, and of attention's core."""
+    """Seconds of a sublayer's matrix products, of the memory passes in its forward pass, and of attention's core."""
 
     forward: Column
     input_grad: Column
@@ -43,12 +43,12 @@ def attention_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     inputs = linear_seconds(constants, jobs, jobs.tokens, input_width, jobs.width, readers=3)
     output = linear_seconds(constants, jobs, jobs.tokens, jobs.width, inner_width)
     runs_separate_norms = jobs.is_gated & ~jobs.is_fused
-    compile_factor = _compile_factor(constants, jobs)
+    compile_factor = _remaining_pass_fraction(constants, jobs)
     width_passes = constants.width_passes * compile_factor + np.where(runs_separate_norms, constants.norm_passes, 0.0)
     passes = width_passes / jobs.sequence_shards + constants.shared_passes * compile_factor / jobs.tp
     pass_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width * passes
     core = PassSeconds(*attention_seconds(constants, jobs))
-    return SublayerTimes(*_add(inputs, output), memory_pass_seconds(constants, jobs, pass_bytes), core)
+    return SublayerTimes(*_add_layer_seconds(inputs, output), memory_pass_seconds(constants, jobs, pass_bytes), core)
 
 
 def mlp_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
@@ -56,9 +56,9 @@ def mlp_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     num_up = jobs.mlp_matrices - 1
     up = linear_seconds(constants, jobs, jobs.tokens, jobs.ffn * num_up / jobs.tp, jobs.width, readers=num_up)
     down = linear_seconds(constants, jobs, jobs.tokens, jobs.width, jobs.ffn / jobs.tp)
-    passes = jobs.ffn * num_up / jobs.tp * constants.inner_passes * _compile_factor(constants, jobs)
+    passes = jobs.ffn * num_up / jobs.tp * constants.inner_passes * _remaining_pass_fraction(constants, jobs)
     pass_bytes = jobs.compute_dtype_bytes * jobs.tokens * passes
-    return SublayerTimes(*_add(up, down), memory_pass_seconds(constants, jobs, pass_bytes))
+    return SublayerTimes(*_add_layer_seconds(up, down), memory_pass_seconds(constants, jobs, pass_bytes))
 
 
 def expert_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
@@ -73,25 +73,27 @@ def expert_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     ffn = np.maximum(jobs.expert_ffn, 1)
     up = linear_seconds(constants, jobs, tokens_per_expert, 2 * ffn, jobs.width, batch=local_experts, readers=2)
     down = linear_seconds(constants, jobs, tokens_per_expert, jobs.width, ffn, batch=local_experts)
-    routed = _add(up, down, jobs.experts > 0)
+    routed = _add_layer_seconds(up, down, jobs.experts > 0)
     shared_ffn = np.maximum(jobs.shared_ffn, 1) / jobs.tp
     up = linear_seconds(constants, jobs, jobs.tokens, 2 * shared_ffn, jobs.width, readers=2)
     down = linear_seconds(constants, jobs, jobs.tokens, jobs.width, shared_ffn)
-    shared = _add(up, down, jobs.shared_ffn > 0)
+    shared = _add_layer_seconds(up, down, jobs.shared_ffn > 0)
     inner_elements = token_copies * jobs.expert_ffn + jobs.tokens * jobs.shared_ffn / jobs.tp
-    inner_passes = 2 * inner_elements * constants.inner_passes * _compile_factor(constants, jobs)
+    inner_passes = 2 * inner_elements * constants.inner_passes * _remaining_pass_fraction(constants, jobs)
     route_passes = token_copies * jobs.width * constants.route_passes
     pass_bytes = jobs.compute_dtype_bytes * (inner_passes + route_passes)
-    return SublayerTimes(*_add(routed, shared), memory_pass_seconds(constants, jobs, pass_bytes))
+    return SublayerTimes(*_add_layer_seconds(routed, shared), memory_pass_seconds(constants, jobs, pass_bytes))
 
 
-def _add(first: LinearSeconds, second: LinearSeconds, exist: bool | NDArray[np.bool_] = True) -> LinearSeconds:
+def _add_layer_seconds(
+    first: LinearSeconds, second: LinearSeconds, exist: bool | NDArray[np.bool_] = True
+) -> LinearSeconds:
     """Return the sum of the seconds of two layers, in the rows where they exist."""
     forward, input_grad, weight_grad = (np.where(exist, a + b, 0.0) for a, b in zip(first, second, strict=True))
     return forward, input_grad, weight_grad
 
 
-def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
+def _remaining_pass_fraction(constants: TimeConstants, jobs: JobTable) -> Column:
     """Return the fraction of the memory passes that remain with torch.compile."""
     return np.where(jobs.compiled > 0, constants.compiled, 1.0)
 

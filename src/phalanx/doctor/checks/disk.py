@@ -34,11 +34,13 @@ def check_disk(machine: Machine, expected: Expectations) -> Iterator[DoctorFindi
     if space is None:
         yield from skip_rules(f"df does not report {directory}", "disk.full", "disk.very_full", "disk.room")
     else:
-        yield from _check_space(machine, space, directory, expected)
-    yield from _check_write(machine, directory, expected.quick)
+        yield from _check_free_space(machine, space, directory, expected)
+    yield from _check_write_speed(machine, directory, expected.quick)
 
 
-def _check_space(machine: Machine, space: DiskSpace, directory: str, expected: Expectations) -> Iterator[DoctorFinding]:
+def _check_free_space(
+    machine: Machine, space: DiskSpace, directory: str, expected: Expectations
+) -> Iterator[DoctorFinding]:
     very_full = RULES["disk.very_full"].check({directory: space.percent})
     yield from very_full
     if very_full[0].severity == "OK":
@@ -53,7 +55,7 @@ def _check_space(machine: Machine, space: DiskSpace, directory: str, expected: E
         yield RULES["disk.room"].skip("no run was given")
 
 
-def _check_write(machine: Machine, directory: str, quick: bool) -> Iterator[DoctorFinding]:
+def _check_write_speed(machine: Machine, directory: str, quick: bool) -> Iterator[DoctorFinding]:
     size = str(QUICK_WRITE_MIB if quick else WRITE_MIB)
     argv = sys.executable, "-P", "-m", "phalanx.doctor.disk_write_probe", directory, size
     output = machine.run("write", *argv, seconds=WRITE_SECONDS)

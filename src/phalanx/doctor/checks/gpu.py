@@ -45,9 +45,9 @@ def check_gpus(machine: Machine, expected: Expectations) -> Iterator[DoctorFindi
         yield RULES["gpu.answers"].violation("", problem)
         return
     all_rows = nvidia_smi.parse_csv(text, IDENTITY_FIELDS)
-    rows = _visible_rows(machine, all_rows)
+    rows = _select_visible_gpus(machine, all_rows)
     yield from RULES["gpu.answers"].report(nvidia_smi.unresponsive_gpus(rows).items(), ok="yes")
-    num_gpus = max(expected.gpus or 0, _expected_gpu_count(machine, devices))
+    num_gpus = max(expected.gpus or 0, _count_expected_gpus(machine, devices))
     yield from RULES["gpu.count"].check(len(all_rows), limit=num_gpus)
     models = nvidia_smi.text_field(rows, "name")
     yield from RULES["gpu.model"].check(models, limit=most_common(models.values()))
@@ -62,10 +62,10 @@ def check_gpus(machine: Machine, expected: Expectations) -> Iterator[DoctorFindi
     corrupted = map(pci.normalize_pci_address, nvidia_smi.CORRUPTED_PATTERN.findall(text))
     corrupted_gpus = ((names.get(address, address), "corrupted") for address in corrupted)
     yield from RULES["gpu.inforom"].report(corrupted_gpus, ok="not corrupted")
-    yield from _check_state(machine)
+    yield from _check_gpu_settings(machine)
 
 
-def _visible_rows(machine: Machine, rows: dict[str, nvidia_smi.Row]) -> dict[str, nvidia_smi.Row]:
+def _select_visible_gpus(machine: Machine, rows: dict[str, nvidia_smi.Row]) -> dict[str, nvidia_smi.Row]:
     """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES; all if it lists other names than indices."""
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in (visible or "").split(",")]
@@ -74,7 +74,7 @@ def _visible_rows(machine: Machine, rows: dict[str, nvidia_smi.Row]) -> dict[str
     return {gpu: row for gpu, row in rows.items() if gpu.removeprefix("GPU") in names}
 
 
-def _expected_gpu_count(machine: Machine, devices: list[str]) -> int:
+def _count_expected_gpus(machine: Machine, devices: list[str]) -> int:
     """Return the number of GPUs on the bus that this process should see.
 
     A container has the device files of its own GPUs only, but sees the whole bus. Slurm sets the number of a job's
@@ -100,9 +100,9 @@ def _query_identity(machine: Machine) -> tuple[str, str]:
     return output.text, "" if is_table else first_line(output.text)
 
 
-def _check_state(machine: Machine) -> Iterator[DoctorFinding]:
+def _check_gpu_settings(machine: Machine) -> Iterator[DoctorFinding]:
     try:
-        rows = _visible_rows(machine, nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE_FIELDS))
+        rows = _select_visible_gpus(machine, nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE_FIELDS))
     except CheckSkipped as skipped:
         ids = ("gpu.persistence", "gpu.mig", "gpu.compute_mode", "gpu.power_limit", "gpu.slowdown")
         yield from skip_rules(str(skipped), *ids)

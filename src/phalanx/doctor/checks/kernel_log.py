@@ -29,7 +29,7 @@ SOURCES = (
 def check_kernel_log(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
     """Return one finding per kind of error and device, with the last message."""
     text = _read_logs(machine)
-    findings = [*_xid_findings(text), *_message_findings(text, pci.nvidia_gpus(machine), rdma.rdma_cards(machine))]
+    findings = [*_find_xids(text), *_find_rule_matches(text, pci.nvidia_gpus(machine), rdma.rdma_cards(machine))]
     ids = {finding.id for finding in findings}
     yield from findings
     yield from (rule.ok("none") for rule in SECTIONS["kernel_log"].rules if rule.id not in ids)
@@ -59,7 +59,7 @@ def _read_logs(machine: Machine) -> str:
     raise CheckSkipped(f"the kernel log is not readable ({'; '.join(messages)}): run as root")
 
 
-def _xid_findings(text: str) -> Iterator[DoctorFinding]:
+def _find_xids(text: str) -> Iterator[DoctorFinding]:
     """Yield the last Xid of each kind and GPU; for a lost GPU, only that it is lost."""
     lost = sorted({pci.normalize_pci_address(address.rstrip(":")) for address in GPU_LOST_PATTERN.findall(text)})
     yield from (RULES["kernel.gpu_lost"].violation(address, "fallen off the bus") for address in lost)
@@ -77,7 +77,7 @@ def _xid_findings(text: str) -> Iterator[DoctorFinding]:
     yield from (finding for (address, _), finding in latest.items() if address not in lost)
 
 
-def _message_findings(text: str, gpus: list[str], cards: list[str]) -> list[DoctorFinding]:
+def _find_rule_matches(text: str, gpus: list[str], cards: list[str]) -> list[DoctorFinding]:
     """Return the last message of each device that a rule's patterns match.
 
     The kernel also reports devices as limited that are of no interest here, and idle GPUs, which reduce the speed of

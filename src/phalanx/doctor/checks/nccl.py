@@ -32,11 +32,11 @@ def check_variables(machine: Machine, expected: Expectations) -> Iterator[Doctor
     """Check the variables that are set."""
     if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
         raise CheckSkipped("no variable of NCCL or gloo is set")
-    selected = _selected_interfaces(machine)
+    selected = _select_interfaces(machine)
     yield from _check_interfaces(machine, selected, is_single_node=expected.nodes == 1)
     external = [name for name in selected.get(NCCL_VARIABLE, []) if not name.startswith(LOCAL_PREFIXES)]
-    yield _check_route(machine, external)
-    yield from _check_cards(machine)
+    yield _check_master_route(machine, external)
+    yield from _check_hca_names(machine)
     rule = RULES["nccl.left_over"]
     forced = ((name, machine.environment.get(name, "")) for name in rule.inputs)
     set_variables = (
@@ -47,11 +47,11 @@ def check_variables(machine: Machine, expected: Expectations) -> Iterator[Doctor
 
 def named_interfaces(machine: Machine) -> list[str]:
     """Return the interfaces that the variables select and that other nodes can reach."""
-    selected = {name for names in _selected_interfaces(machine).values() for name in names}
+    selected = {name for names in _select_interfaces(machine).values() for name in names}
     return [name for name in _list_interfaces(machine) if name in selected and not name.startswith(LOCAL_PREFIXES)]
 
 
-def _selected_interfaces(machine: Machine) -> dict[str, list[str]]:
+def _select_interfaces(machine: Machine) -> dict[str, list[str]]:
     """Return the existing interfaces that each variable selects, for the variables that are set."""
     interfaces = _list_interfaces(machine)
     selected = {}
@@ -123,7 +123,7 @@ def matches_interface_filter(value: str, interface: str) -> bool:
     return matches != value.startswith("^")
 
 
-def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
+def _check_master_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     rule = RULES["nccl.route"]
     master = machine.environment.get("MASTER_ADDR")
     if not master or not allowed:
@@ -145,7 +145,7 @@ def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     return rule.ok(device) if device in allowed else rule.violation(device, device, f"one of {', '.join(allowed)}")
 
 
-def _check_cards(machine: Machine) -> list[DoctorFinding]:
+def _check_hca_names(machine: Machine) -> list[DoctorFinding]:
     rule = RULES["nccl.hca"]
     hca_filter = machine.environment.get("NCCL_IB_HCA", "")
     if not hca_filter:
@@ -174,7 +174,7 @@ def check_log(machine: Machine, expected: Expectations) -> Iterator[DoctorFindin
     lines = [match.groups() for match in map(LINE_PATTERN.match, log_lines) if match]
     if not lines:
         raise CheckSkipped("no line of NCCL in the log")
-    yield from _check_network(lines, has_rdma=bool(rdma.rdma_devices(machine)))
+    yield from _check_socket_fallback(lines, has_rdma=bool(rdma.rdma_devices(machine)))
     rdma_channels = [message for _, _, message in lines if "via NET/" in message and "/Socket" not in message]
     if rdma_channels:
         yield from RULES["nccl.gdr"].check(sum("GDRDMA" not in message for message in rdma_channels))
@@ -183,10 +183,10 @@ def check_log(machine: Machine, expected: Expectations) -> Iterator[DoctorFindin
     warnings = {host: message for host, level, message in lines if level == "WARN"}
     rule = RULES["nccl.warnings"]
     yield from [rule.violation(host, message, host=host) for host, message in warnings.items()] or [rule.ok("none")]
-    yield from _check_versions(log_lines)
+    yield from _check_nccl_versions(log_lines)
 
 
-def _check_network(lines: Sequence[tuple[str, ...]], has_rdma: bool) -> list[DoctorFinding]:
+def _check_socket_fallback(lines: Sequence[tuple[str, ...]], has_rdma: bool) -> list[DoctorFinding]:
     """Return the hosts that selected sockets, if RDMA devices exist or others selected another network."""
     rule = RULES["nccl.fallback"]
     choices = [(host, message.rpartition(" ")[2]) for host, _, message in lines if message.startswith("Using network ")]
@@ -199,7 +199,7 @@ def _check_network(lines: Sequence[tuple[str, ...]], has_rdma: bool) -> list[Doc
     return [rule.ok(", ".join(sorted(networks)) or "unknown")]
 
 
-def _check_versions(lines: Sequence[str]) -> list[DoctorFinding]:
+def _check_nccl_versions(lines: Sequence[str]) -> list[DoctorFinding]:
     """Return the versions that differ from that of most lines; lines of NCCL up to 2.2x name no host."""
     rule = RULES["nccl.version"]
     versions = []
@@ -208,6 +208,6 @@ def _check_versions(lines: Sequence[str]) -> list[DoctorFinding]:
             line_match = LINE_PATTERN.match(line)
             versions.append((line_match[1] if line_match else "", version_match[1]))
     majority = most_common(version for _, version in versions) or ""
-    other = [(host, version) for host, version in sorted(set(versions)) if version != majority]
-    violations = [rule.violation(host, version, majority, host=host) for host, version in other]
+    deviating = [(host, version) for host, version in sorted(set(versions)) if version != majority]
+    violations = [rule.violation(host, version, majority, host=host) for host, version in deviating]
     return violations or [rule.ok_range(dict(versions).values())]

@@ -43,7 +43,7 @@ def check_rdma_ports(machine: Machine, expected: Expectations) -> Iterator[Docto
     }
     yield from RULES["rdma.state"].check(states)
     rates = {name: rdma.rate_gbps(machine, port) for name, port in ports.items() if states[name].startswith("4:")}
-    required_gbps = 8e-9 * _required_bytes_per_second(expected) / max(1, len(ports))
+    required_gbps = 8e-9 * _node_bytes_per_second(expected) / max(1, len(ports))
     yield from RULES["rdma.rate"].check(rates, limit=max(required_gbps, most_common(rates.values()) or 0.0))
     days = max(1.0, (leading_number(machine.read("/proc/uptime")) or 0) / DAY_SECONDS)
     link_downs = {
@@ -53,18 +53,23 @@ def check_rdma_ports(machine: Machine, expected: Expectations) -> Iterator[Docto
     yield from RULES["rdma.flaps"].check(flaps_per_day)
     firmware = {port.device: machine.read(f"{rdma.ROOT}/{port.device}/fw_ver") for port in ports.values()}
     versions = {device: version for device, version in firmware.items() if version}
-    kinds = {port.device: rdma.card_kind(machine, port) for port in ports.values()}
-    usual = {kind: most_common(versions[each] for each in versions if kinds[each] == kind) for kind in kinds.values()}
-    yield from RULES["rdma.firmware"].check(versions, limit={device: usual[kinds[device]] for device in versions})
+    card_kinds = {port.device: rdma.card_kind(machine, port) for port in ports.values()}
+    usual_versions = {
+        card_kind: most_common(versions[card] for card in versions if card_kinds[card] == card_kind)
+        for card_kind in card_kinds.values()
+    }
+    yield from RULES["rdma.firmware"].check(
+        versions, limit={device: usual_versions[card_kinds[device]] for device in versions}
+    )
 
 
-def _required_bytes_per_second(expected: Expectations) -> float:
+def _node_bytes_per_second(expected: Expectations) -> float:
     """Return the network speed of all ranks of a node, or 0 if the run does not specify it."""
     return (expected.network_bytes_per_second or 0) * (expected.ranks or 0)
 
 
 def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
-    """Check the GIDs, the addresses that RDMA uses over Ethernet, of active ports that NCCL would use."""
+    """Check the GIDs (RDMA's addresses over Ethernet) of the active ports that NCCL would use."""
     ports = {
         name: port
         for name, port in rdma.selected_ports(machine, expected).items()
@@ -73,23 +78,25 @@ def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorF
     if not ports:
         raise CheckSkipped("no RoCE port is up")
     index = machine.environment.get(INDEX_VARIABLE, "-1")
-    kinds: dict[str, dict[str, str]] = {name: {} for name in ports}
+    gid_types: dict[str, dict[str, str]] = {name: {} for name in ports}
     for name, port in ports.items():
         for path in machine.glob(f"{port.path}/gids/*"):
             gid = machine.read(path) or ""
             if gid.replace(":", "").strip("0"):
                 gid_index = path.rpartition("/")[2]
-                kind = machine.read(f"{port.path}/gid_attrs/types/{gid_index}") or "unknown"
-                is_link_local = kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX)
-                kinds[name][gid_index] = LINK_LOCAL_ROCE_V2 if is_link_local else kind
+                gid_type = machine.read(f"{port.path}/gid_attrs/types/{gid_index}") or "unknown"
+                is_link_local = gid_type == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX)
+                gid_types[name][gid_index] = LINK_LOCAL_ROCE_V2 if is_link_local else gid_type
     # On a flat network, the user may name a link-local GID.
     accepted = (ROCE_V2,) if index == "-1" else (ROCE_V2, LINK_LOCAL_ROCE_V2)
-    counts = {name: sum(kind in accepted for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()}
+    counts = {
+        name: sum(gid_type in accepted for gid_type in gid_kinds.values()) for name, gid_kinds in gid_types.items()
+    }
     yield from RULES["roce.gid"].check(counts)
     if index == "-1":
         yield RULES["roce.gid_index"].skip(f"{INDEX_VARIABLE} is not set")
     else:
-        yield from RULES["roce.gid_index"].check({name: gids.get(index, "none") for name, gids in kinds.items()})
+        yield from RULES["roce.gid_index"].check({name: gids.get(index, "none") for name, gids in gid_types.items()})
 
 
 def check_mtu(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
@@ -196,7 +203,7 @@ def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[D
     all_speeds = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed")) or 0.0 for name in names}
     speeds = {name: speed for name, speed in all_speeds.items() if speed > 0}
     uses_rdma = rdma.rdma_devices(machine) and expected.gpus != 0
-    required_mbps = 0.0 if uses_rdma else 8e-6 * _required_bytes_per_second(expected)
+    required_mbps = 0.0 if uses_rdma else 8e-6 * _node_bytes_per_second(expected)
     yield from RULES["network.speed"].check(speeds, limit=max(RULES["network.speed"].limit, required_mbps))
     duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
     yield from RULES["network.duplex"].check(duplex)

@@ -66,7 +66,7 @@ def check_memory(machine: Machine, expected: Expectations) -> Iterator[DoctorFin
         raise CheckSkipped("/proc/meminfo has no sizes")
     total = sizes["MemTotal"]
     available = sizes["MemAvailable"]
-    for limit, used in _cgroup_usage(machine):
+    for limit, used in _read_cgroup_usage(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
     yield from RULES["memory.available"].check(round(100 * available / total))
     on_cpus = pci.runs_on_cpu(machine, expected)
@@ -79,7 +79,7 @@ def check_memory(machine: Machine, expected: Expectations) -> Iterator[DoctorFin
         yield RULES["memory.headroom"].skip("no run for CPUs")
 
 
-def _cgroup_usage(machine: Machine) -> Iterator[tuple[int, int]]:
+def _read_cgroup_usage(machine: Machine) -> Iterator[tuple[int, int]]:
     """Yield the limit and the use, in bytes, of this process's cgroup and of all above it.
 
     A job of Slurm has a cgroup; a container sees its own as the root. File pages are not counted: the kernel reclaims
@@ -121,16 +121,16 @@ def check_clock(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
 def check_cpu(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
     """Check the CPUs by the files that the kernel provides; most virtual machines have few of them."""
     yield from _check_governors(machine)
-    yield _check_offline(machine)
+    yield _check_offline_cores(machine)
     balancing = machine.read("/proc/sys/kernel/numa_balancing")
     if balancing is not None and has_several_numa_nodes(machine) and pci.nvidia_gpus(machine):
         yield from RULES["cpu.numa_balancing"].check(balancing)
     else:
         yield RULES["cpu.numa_balancing"].skip("no GPUs on several NUMA nodes")
-    yield _check_bf16(machine, expected)
+    yield _check_bf16_instructions(machine, expected)
 
 
-def _check_bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
+def _check_bf16_instructions(machine: Machine, expected: Expectations) -> DoctorFinding:
     rule = RULES["cpu.bf16"]
     if expected.precision not in BF16_PRECISIONS or not pci.runs_on_cpu(machine, expected):
         return rule.skip("no run for CPUs in bf16")
@@ -142,7 +142,7 @@ def _check_bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
     return rule.violation("", f"no {', '.join(missing)}") if is_slow else rule.ok("yes")
 
 
-def _check_offline(machine: Machine) -> DoctorFinding:
+def _check_offline_cores(machine: Machine) -> DoctorFinding:
     """Check for offline cores among the present ones.
 
     A virtual machine also lists cores that could be added. Without SMT, half of the cores are offline on purpose.
@@ -153,11 +153,11 @@ def _check_offline(machine: Machine) -> DoctorFinding:
         return rule.skip("the kernel does not show it")
     if smt in ("off", "forceoff"):
         return rule.skip("SMT is switched off")
-    cores = _parse_cores(offline) & _parse_cores(present) if present else _parse_cores(offline)
+    cores = _parse_core_ranges(offline) & _parse_core_ranges(present) if present else _parse_core_ranges(offline)
     return rule.violation(offline, offline) if cores else rule.ok("none")
 
 
-def _parse_cores(listed: str) -> set[int]:
+def _parse_core_ranges(listed: str) -> set[int]:
     """Return the cores of a list in the kernel's format, such as 0-3,8."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
     return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}

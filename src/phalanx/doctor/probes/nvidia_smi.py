@@ -70,7 +70,7 @@ def text_field(rows: dict[str, Row], field: str) -> dict[str, str]:
 
 
 def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
-    """Return the GPUs that the driver lists and that do not respond, with the text in place of a value."""
+    """Return the GPUs that do not respond, each with the error that the driver shows in place of a value."""
     return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if FAILURE_PATTERN.search(cell)}
 
 

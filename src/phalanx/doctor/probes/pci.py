@@ -15,19 +15,19 @@ BRIDGE = ("0x0680",)
 
 def nvidia_gpus(machine: Machine) -> list[str]:
     """Return the addresses of NVIDIA's GPUs, such as 0000:1b:00.0."""
-    return _nvidia_devices(machine, GPU)
+    return _find_nvidia_devices(machine, GPU)
 
 
 def nvswitches(machine: Machine) -> list[str]:
     """Return the addresses of NVSwitches."""
-    return _nvidia_devices(machine, BRIDGE)
+    return _find_nvidia_devices(machine, BRIDGE)
 
 
-def _nvidia_devices(machine: Machine, class_codes: tuple[str, ...]) -> list[str]:
+def _find_nvidia_devices(machine: Machine, class_codes: tuple[str, ...]) -> list[str]:
     addresses = []
     for path in machine.glob(f"{DEVICES}/*"):
-        kind = machine.read(f"{path}/class") or ""
-        if kind.startswith(class_codes) and machine.read(f"{path}/vendor") == NVIDIA:
+        class_code = machine.read(f"{path}/class") or ""
+        if class_code.startswith(class_codes) and machine.read(f"{path}/vendor") == NVIDIA:
             addresses.append(path.rpartition("/")[2])
     return addresses
 
@@ -52,5 +52,5 @@ def pcie_errors(machine: Machine, address: str) -> int | None:
 
 def normalize_pci_address(text: str) -> str:
     """Return an address of nvidia-smi (00000000:1B:00.0) or a driver's log (0000:1b:00) as sysfs has it."""
-    domain, _, rest = text.strip().lower().partition(":")
-    return f"{domain[-4:]}:{rest}" + ("" if "." in rest else ".0")
+    domain, _, device_address = text.strip().lower().partition(":")
+    return f"{domain[-4:]}:{device_address}" + ("" if "." in device_address else ".0")

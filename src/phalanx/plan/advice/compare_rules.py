@@ -46,7 +46,7 @@ class Advice:
     why_rule_applies: str
     verdict: Verdict
     reason: str
-    option: EvaluatedLayout | None = None
+    evaluated: EvaluatedLayout | None = None
     """Fastest layout that satisfies the rule and fits; the smallest, if none fits."""
     slower: float = 0.0
     """Relative slowdown of its step compared with the best one; 0 if it does not fit or run."""
@@ -77,19 +77,19 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     """
     layouts = enumerate_layouts(run, world_size)
     layouts, ordered = with_smaller_variants(run, world_size, layouts) if layouts else ([], [])
-    every = EvaluatedLayouts(run, world_size, layouts, ordered, MemoryCounts(run, world_size))
-    fastest = every.best(lambda _: True)
+    evaluated = EvaluatedLayouts(run, world_size, layouts, ordered, MemoryCounts(run, world_size))
+    fastest = evaluated.best(lambda _: True)
     if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
         fix = suggest_fit(run, world_size, plan) if plan.closest_to_fitting else "change the layout or the batch size"
         raise UserError("layout", None, f"no layout of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix)
     bands = TimeBands(run, world_size, ordered, fastest)
-    best = next(runnable_layouts(run, world_size, bands, bands.order, every.count_memory))
-    situation = describe_situation(every)
+    best = next(runnable_layouts(run, world_size, bands, bands.order, evaluated.count_memory))
+    situation = describe_situation(evaluated)
     return AdviceReport(
         situation,
         best,
-        advice=[compare_with_best(every, best, situation, rule) for rule in RULES if rule.applies(situation)],
+        advice=[compare_with_best(evaluated, best, situation, rule) for rule in RULES if rule.applies(situation)],
         inapplicable_rules=[rule for rule in RULES if not rule.applies(situation)],
     )
 
@@ -108,49 +108,55 @@ class EvaluatedLayouts:
 
     def best(self, is_wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
         """Return the planner's best of the wanted layouts; None if none of them fits and runs."""
-        some = (candidate for candidate in self.fitting if is_wanted(candidate))
-        return next(runnable_layouts(self.run, self.ranks, some, count_memory=self.count_memory), None)
+        wanted = (candidate for candidate in self.fitting if is_wanted(candidate))
+        return next(runnable_layouts(self.run, self.ranks, wanted, count_memory=self.count_memory), None)
 
 
 def compare_with_best(
-    every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb
+    layouts: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb
 ) -> Advice:
     """Return the comparison of a rule that applies with the planner's best layout."""
 
     def obeys_rule(candidate: CandidateLayout) -> bool:
         return rule.is_satisfied_by(candidate, situation.domain)
 
-    def advice(verdict: Verdict, reason: str, option: EvaluatedLayout | None = None, slower: float = 0.0) -> Advice:
+    def make_advice(
+        verdict: Verdict, reason: str, evaluated: EvaluatedLayout | None = None, slower: float = 0.0
+    ) -> Advice:
         return Advice(
             rule=rule,
             why_rule_applies=rule.evidence(situation),
             verdict=verdict,
             reason=reason,
-            option=option,
+            evaluated=evaluated,
             slower=slower,
-            more_bytes=option.memory_bytes - best.memory_bytes if option else 0.0,
+            more_bytes=evaluated.memory_bytes - best.memory_bytes if evaluated else 0.0,
         )
 
     if obeys_rule(best.candidate):
         # The reason is the cost of the fastest layout that does not satisfy the rule.
-        other = every.best(lambda candidate: not obeys_rule(candidate))
-        if other is not None:
-            return advice("agrees", f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}", best)
-        satisfy_all = all(map(obeys_rule, every.candidates))
-        return advice("agrees", "all layouts satisfy the rule" if satisfy_all else "no other layout fits", best)
-    if option := every.best(obeys_rule):
-        slower = option.step_seconds / best.step_seconds - 1
+        fastest_violation = layouts.best(lambda candidate: not obeys_rule(candidate))
+        if fastest_violation is not None:
+            return make_advice(
+                "agrees",
+                f"otherwise {fastest_violation.candidate}, {explain_slowdown(layouts.run, fastest_violation, best)}",
+                best,
+            )
+        all_satisfy = all(map(obeys_rule, layouts.candidates))
+        return make_advice("agrees", "all layouts satisfy the rule" if all_satisfy else "no other layout fits", best)
+    if evaluated := layouts.best(obeys_rule):
+        slower = evaluated.step_seconds / best.step_seconds - 1
         verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
-        return advice(verdict, explain_slowdown(every.run, option, best), option, slower)
-    obeying = list(filter(obeys_rule, every.candidates))
+        return make_advice(verdict, explain_slowdown(layouts.run, evaluated, best), evaluated, slower)
+    obeying = list(filter(obeys_rule, layouts.candidates))
     if not obeying:
         required = rule.requirements_text
         reason = f"no layout of {situation.ranks} devices for this model and this batch has {required}"
-        return advice("does not run", reason)
-    smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
+        return make_advice("does not run", reason)
+    smallest = evaluate(layouts.run, layouts.ranks, [smallest_layout(layouts.run, layouts.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
-        return advice("does not run", f"none of the {len(obeying):,} such layouts that fit can run")
-    return advice("does not fit", _explain_missing_memory(every.run, smallest), smallest)
+        return make_advice("does not run", f"none of the {len(obeying):,} such layouts that fit can run")
+    return make_advice("does not fit", _explain_missing_memory(layouts.run, smallest), smallest)
 
 
 def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
@@ -168,14 +174,14 @@ def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
     )
 
 
-def describe_situation(every: EvaluatedLayouts) -> RunSituation:
+def describe_situation(layouts: EvaluatedLayouts) -> RunSituation:
     """Return the facts of a run that the rules depend on."""
-    run = every.run
+    run = layouts.run
     model = run.model
     plain = candidate_from_run(run.replace(layout=Layout(micro_batch_size=1)), 1)
-    one = evaluate(run, 1, [plain, plain._replace(activation_checkpointing="full")])
-    resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
-    fits_one_device = any(option.p_oom < MAX_OOM_PROBABILITY for option in one)
+    on_one_device = evaluate(run, 1, [plain, plain._replace(activation_checkpointing="full")])
+    resident_bytes, recomputed_bytes = (_fullest_stage_bytes(evaluated) for evaluated in on_one_device)
+    fits_one_device = any(evaluated.p_oom < MAX_OOM_PROBABILITY for evaluated in on_one_device)
     count = count_parameters(model)
     optimizer = optimizer_kind(run.optimizer)
     state = model_state_bytes(count, optimizer, run.training.precision)
@@ -187,16 +193,16 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     block_state_bytes = bytes_per_parameter * max(block_parameters.values())
     # Whether the fastest fitting 1F1B pipeline still fits with ZB-H2.
     fits_with_zb_h2 = False
-    if not fits_one_device and (fastest := every.best(lambda c: c.pp > 1 and c.schedule == "1f1b")):
+    if not fits_one_device and (fastest := layouts.best(lambda c: c.pp > 1 and c.schedule == "1f1b")):
         zb_h2 = fastest.candidate._replace(schedule="zb-h2")
-        fits_with_zb_h2 = can_run(run, every.ranks, zb_h2)
-        fits_with_zb_h2 = fits_with_zb_h2 and evaluate(run, every.ranks, [zb_h2])[0].p_oom < MAX_OOM_PROBABILITY
+        fits_with_zb_h2 = can_run(run, layouts.ranks, zb_h2)
+        fits_with_zb_h2 = fits_with_zb_h2 and evaluate(run, layouts.ranks, [zb_h2])[0].p_oom < MAX_OOM_PROBABILITY
     return RunSituation(
         parameters=count.total,
         layers=model.num_layers,
         experts=model.moe is not None,
         sequences=run.training.tokens_per_step // run.training.seq_len,
-        ranks=every.ranks,
+        ranks=layouts.ranks,
         domain=run.cluster.fast_link_domain_size,
         memory_bytes=float(run.cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
@@ -208,6 +214,6 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     )
 
 
-def _fullest_stage_bytes(option: EvaluatedLayout) -> dict[str, float]:
+def _fullest_stage_bytes(evaluated: EvaluatedLayout) -> dict[str, float]:
     """Return the bytes by part of the fullest stage."""
-    return max(option.stages.values(), key=lambda stage: sum(stage.values()))
+    return max(evaluated.stages.values(), key=lambda stage: sum(stage.values()))

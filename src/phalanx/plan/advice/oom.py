@@ -101,18 +101,18 @@ def diagnose(run: RunSpec) -> Diagnosis:
 
     Raises UserError if the layout cannot run, or the memory of the devices is unknown.
     """
-    now = run_footprint(run)
+    current = run_footprint(run)
     effects = evaluate_single_remedies(run)
-    steps, needed = cheapest_sequence(run, now, effects)
+    steps, needed = cheapest_sequence(run, current, effects)
     try:
         best = next(iter(search_layouts(run, run.cluster.ranks, keep=1).layouts), None)
     except UserError:
         best = None
     return Diagnosis(
-        current_footprint=now,
+        current_footprint=current,
         limit_bytes=limit_bytes(run),
         micro_batch=plan_batch(run, run.cluster.ranks).micro_batch_size,
-        single_remedies=cheapest_first(effects, now),
+        single_remedies=cheapest_first(effects, current),
         steps=steps,
         needed=needed,
         best=best,
@@ -161,27 +161,27 @@ def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:
     return [smallest_sufficient(remedy, run, run, run_footprint(run)) for remedy in REMEDIES]
 
 
-def relative_slowdown(effect: RemedyEffect, now: RunFootprint) -> float:
+def relative_slowdown(effect: RemedyEffect, current: RunFootprint) -> float:
     """Return the relative increase of the step time; infinite if the planner cannot predict it."""
-    after = effect.new_footprint.step_seconds if effect.new_footprint else None
-    return after / now.step_seconds - 1 if after and now.step_seconds else inf
+    new_step_seconds = effect.new_footprint.step_seconds if effect.new_footprint else None
+    return new_step_seconds / current.step_seconds - 1 if new_step_seconds and current.step_seconds else inf
 
 
-def cheapest_first(effects: Sequence[RemedyEffect], now: RunFootprint) -> list[RemedyEffect]:
+def cheapest_first(effects: Sequence[RemedyEffect], current: RunFootprint) -> list[RemedyEffect]:
     """Return the effects that make a run fit, then those that help, then those that free nothing.
 
     Each group is sorted by step time, with other costs last. The order is unchanged if times are unknown.
     """
 
-    def key(effect: RemedyEffect) -> tuple[int, bool, float]:
+    def preference(effect: RemedyEffect) -> tuple[int, bool, float]:
         rank = 0 if fits_after([effect]) else 1 if effect.helps else 2
-        return rank, effect.remedy.is_last_resort, relative_slowdown(effect, now)
+        return rank, effect.remedy.is_last_resort, relative_slowdown(effect, current)
 
-    return sorted(effects, key=key)
+    return sorted(effects, key=preference)
 
 
 def cheapest_sequence(
-    run: RunSpec, now: RunFootprint, effects: Sequence[RemedyEffect]
+    run: RunSpec, current: RunFootprint, effects: Sequence[RemedyEffect]
 ) -> tuple[list[RemedyEffect], list[RemedyEffect]]:
     """Return a sequence of remedies after which a run fits, and the remedies in it that are required.
 
@@ -189,18 +189,18 @@ def cheapest_sequence(
     orders are by cost of each remedy alone, the published order, and each remedy that suffices alone. This is not a
     full search, which is the planner's task.
     """
-    by_cost = sorted(effects, key=lambda effect: (effect.remedy.is_last_resort, relative_slowdown(effect, now)))
+    by_cost = sorted(effects, key=lambda effect: (effect.remedy.is_last_resort, relative_slowdown(effect, current)))
     orders = [tuple(effect.remedy for effect in by_cost), REMEDIES]
     orders += [(effect.remedy,) for effect in effects if fits_after([effect])]
     sequences = [apply_until_fits(run, order) for order in dict.fromkeys(orders)]
 
-    def key(path: tuple[list[RemedyEffect], list[RemedyEffect]]) -> tuple[bool, float, bool, float]:
-        needed = path[1]
+    def key(sequence_and_needed: tuple[list[RemedyEffect], list[RemedyEffect]]) -> tuple[bool, float, bool, float]:
+        needed = sequence_and_needed[1]
         fits = fits_after(needed)
-        last = needed[-1].new_footprint if needed else None
-        needed_bytes = 0 if fits else last.memory.device if last else inf
+        final_footprint = needed[-1].new_footprint if needed else None
+        needed_bytes = 0 if fits else final_footprint.memory.device if final_footprint else inf
         has_last_resort = any(effect.remedy.is_last_resort for effect in needed)
-        return not fits, needed_bytes, has_last_resort, relative_slowdown(needed[-1], now) if needed else 0
+        return not fits, needed_bytes, has_last_resort, relative_slowdown(needed[-1], current) if needed else 0
 
     return min(((sequence, minimal_subset(run, sequence)) for sequence in sequences), key=key)
 
@@ -231,13 +231,14 @@ def minimal_subset(run: RunSpec, sequence: list[RemedyEffect]) -> list[RemedyEff
     if not fits_after(sequence):
         return sequence
     footprints = [run_footprint(run), *(effect.new_footprint for effect in sequence if effect.new_footprint)]
-    added = [(after.step_seconds or 0.0) - (before.step_seconds or 0.0) for before, after in pairwise(footprints)]
-    for _, dropped in sorted(
-        zip(added, (effect.remedy for effect in sequence), strict=True), key=lambda item: -item[0]
-    ):
-        fewer = apply_until_fits(run, [effect.remedy for effect in sequence if effect.remedy is not dropped])
-        if fits_after(fewer):
-            sequence = fewer
+    added_seconds = [
+        (after.step_seconds or 0.0) - (before.step_seconds or 0.0) for before, after in pairwise(footprints)
+    ]
+    remedies = [effect.remedy for effect in sequence]
+    for _, dropped in sorted(zip(added_seconds, remedies, strict=True), key=lambda pair: -pair[0]):
+        reduced_sequence = apply_until_fits(run, [effect.remedy for effect in sequence if effect.remedy is not dropped])
+        if fits_after(reduced_sequence):
+            sequence = reduced_sequence
     return sequence
 
 
@@ -246,12 +247,12 @@ def fits_after(sequence: list[RemedyEffect]) -> bool:
     return bool(sequence) and sequence[-1].new_footprint is not None and sequence[-1].new_footprint.fits
 
 
-def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: RunFootprint) -> RemedyEffect:
+def smallest_sufficient(remedy: Remedy, run: RunSpec, original_run: RunSpec, before: RunFootprint) -> RemedyEffect:
     """Return the smallest sufficient change of a remedy, or the one that frees most.
 
-    Settings are relative to the run `since`, and `before` is the cost of `run`.
+    Settings are relative to `original_run`, and `before` is the cost of `run`.
     """
-    tried: list[RemedyEffect] = []
+    insufficient: list[RemedyEffect] = []
     problem = remedy.no_change_reason
     for changed in remedy.changes(run):
         try:
@@ -262,26 +263,26 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
         effect = RemedyEffect(
             remedy=remedy,
             run=changed,
-            settings=changed_settings(since, changed),
+            settings=changed_settings(original_run, changed),
             freed={part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS},
             freed_bytes=before.memory.device - after.memory.device,
             new_footprint=after,
         )
         if after.fits:
             return effect
-        tried.append(effect)
+        insufficient.append(effect)
     impossible = RemedyEffect(
         remedy=remedy, run=None, settings=(), freed={}, freed_bytes=0, new_footprint=None, problem=problem
     )
-    return max(tried, key=lambda effect: effect.freed_bytes, default=impossible)
+    return max(insufficient, key=lambda effect: effect.freed_bytes, default=impossible)
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
     """Return the settings in which two runs differ, in the format of `--set`."""
     settings = []
     for table in ("training", "optimizer", "layout", "cluster"):
-        old = getattr(before, table)
+        old_table = getattr(before, table)
         for field, value in getattr(after, table):
-            if getattr(old, field) != value:
+            if getattr(old_table, field) != value:
                 settings.append(f"{table}.{field}={'' if value is None else value}")
     return tuple(settings)

@@ -58,29 +58,33 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     if changes.get("pp", run.layout.pp) != run.layout.pp:
         changes = {**changes, "recomputed_blocks": None}  # the ranks have other blocks
     layout = run.layout.model_copy(update=changes)
-    lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in meant]
-    lost += INVALID_IN_PIPELINE if layout.pp > 1 else ()
-    unset = {field: Layout.model_fields[field].default for field in lost}
+    meaningless_fields = [
+        field
+        for field, valid_strategies in VALID_DATA_STRATEGIES.items()
+        if layout.data_parallel not in valid_strategies
+    ]
+    meaningless_fields += INVALID_IN_PIPELINE if layout.pp > 1 else ()
+    unset = {field: Layout.model_fields[field].default for field in meaningless_fields}
     if unset.get("offload"):
         unset["offload_directory"] = None
     return run.model_copy(update={"layout": layout.model_copy(update=unset)})
 
 
 def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
-    now = plan_batch(run, run.cluster.ranks).micro_batch_size
-    return (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
+    current_size = plan_batch(run, run.cluster.ranks).micro_batch_size
+    return (with_layout(run, micro_batch_size=size) for size in reversed(divisors(current_size)[:-1]))
 
 
-def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
-    kinds = get_args(CheckpointingName)
+def _increase_recompute(method: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
+    methods = get_args(CheckpointingName)
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         layout = run.layout
-        if (kind == "offload" and run.cluster.uses_cpu) or (kind == "norms" and layout.fsdp_unit == "sublayer"):
+        if (method == "offload" and run.cluster.uses_cpu) or (method == "norms" and layout.fsdp_unit == "sublayer"):
             return
-        step = kinds.index(kind) - kinds.index(layout.activation_checkpointing)
-        if step > 0 or (step == 0 and layout.recomputed_blocks is not None):
-            yield with_layout(run, activation_checkpointing=kind, recomputed_blocks=None)
+        added_levels = methods.index(method) - methods.index(layout.activation_checkpointing)
+        if added_levels > 0 or (added_levels == 0 and layout.recomputed_blocks is not None):
+            yield with_layout(run, activation_checkpointing=method, recomputed_blocks=None)
 
     return changes
 
@@ -103,9 +107,9 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
     """Return a function that yields larger and larger degrees that divide the ranks."""
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        now = getattr(run.layout, axis)
+        current_degree = getattr(run.layout, axis)
         max_degree = run.cluster.fast_link_domain_size if within_domain else run.cluster.ranks
-        larger = (degree for degree in divisors(run.cluster.ranks) if now < degree <= max_degree)
+        larger = (degree for degree in divisors(run.cluster.ranks) if current_degree < degree <= max_degree)
         return (with_layout(run, **{axis: degree}) for degree in larger)
 
     return changes
@@ -125,10 +129,10 @@ def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
 
     The method is the run's, or as the planner chooses: on a GPU ulysses if there are enough heads, else a ring.
     """
-    usual = ("ring",) if run.cluster.uses_cpu else ("ulysses", "ring")
-    kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
+    planner_methods = ("ring",) if run.cluster.uses_cpu else ("ulysses", "ring")
+    methods = (run.layout.cp_method,) if run.layout.cp > 1 else planner_methods
     for changed in _increase_degree("cp")(run):
-        for method in kinds:
+        for method in methods:
             variant = with_layout(changed, cp_method=method)
             with suppress(UserError):
                 check_divisibility(variant, run.cluster.ranks)
@@ -144,9 +148,13 @@ def _increase_ep(run: RunSpec) -> Iterator[RunSpec]:
 def _use_offload(run: RunSpec) -> Iterator[RunSpec]:
     if run.layout.offload == "none" and not run.cluster.uses_cpu:
         # Offload requires sharding; otherwise with_layout would drop the option again.
-        alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
-        kinds = (run.layout.data_parallel,) if run.layout.data_parallel in VALID_DATA_STRATEGIES["offload"] else alone
-        yield from (with_layout(run, data_parallel=data, offload="cpu") for data in kinds)
+        sharding_strategies = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
+        strategies = (
+            (run.layout.data_parallel,)
+            if run.layout.data_parallel in VALID_DATA_STRATEGIES["offload"]
+            else sharding_strategies
+        )
+        yield from (with_layout(run, data_parallel=strategy, offload="cpu") for strategy in strategies)
 
 
 def _use_sgd(run: RunSpec) -> Iterator[RunSpec]:
@@ -159,17 +167,19 @@ def _use_sgd(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _add_devices(run: RunSpec) -> Iterator[RunSpec]:
-    times = 2
-    while times <= MAX_DEVICE_MULTIPLE:
-        more = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
-        larger = run.model_copy(update={"cluster": more})
+    multiple = 2
+    while multiple <= MAX_DEVICE_MULTIPLE:
+        larger_cluster = run.cluster.model_copy(update={"nodes": run.cluster.nodes * multiple})
+        larger = run.model_copy(update={"cluster": larger_cluster})
         try:
-            share = plan_batch(with_layout(larger, micro_batch_size=1), more.ranks).gradient_accumulation_steps
+            share = plan_batch(
+                with_layout(larger, micro_batch_size=1), larger_cluster.ranks
+            ).gradient_accumulation_steps
         except UserError:
             return
         fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch_size or share)]
         yield with_layout(larger, micro_batch_size=fitting[-1])
-        times *= 2
+        multiple *= 2
 
 
 NO_PEERS_REASON = "already applied, or a single device has no peers"

@@ -118,13 +118,14 @@ class RuleOfThumb:
     def requirements_text(self) -> str:
         """Requirements of the rule as text."""
         texts = {
-            field: need if isinstance(need, str) else " or ".join(need) for field, need in self.requirements.items()
+            field: requirement if isinstance(requirement, str) else " or ".join(requirement)
+            for field, requirement in self.requirements.items()
         }
         return ", ".join(f"{field} {text}" for field, text in texts.items())
 
 
 def is_in_range(degree: int, text: str, domain: int) -> bool:
-    """Return whether a degree is in the range of a requirement, with `domain` devices in the domain of fast links."""
+    """Return whether a degree meets a requirement such as "at least 2"; fast links connect `domain` devices."""
     bound = domain if text.endswith("the domain") else int(text.split()[-1])
     lower, upper = (bound, inf) if text.startswith("at least") else (1 if text.startswith("at most") else bound, bound)
     return lower <= degree <= upper

@@ -63,7 +63,7 @@ class OperationFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Calibrated machine and the model's errors on its runs: in the order of the runs, seconds or bytes."""
+    """Calibrated machine, and the predictions of its runs in seconds or bytes, in the order of the runs."""
 
     machine: ClusterSpec
     before: Array
@@ -100,16 +100,16 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     for index, run in enumerate(runs):
         timings = collective_timings(run.name, run.exchanges, jobs.select(np.array([index])), run=index)
         operations += [timings] if len(timings.seconds) else []
-    truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
+    targets = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
-    z = map_estimate(prior, jobs, truth)
+    z = map_estimate(prior, jobs, targets)
     constants = prior.constants(z)
-    errors = leave_one_out_errors(prior, jobs, truth, z)
+    errors = leave_one_out_errors(prior, jobs, targets, z)
     memory = fit_memory(runs)
     published = asdict(time_constants())
     calibration = start.replace(
         time_constants={name: value for name, value in asdict(constants).items() if value != published[name]},
-        identified_constants=identified_constants(prior, jobs, truth, z),
+        identified_constants=identified_constants(prior, jobs, targets, z),
         # At least the noise, since runs may be too similar.
         log_half_width=Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(errors**2)))),
         baseline_process_bytes=round(memory.process_bytes),
@@ -120,7 +120,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         machine=machine.replace(calibration=calibration),
         before=np.broadcast_to(step_seconds(prior.start, jobs).total, len(runs)),
         after=np.broadcast_to(step_seconds(constants, jobs).total, len(runs)),
-        leave_one_out=truth.step_total * np.exp(errors),
+        leave_one_out=targets.step_total * np.exp(errors),
         memory=memory.predicted,
         operations=[
             OperationFit(
@@ -136,8 +136,13 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
 
 
 def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFile]) -> CalibratedPrecision:
-    """Return the precision of the runs and benchmarks, which must be one, and not fp8."""
-    precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
+    """Return the precision that all runs and benchmarks share.
+
+    Raises UserError if they have several precisions, or fp8.
+    """
+    precisions = {
+        measured.training.precision for measured in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))
+    }
     if len(precisions) > 1:
         problem = "differs between the runs"
         fix = "calibrate with runs of one precision"
@@ -174,11 +179,11 @@ def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTar
     short waits are ignored as noise.
     """
     measured_seconds = np.array([run.step_seconds for run in runs])
-    alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
+    has_own_core = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
     waiting = np.array([run.waiting_seconds for run in runs])
-    waits = alone & (waiting > MIN_WAIT_FRACTION * measured_seconds)
-    return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(waits, waiting, nan))
+    has_waits = has_own_core & (waiting > MIN_WAIT_FRACTION * measured_seconds)
+    return MeasuredTargets(measured_seconds, np.where(has_own_core, computing, nan), np.where(has_waits, waiting, nan))
 
 
 def detect_cpu() -> ClusterSpec:
@@ -224,10 +229,13 @@ def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, flo
     The step seconds times and divided by the factor are the ends of the 80 % interval.
     """
     jobs = job_table([job_row(measured, machine)])
-    width = float(np.exp(interval_half_width(machine, jobs)[0]))
-    known = machine.calibration
-    if known is None:
+    interval_factor = float(np.exp(interval_half_width(machine, jobs)[0]))
+    calibration = machine.calibration
+    if calibration is None:
         raise ValueError("the machine is not calibrated")
-    more = known.buffer_overhead * measured.memory.communication
-    memory = known.bytes_per_counted_byte * (measured.counted_peak_bytes + more) + known.baseline_process_bytes
-    return float(step_seconds(time_constants_for(machine), jobs).total[0]), width, memory
+    unaccounted_buffer_bytes = calibration.buffer_overhead * measured.memory.communication
+    memory = (
+        calibration.bytes_per_counted_byte * (measured.counted_peak_bytes + unaccounted_buffer_bytes)
+        + calibration.baseline_process_bytes
+    )
+    return float(step_seconds(time_constants_for(machine), jobs).total[0]), interval_factor, memory

@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from phalanx.plan.calibrate.measured_run import MeasuredRun
 
 SHARE_PRIOR = 0.2
+"""Standard deviation of the prior of the bytes of memory per counted byte, whose mean is 1."""
 BUFFER_PRIOR = 2.0
+"""Standard deviation of the prior of the additional bytes per byte of buffers, whose mean is 0."""
 MEMORY_NOISE = 0.03
-"""Standard deviations of the memory fit.
-
-Of the bytes of memory per counted byte, around 1; of the additional bytes per byte of buffers, around 0; and of the
-logarithm of a process's memory.
-"""
+"""Standard deviation of the logarithm of a process's memory around its prediction."""
 Array = NDArray[np.float64]
 
 
@@ -36,18 +34,18 @@ class MemoryFit:
 def fit_memory(runs: Sequence[MeasuredRun]) -> MemoryFit:
     """Return memory constants that explain the memory of runs; none of them is negative."""
     counted_bytes = np.array([run.counted_peak_bytes for run in runs], float)
-    peak = np.array([run.memory_bytes for run in runs])
-    buffers = np.array([run.memory.communication for run in runs], float)
-    columns = np.stack([np.ones(len(runs)), counted_bytes, buffers], axis=1)
+    peak_bytes = np.array([run.memory_bytes for run in runs])
+    buffer_bytes = np.array([run.memory.communication for run in runs], float)
+    columns = np.stack([np.ones(len(runs)), counted_bytes, buffer_bytes], axis=1)
     priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
-    rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
+    rows = np.vstack([columns / peak_bytes[:, None] / MEMORY_NOISE, priors])
     targets = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
     solution = _nonnegative_least_squares(rows, targets)
-    process, share, more = (float(value) for value in solution)
+    process_bytes, bytes_per_counted_byte, extra_buffer_bytes = (float(value) for value in solution)
     return MemoryFit(
-        process_bytes=process,
-        bytes_per_counted_byte=share,
-        buffer_overhead=more / share,
+        process_bytes=process_bytes,
+        bytes_per_counted_byte=bytes_per_counted_byte,
+        buffer_overhead=extra_buffer_bytes / bytes_per_counted_byte,
         predicted=columns @ solution,
     )
 

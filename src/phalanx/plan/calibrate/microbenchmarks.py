@@ -84,8 +84,8 @@ class BenchmarkFile:
     ranks: int
     products: Array
     """Rows of (batch, m, n, k, seconds, times in a pass), for the three products of both passes."""
-    core: Array
-    """Seconds of attention in a layer, forward and backward; empty if not measured."""
+    attention_seconds: Array
+    """In a layer, forward and backward; empty if not measured."""
     passes: Array
     """Rows of (bytes, seconds), one per memory pass."""
     exchanges: tuple[CollectiveTiming, ...]
@@ -106,18 +106,18 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
             run=run.replace(cluster=cluster),
             ranks=ranks,
             products=_parse_products(results.get("matmul", [])),
-            core=_parse_attention(results.get("attention", [])),
+            attention_seconds=_parse_attention(results.get("attention", [])),
             passes=np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
             exchanges=tuple(
                 CollectiveTiming(
-                    operation=result["operation"],
-                    ranks=len(result["groups"][0]),
-                    stride=result["groups"][0][1] - result["groups"][0][0],
+                    operation=collective["operation"],
+                    ranks=len(collective["groups"][0]),
+                    stride=collective["groups"][0][1] - collective["groups"][0][0],
                     size_bytes=row["size_bytes"],
                     seconds=row["seconds"],
                 )
-                for result in results.get("collectives", [])
-                for row in result["sizes"]
+                for collective in results.get("collectives", [])
+                for row in collective["sizes"]
             ),
         )
     except OSError as error:
@@ -157,10 +157,10 @@ def _parse_attention(rows: Sequence[dict[str, Any]]) -> Array:
 
 
 def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
-    """Return the timings of a benchmark file; `jobs` has the columns of its run on that machine (one job)."""
+    """Return the timings of a benchmark file; `jobs` is a table of one job, its run on that machine."""
     timings = [collective_timings(sweep.name, sweep.exchanges, jobs)]
 
-    def add(kind: str, seconds: Array, shares: Array, predicted: Callable[..., Column]) -> None:
+    def add_timing(kind: str, seconds: Array, shares: Array, predicted: Callable[..., Column]) -> None:
         timings.append(
             OperationTimings(source=sweep.name, kind=kind, seconds=seconds, shares=shares, predicted=predicted)
         )
@@ -168,25 +168,25 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
-        def predict_products(c: TimeConstants, which: OperationIndices) -> Column:
-            columns = (column[which] for column in (m, n, k, batch))
-            return matmul_seconds(c, _repeat_job(jobs, which), *columns)
+        def predict_products(c: TimeConstants, indices: OperationIndices) -> Column:
+            timing = (column[indices] for column in (m, n, k, batch))
+            return matmul_seconds(c, _repeat_job(jobs, indices), *timing)
 
-        add("matrix products", seconds, seconds * times / (seconds @ times), predict_products)
-    if len(sweep.core):
+        add_timing("matrix products", seconds, seconds * times / (seconds @ times), predict_products)
+    if len(sweep.attention_seconds):
 
-        def predict_attention(c: TimeConstants, which: OperationIndices) -> Column:
-            return np.choose(which, attention_seconds(c, _repeat_job(jobs, which)))
+        def predict_attention(c: TimeConstants, indices: OperationIndices) -> Column:
+            return np.choose(indices, attention_seconds(c, _repeat_job(jobs, indices)))
 
-        add("attention", sweep.core, np.full(2, 0.5), predict_attention)
+        add_timing("attention", sweep.attention_seconds, np.full(2, 0.5), predict_attention)
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 
-        def predict_memory_passes(c: TimeConstants, which: OperationIndices) -> Column:
-            return memory_pass_seconds(c, _repeat_job(jobs, which), moved[which])
+        def predict_memory_passes(c: TimeConstants, indices: OperationIndices) -> Column:
+            return memory_pass_seconds(c, _repeat_job(jobs, indices), moved[indices])
 
-        add("memory", pass_seconds, _equal_shares(len(moved)), predict_memory_passes)
-    return [columns for columns in timings if len(columns.seconds)]
+        add_timing("memory", pass_seconds, _equal_shares(len(moved)), predict_memory_passes)
+    return [timing for timing in timings if len(timing.seconds)]
 
 
 def collective_timings(
@@ -197,38 +197,41 @@ def collective_timings(
     Parameter servers are excluded. All operations have equal weight: small ones determine latencies, large ones
     bandwidths. `jobs` is the row of the run, whose index is `run`; None if they were timed outside of runs.
     """
-    known = [exchange for exchange in exchanges if exchange.operation in KNOWN_OPERATIONS]
+    predictable = [exchange for exchange in exchanges if exchange.operation in KNOWN_OPERATIONS]
     ranks, stride, size = (
-        np.array([getattr(exchange, name) for exchange in known], float) for name in ("ranks", "stride", "size_bytes")
+        np.array([getattr(exchange, name) for exchange in predictable], float)
+        for name in ("ranks", "stride", "size_bytes")
     )
-    reduces, sends = (np.array([exchange.operation == kind for exchange in known]) for kind in ("all_reduce", "send"))
-    all_to_alls = np.array([exchange.operation == "all_to_all" for exchange in known])
+    reduces, sends = (
+        np.array([exchange.operation == operation for exchange in predictable]) for operation in ("all_reduce", "send")
+    )
+    all_to_alls = np.array([exchange.operation == "all_to_all" for exchange in predictable])
 
-    def predict_collectives(c: TimeConstants, which: OperationIndices) -> Column:
-        rows = _repeat_job(jobs, which)
-        sent = size[which]
-        group = ranks[which], stride[which]
+    def predict_collectives(c: TimeConstants, indices: OperationIndices) -> Column:
+        rows = _repeat_job(jobs, indices)
+        sent = size[indices]
+        group = ranks[indices], stride[indices]
         reduced = ring_seconds(c, rows, sent, *group, reduces=True)
         exchanged = all_to_all_seconds(c, rows, sent, *group)
         return np.select(
-            [reduces[which], sends[which], all_to_alls[which]],
+            [reduces[indices], sends[indices], all_to_alls[indices]],
             [reduced, p2p_seconds(c, rows, sent), exchanged],
             ring_seconds(c, rows, sent, *group),
         )
 
-    seconds = np.array([exchange.seconds for exchange in known], float)
+    seconds = np.array([exchange.seconds for exchange in predictable], float)
     return OperationTimings(
         source=source,
         kind="collectives",
         seconds=seconds,
-        shares=_equal_shares(len(known)),
+        shares=_equal_shares(len(predictable)),
         predicted=predict_collectives,
         run=run,
     )
 
 
-def _repeat_job(jobs: JobTable, which: OperationIndices) -> JobTable:
-    return jobs.select(np.zeros_like(which))
+def _repeat_job(jobs: JobTable, indices: OperationIndices) -> JobTable:
+    return jobs.select(np.zeros_like(indices))
 
 
 def _equal_shares(count: int) -> Array:

@@ -111,7 +111,7 @@ SUPPORTED_EVERYWHERE = (
     SupportedOption("layout.tp_attention", fix="use a tensor-parallel degree that divides the heads"),
     SupportedOption("layout.recomputed_blocks", fix="remove it: all blocks then recompute activations"),
 )
-"""Options that all four trainers support, or none."""
+"""Options that either all four trainers support or none of them does."""
 TRAINER_SPECIFIC = (
     "layout.bucket_mb",
     "layout.first_bucket_mb",
@@ -136,23 +136,23 @@ def check_export_supported(job: ExportJob, trainer: Trainer, supported: Sequence
         fix = f"use training.seq_len = {window} or less, or another model"
         raise unsupported_error(trainer, "model.sliding_window", window, fix)
     for option in sorted((*SUPPORTED_EVERYWHERE, *supported), key=lambda option: option.field.startswith("layout.")):
-        value, default = _value_and_default(job.run, option.field)
+        value, default = _read_value_and_default(job.run, option.field)
         if value != default and value not in option.values:
             raise unsupported_error(trainer, option.field, value, fix=(option.fixes or {}).get(str(value), option.fix))
 
 
 def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:
     """Return the error for a value that a trainer cannot express."""
-    shown = value if isinstance(value, bool | int | float | str) else None
+    shown_value = value if isinstance(value, bool | int | float | str) else None
     problem = f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else "")
-    return UserError(field, shown, problem, fix=fix)
+    return UserError(field, shown_value, problem, fix=fix)
 
 
 ACTIVATION_OUTPUTS = "the output of each activation function, which Phalanx computes again"
 
 
 def keeps_in_addition(trainer: Trainer, *tensors: str) -> str:
-    """Return the note on memory that a trainer needs and Phalanx does not: the layout was chosen by Phalanx's."""
+    """Return a note on tensors that a trainer keeps and Phalanx does not, because the layout fits Phalanx's memory."""
     return (
         f"{TRAINER_NAMES[trainer]} keeps in addition to what Phalanx does: {'; '.join(tensors)}. "
         "Whether this layout fits is therefore open: start with a few steps."
@@ -171,11 +171,11 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
     if job.run.data.mask_documents and "data.mask_documents" not in expressed:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
     for field in TRAINER_SPECIFIC:
-        value, default = _value_and_default(job.run, field)
+        value, default = _read_value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is omitted: {TRAINER_NAMES[trainer]} has its own settings.")
-    together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
-    if together and "layout.rank_order" not in expressed:
+    has_different_rank_order = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
+    if has_different_rank_order and "layout.rank_order" not in expressed:
         notes.append(f"In {TRAINER_NAMES[trainer]}, data-parallel ranks are closer to each other than pipeline ranks.")
     return notes
 
@@ -188,9 +188,9 @@ def _describe_defaults(run: RunSpec, trainer: Trainer) -> list[str]:
     notes = []
     if "learning_rate" not in run.optimizer.model_fields_set:
         notes.append(f"{describe_learning_rate(run)}.")
-    written = ["training.steps", "optimizer.warmup_steps"] + ["checkpoint.every"] * (trainer == "nanotron")
+    fields_in_export = ["training.steps", "optimizer.warmup_steps"] + ["checkpoint.every"] * (trainer == "nanotron")
     for field, value in unset_choices(run).items():
-        if field in written:
+        if field in fields_in_export:
             notes.append(f"{field} = {value}: a default of Phalanx, not of this model; set your own.")
     return notes
 
@@ -214,7 +214,7 @@ def with_comment_header(exported: ExportedConfig, trainer: Trainer) -> ExportedC
     return ExportedConfig("".join(f"# {note}\n" for note in notes) + exported.text, notes)
 
 
-def _value_and_default(run: RunSpec, path: str) -> tuple[object, object]:
+def _read_value_and_default(run: RunSpec, path: str) -> tuple[object, object]:
     """Return the value of "table.field" in a run, and its default; None for both without such a table."""
     *tables, field = path.split(".")
     table = reduce(getattr, tables[:-1], run) if tables[:-1] else run

@@ -52,14 +52,14 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
     Raises UserError if DeepSpeed cannot express the run.
     """
     check_export_supported(job, "deepspeed", SUPPORTED)
-    _check(job)
+    _check_layout_supported(job)
     run = job.run
     sizes = job.sizes
     table: Table = {
         "train_batch_size": job.batch_plan.global_batch_size,
         "train_micro_batch_size_per_gpu": job.batch_plan.micro_batch_size,
         "gradient_accumulation_steps": job.batch_plan.gradient_accumulation_steps,
-        "zero_optimization": _zero(job),
+        "zero_optimization": _build_zero_table(job),
         "bf16": {"enabled": run.training.precision == "bf16"},
         "gradient_clipping": run.optimizer.max_grad_norm,
         **({"communication_data_type": "bf16"} if run.layout.gradient_compression == "bf16" else {}),
@@ -74,14 +74,14 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
                 "weight_decay": run.optimizer.weight_decay,
             },
         },
-        "scheduler": _scheduler(job),
+        "scheduler": _build_scheduler_table(job),
     }
-    memory = keeps_in_addition("deepspeed", *_additional_memory(job))
-    notes = [memory, *_notes(job), *common_notes(job, "deepspeed")]
+    memory = keeps_in_addition("deepspeed", *_describe_additional_memory(job))
+    notes = [memory, *_describe_program_duties(job), *common_notes(job, "deepspeed")]
     return ExportedConfig(json.dumps(table, indent=2) + "\n", notes)
 
 
-def _additional_memory(job: ExportJob) -> Iterator[str]:
+def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
     """Yield what a rank of DeepSpeed keeps and one of Phalanx does not (runtime/zero/stage_1_and_2.py, stage3.py)."""
     stage = ZERO_STAGES[job.run.layout.data_parallel]
     if stage:
@@ -91,7 +91,7 @@ def _additional_memory(job: ExportJob) -> Iterator[str]:
     yield "what the program's model saves for its backward pass"
 
 
-def _check(job: ExportJob) -> None:
+def _check_layout_supported(job: ExportJob) -> None:
     layout = job.run.layout
     sizes = job.sizes
     stage = ZERO_STAGES[layout.data_parallel]
@@ -122,7 +122,7 @@ def _check(job: ExportJob) -> None:
         raise unsupported("layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', reason)
 
 
-def _zero(job: ExportJob) -> Table:
+def _build_zero_table(job: ExportJob) -> Table:
     layout = job.run.layout
     offload: Table = {"device": layout.offload}
     if layout.offload == "nvme":
@@ -138,7 +138,7 @@ def _zero(job: ExportJob) -> Table:
     return table
 
 
-def _scheduler(job: ExportJob) -> Table:
+def _build_scheduler_table(job: ExportJob) -> Table:
     spec = job.run.optimizer
     steps = job.run.training.steps
     warmup: Table = {"warmup_num_steps": max(1, job.warmup_steps), "warmup_type": "linear"}
@@ -151,7 +151,7 @@ def _scheduler(job: ExportJob) -> Table:
     return {"type": "WarmupLR", "params": warmup}
 
 
-def _notes(job: ExportJob) -> list[str]:
+def _describe_program_duties(job: ExportJob) -> list[str]:
     run = job.run
     layout = job.run.layout
     sizes = job.sizes

@@ -39,13 +39,20 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     """
     require_known_trainer(trainer)
     check_layout(run, world_size)
-    job = _make_job(run, world_size, trainer)
+    job = _build_export_job(run, world_size, trainer)
     try:
         return with_comment_header(WRITERS[trainer](job), trainer)
     except UserError as error:
-        able = ", ".join(TRAINER_NAMES[other] for other in WRITERS if _can_express(job, other)) or "none of the four"
+        able_trainers = (
+            ", ".join(
+                TRAINER_NAMES[candidate_trainer]
+                for candidate_trainer in WRITERS
+                if _can_express(job, candidate_trainer)
+            )
+            or "none of the four"
+        )
         raise UserError(
-            error.field, error.value, error.problem, fix=f"{error.fix}; trainers for the unchanged run: {able}"
+            error.field, error.value, error.problem, fix=f"{error.fix}; trainers for the unchanged run: {able_trainers}"
         ) from None
 
 
@@ -65,7 +72,7 @@ def search_exportable(
     def is_exportable(candidate: CandidateLayout) -> bool:
         candidate_run = run.model_copy(update={"layout": candidate.layout()})
         try:
-            return _can_express(_make_job(candidate_run, world_size, trainer), trainer)
+            return _can_express(_build_export_job(candidate_run, world_size, trainer), trainer)
         except UserError:
             return False
 
@@ -88,7 +95,7 @@ def require_known_trainer(name: str, field: str = "trainer") -> Trainer:
     return cast("Trainer", name)
 
 
-def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
+def _build_export_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
     """Return the inputs of an export.
 
     Raises UserError if ranks have unequal shares of a step, which no other trainer supports.

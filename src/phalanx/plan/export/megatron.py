@@ -77,9 +77,17 @@ def megatron(job: ExportJob) -> ExportedConfig:
     if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
         fix = f"use a multiple of {2 * job.sizes.cp}"
         raise unsupported("training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.sizes.cp}")
-    moe = _experts(job, run.model.moe) if run.model.moe else {}
-    flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
-    notes = [keeps_in_addition("megatron", *_additional_memory(job))]
+    moe = _expert_flags(job, run.model.moe) if run.model.moe else {}
+    flags = (
+        _model_flags(job)
+        | _rope_flags(job)
+        | moe
+        | _model_parallel_flags(job)
+        | _data_parallel_flags(job)
+        | _batch_flags(job)
+        | _optimizer_flags(job)
+    )
+    notes = [keeps_in_addition("megatron", *_describe_additional_memory(job))]
     notes += common_notes(job, "megatron", *["layout.rank_order"] * bool(flags["use-tp-pp-dp-mapping"]))
     if layout.cp_method == "ulysses" and flags["cp-comm-type"] == "p2p":
         heads = f"model.num_kv_heads / layout.tp = {run.model.num_kv_heads // layout.tp}"
@@ -95,10 +103,10 @@ def megatron(job: ExportJob) -> ExportedConfig:
         notes.append("Norms that Transformer Engine fuses with the next product are not recomputed.")
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
-    return ExportedConfig(_script(job, flags), notes)
+    return ExportedConfig(_format_launch_script(job, flags), notes)
 
 
-def _additional_memory(job: ExportJob) -> Iterator[str]:
+def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
     """Yield what a rank of Megatron-LM keeps and one of Phalanx does not (training/theoretical_memory_usage.py)."""
     layout = job.run.layout
     if job.run.training.precision == "bf16":
@@ -113,7 +121,7 @@ def _additional_memory(job: ExportJob) -> Iterator[str]:
     yield "logits of the loss in fp32 (core/tensor_parallel/cross_entropy.py)"
 
 
-def _script(job: ExportJob, flags: Flags) -> str:
+def _format_launch_script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
     start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
     if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in FSDP_SHARDING:
@@ -126,7 +134,7 @@ def _script(job: ExportJob, flags: Flags) -> str:
     return " \\\n    ".join([start, *lines, '"$@"']) + "\n"
 
 
-def _model(job: ExportJob) -> Flags:
+def _model_flags(job: ExportJob) -> Flags:
     spec = job.run.model
     sequence = job.run.training.seq_len
     if spec.activation == "gelu_tanh" and not spec.bias:
@@ -159,7 +167,7 @@ def _model(job: ExportJob) -> Flags:
     }
 
 
-def _rope(job: ExportJob) -> Flags:
+def _rope_flags(job: ExportJob) -> Flags:
     if job.run.model.position_embedding == "learned":
         return {"position-embedding-type": "learned_absolute"}
     rope = job.run.model.rope
@@ -183,10 +191,10 @@ def _rope(job: ExportJob) -> Flags:
     }
 
 
-def _experts(job: ExportJob, moe: MoESpec) -> Flags:
+def _expert_flags(job: ExportJob, moe: MoESpec) -> Flags:
     spec = job.run.model
     layout = job.run.layout
-    _check_experts(moe, layout)
+    _check_router_supported(moe, layout)
     balancing = "none"
     if moe.balance_loss_coef:
         balancing = "seq_aux_loss" if moe.balance_loss_scope == "sequence" else "aux_loss"
@@ -214,7 +222,7 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
     }
 
 
-def _check_experts(moe: MoESpec, layout: Layout) -> None:
+def _check_router_supported(moe: MoESpec, layout: Layout) -> None:
     """Raise UserError for routers that Megatron-LM cannot express.
 
     With softmax, its router weights sum to one, unless softmax precedes the selection, which a single expert requires.
@@ -234,14 +242,14 @@ def _check_experts(moe: MoESpec, layout: Layout) -> None:
         raise unsupported("layout.sequence_parallel", False, "set it to true", reason)
 
 
-def _parallel(job: ExportJob) -> Flags:
+def _model_parallel_flags(job: ExportJob) -> Flags:
     layout = job.run.layout
     sizes = job.sizes
-    even = len({len(layers) for layers in job.stages}) == 1
+    has_equal_stages = len({len(layers) for layers in job.stages}) == 1
     pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise experts and other parameters need an equal number of data-parallel ranks.
     expert_shards = sizes.ep if sizes.ep > 1 else sizes.tp
-    experts_inside = layout.rank_order == "data_outer" and expert_shards == sizes.tp * sizes.cp
+    can_reorder_ranks = layout.rank_order == "data_outer" and expert_shards == sizes.tp * sizes.cp
     # Its all-to-all requires different key/value heads on every context-parallel rank, without copies.
     has_enough_heads = job.run.model.num_kv_heads // sizes.tp % sizes.cp == 0
     cp_comm_type = "a2a" if layout.cp_method == "ulysses" and has_enough_heads else "p2p"
@@ -249,27 +257,29 @@ def _parallel(job: ExportJob) -> Flags:
         "tensor-model-parallel-size": sizes.tp,
         "sequence-parallel": sizes.tp > 1 and layout.sequence_parallel,
         "pipeline-model-parallel-size": sizes.pp,
-        "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
-        "pipeline-model-parallel-layout": None if even else f"E{pipeline_layout}L",
+        "num-virtual-stages-per-pipeline-rank": layout.virtual_stages
+        if has_equal_stages and layout.virtual_stages > 1
+        else None,
+        "pipeline-model-parallel-layout": None if has_equal_stages else f"E{pipeline_layout}L",
         "context-parallel-size": sizes.cp,
         "cp-comm-type": cp_comm_type if sizes.cp > 1 else None,
-        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and experts_inside,
+        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and can_reorder_ranks,
         **RECOMPUTATION[layout.activation_checkpointing],
     }
 
 
-def _data_parallel(job: ExportJob) -> Flags:
+def _data_parallel_flags(job: ExportJob) -> Flags:
     layout = job.run.layout
     sizes = job.sizes
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
         reason = "it offloads only the state of its distributed optimizer"
         raise unsupported("layout.offload", "cpu", 'use layout.data_parallel = "zero1"', reason)
     if layout.data_parallel not in FSDP_SHARDING:
-        shares = sizes.dp_size * sizes.cp > 1
+        communicates = sizes.dp_size * sizes.cp > 1
         return {
             "use-distributed-optimizer": layout.data_parallel == "zero1",
-            "overlap-grad-reduce": shares,
-            "overlap-param-gather": shares and layout.data_parallel == "zero1",
+            "overlap-grad-reduce": communicates,
+            "overlap-param-gather": communicates and layout.data_parallel == "zero1",
             "optimizer-cpu-offload": layout.offload == "cpu",
             "use-precision-aware-optimizer": layout.offload == "cpu",
             "grad-reduce-in-bf16": layout.gradient_compression == "bf16",
@@ -289,7 +299,7 @@ def _data_parallel(job: ExportJob) -> Flags:
     }
 
 
-def _batch(job: ExportJob) -> Flags:
+def _batch_flags(job: ExportJob) -> Flags:
     training = job.run.training
     return {
         "micro-batch-size": job.batch_plan.micro_batch_size,
@@ -301,7 +311,7 @@ def _batch(job: ExportJob) -> Flags:
     }
 
 
-def _optimizer(job: ExportJob) -> Flags:
+def _optimizer_flags(job: ExportJob) -> Flags:
     spec = job.run.optimizer
     steps = job.run.training.steps
     beta1, beta2 = spec.betas

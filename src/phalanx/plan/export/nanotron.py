@@ -68,19 +68,19 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         raise unsupported("model.rope.theta", run.model.rope.theta, fix, reason)
     check_export_supported(job, "nanotron", SUPPORTED)
     check_kv_heads(job, "nanotron")
-    every = run.checkpoint.every
-    interval = 500 if every == "auto" else every or run.training.steps
+    checkpoint_interval = run.checkpoint.every
+    interval = 500 if checkpoint_interval == "auto" else checkpoint_interval or run.training.steps
     tables: Table = {
         "general": {"project": "phalanx", "run": run.name, "seed": run.training.seed},
-        "parallelism": _parallelism(job),
-        "model": _model(job),
+        "parallelism": _build_parallelism_table(job),
+        "model": _build_model_table(job),
         "tokens": {
             "sequence_length": run.training.seq_len,
             "train_steps": run.training.steps,
             "micro_batch_size": job.batch_plan.micro_batch_size,
             "batch_accumulation_per_replica": job.batch_plan.gradient_accumulation_steps,
         },
-        "optimizer": _optimizer(job),
+        "optimizer": _build_optimizer_table(job),
         "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": interval},
         "tokenizer": {"tokenizer_name_or_path": None},
         "data": {"dataset": None, "seed": run.training.seed},
@@ -92,24 +92,24 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron splits the pipeline itself; here stages have {layers} layers.")
-    return ExportedConfig("\n".join(_yaml(tables)) + "\n", notes)
+    return ExportedConfig("\n".join(_format_yaml_lines(tables)) + "\n", notes)
 
 
-def _parallelism(job: ExportJob) -> Table:
+def _build_parallelism_table(job: ExportJob) -> Table:
     layout = job.run.layout
     sizes = job.sizes
-    shared = sizes.tp > 1 and layout.sequence_parallel
+    uses_sequence_parallel = sizes.tp > 1 and layout.sequence_parallel
     return {
         "dp": sizes.dp_size,
         "pp": sizes.pp,
         "tp": sizes.tp,
         "pp_engine": PP_ENGINES[layout.schedule],
-        "tp_mode": "REDUCE_SCATTER" if shared else "ALL_REDUCE",
-        "tp_linear_async_communication": shared,
+        "tp_mode": "REDUCE_SCATTER" if uses_sequence_parallel else "ALL_REDUCE",
+        "tp_linear_async_communication": uses_sequence_parallel,
     }
 
 
-def _model(job: ExportJob) -> Table:
+def _build_model_table(job: ExportJob) -> Table:
     spec = job.run.model
     config = {
         "is_llama_config": True,
@@ -132,7 +132,7 @@ def _model(job: ExportJob) -> Table:
     }
 
 
-def _optimizer(job: ExportJob) -> Table:
+def _build_optimizer_table(job: ExportJob) -> Table:
     spec = job.run.optimizer
     steps = job.run.training.steps
     beta1, beta2 = spec.betas
@@ -157,12 +157,12 @@ def _optimizer(job: ExportJob) -> Table:
     }
 
 
-def _yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
+def _format_yaml_lines(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
     """Yield lines of YAML: tables as blocks, everything else as JSON, which is valid YAML."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield f"{indent}{key}:"
-            yield from _yaml(value, f"{indent}  ")
+            yield from _format_yaml_lines(value, f"{indent}  ")
         else:
             text = json.dumps(value)
             # YAML 1.1 requires a decimal point in numbers with an exponent.

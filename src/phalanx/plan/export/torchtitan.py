@@ -55,7 +55,7 @@ SUPPORTED = (
     SupportedOption("model.qk_norm", ("head",)),
     SupportedOption("model.rope.scaling", ("llama3",)),
     SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
-    # It has no balance loss: `_notes`.
+    # It has no balance loss: `_describe_differences`.
     SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
     SupportedOption("model.moe.capacity_factor", fix="remove it"),
     SupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "zero2"', NO_SERVERS),
@@ -85,18 +85,18 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
     """
     check_export_supported(job, "torchtitan", SUPPORTED)
     check_kv_heads(job, "torchtitan")
-    _check(job)
+    _check_run_supported(job)
     notes = [
         keeps_in_addition("torchtitan", ACTIVATION_OUTPUTS, "a chunk of the loss's logits in fp32"),
-        *_notes(job),
+        *_describe_differences(job),
         *common_notes(job, "torchtitan", "data.mask_documents", "training.compile", "layout.reshard_after_forward"),
     ]
-    body = indent(f"return {_trainer_config(job)!r}", "    ")
+    body = indent(f"return {_build_trainer_config(job)!r}", "    ")
     source = f"{IMPORTS}{model_source(job)}\n\ndef run() -> Trainer.Config:\n    spec = model_spec()\n{body}\n"
-    return ExportedConfig(_without_unused_imports(source), notes)
+    return ExportedConfig(_remove_unused_imports(source), notes)
 
 
-def _without_unused_imports(source: str) -> str:
+def _remove_unused_imports(source: str) -> str:
     """Return Python source whose `from` imports, one on a line, have only names that the source uses."""
     used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     lines = []
@@ -104,12 +104,12 @@ def _without_unused_imports(source: str) -> str:
         module, is_import, names = line.partition(" import ")
         if not (is_import and module.startswith("from ")):
             lines.append(line)
-        elif kept := [name for name in names.split(", ") if name in used]:
-            lines.append(f"{module} import {', '.join(kept)}")
+        elif used_names_in_line := [name for name in names.split(", ") if name in used]:
+            lines.append(f"{module} import {', '.join(used_names_in_line)}")
     return "\n".join([*lines, ""])
 
 
-def _check(job: ExportJob) -> None:
+def _check_run_supported(job: ExportJob) -> None:
     layout = job.run.layout
     training = job.run.training
     sizes = job.sizes
@@ -134,7 +134,7 @@ def _check(job: ExportJob) -> None:
         raise unsupported("layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', reason)
 
 
-def _trainer_config(job: ExportJob) -> PythonSource:
+def _build_trainer_config(job: ExportJob) -> PythonSource:
     run = job.run
     batch = job.batch_plan
     optimizer = run.optimizer
@@ -167,31 +167,31 @@ def _trainer_config(job: ExportJob) -> PythonSource:
         loss=python_call("ChunkedLossWrapper.Config", loss_fn=vocabulary),
         dataloader=python_call("HuggingFaceTextDataLoader.Config"),
         training=training,
-        parallelism=_parallelism(job),
+        parallelism=_build_parallelism_config(job),
         activation_checkpoint=python_call("FullAC.Config") if recomputes_blocks else None,
         compile=python_call("CompileConfig", enable=run.compiles),
-        optimizer=_optimizer(job),
+        optimizer=_build_optimizer_config(job),
         lr_scheduler=lr_scheduler,
         debug=python_call("DebugConfig", seed=run.training.seed),
     )
 
 
-def _parallelism(job: ExportJob) -> PythonSource:
+def _build_parallelism_config(job: ExportJob) -> PythonSource:
     layout = job.run.layout
     sizes = job.sizes
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
     pipeline: dict[str, object] = {}
     if sizes.pp > 1:
         # The modules of every stage, by the names of torchtitan's models.
-        parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
-        parts[0].insert(0, "tok_embeddings")
-        parts[-1] += ["norm", "lm_head"]
-        file = layout.schedule_file
+        stage_modules = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
+        stage_modules[0].insert(0, "tok_embeddings")
+        stage_modules[-1] += ["norm", "lm_head"]
+        schedule_file = layout.schedule_file
         pipeline = {
-            "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
-            **({"pipeline_parallel_schedule_csv": file} if file else {}),
+            "pipeline_parallel_schedule": "PipelineScheduleMulti" if schedule_file else SCHEDULES[layout.schedule],
+            **({"pipeline_parallel_schedule_csv": schedule_file} if schedule_file else {}),
             "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
-            "module_fqns_per_model_part": parts,
+            "module_fqns_per_model_part": stage_modules,
         }
     return python_call(
         "ParallelismConfig",
@@ -207,7 +207,7 @@ def _parallelism(job: ExportJob) -> PythonSource:
     )
 
 
-def _optimizer(job: ExportJob) -> PythonSource:
+def _build_optimizer_config(job: ExportJob) -> PythonSource:
     """Return AdamW with weight decay for matrices, and without for vectors, which are all in norms."""
     spec = job.run.optimizer
 
@@ -218,7 +218,7 @@ def _optimizer(job: ExportJob) -> PythonSource:
     return python_call("OptimizersContainer.Config", param_groups=[group("norm", 0.0), group(".*", spec.weight_decay)])
 
 
-def _notes(job: ExportJob) -> list[str]:
+def _describe_differences(job: ExportJob) -> list[str]:
     run = job.run
     layout = job.run.layout
     sizes = job.sizes

@@ -88,8 +88,8 @@ def feed_forward(width: int) -> FeedForward.Config:
         w3=linear({spec.hidden_size}, width),
     )
 """
-    layer = indent(f"return {_layer(job, family)!r}", "    ")
-    model = indent(f"return {_model_spec(job, family)!r}", "    ")
+    layer = indent(f"return {_build_layer_config(job, family)!r}", "    ")
+    model = indent(f"return {_build_model_spec(job, family)!r}", "    ")
     return (
         f"{head}\n\ndef layer(index: int) -> {family.class_prefix}TransformerBlock.Config:\n{layer}\n"
         f"\n\ndef model_spec() -> ModelSpec:\n{model}\n"
@@ -102,7 +102,7 @@ from torchtitan.models.common.config_utils import make_moe_config, make_routed_e
 """
 
 
-def _layer(job: ExportJob, family: ModelFamily) -> PythonSource:
+def _build_layer_config(job: ExportJob, family: ModelFamily) -> PythonSource:
     spec = job.run.model
     scaling: dict[str, object] = {}
     if spec.rope.scaling != "none":
@@ -138,15 +138,15 @@ def _layer(job: ExportJob, family: ModelFamily) -> PythonSource:
         attention_norm=PythonSource(f"norm({spec.hidden_size})"),
         ffn_norm=PythonSource(f"norm({spec.hidden_size})"),
         attention=attention,
-        **_mlp(spec),
+        **_mlp_arguments(spec),
     )
 
 
-def _mlp(spec: ModelSpec) -> dict[str, PythonSource]:
+def _mlp_arguments(spec: ModelSpec) -> dict[str, PythonSource]:
     dense = PythonSource(f"feed_forward({spec.ffn_hidden_size})")
     if spec.moe is None:
         return {"feed_forward": dense}
-    experts = _experts(spec, spec.moe)
+    experts = _build_moe_config(spec, spec.moe)
     leading = spec.moe.num_leading_dense_layers
     if not leading:
         return {"moe": experts}
@@ -156,7 +156,7 @@ def _mlp(spec: ModelSpec) -> dict[str, PythonSource]:
     }
 
 
-def _experts(spec: ModelSpec, moe: MoESpec) -> PythonSource:
+def _build_moe_config(spec: ModelSpec, moe: MoESpec) -> PythonSource:
     router = python_call(
         "make_router_config",
         dim=spec.hidden_size,
@@ -188,7 +188,7 @@ def _experts(spec: ModelSpec, moe: MoESpec) -> PythonSource:
     )
 
 
-def _model_spec(job: ExportJob, family: ModelFamily) -> PythonSource:
+def _build_model_spec(job: ExportJob, family: ModelFamily) -> PythonSource:
     spec = job.run.model
     embedding = python_call(
         "Embedding.Config",

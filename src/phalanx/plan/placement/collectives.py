@@ -1,7 +1,4 @@
-"""Loads and latencies of collectives over all ranks of a run, by published formulas.
-
-Their load on a rail fabric, and NCCL's latencies.
-"""
+"""Load on a rail fabric and NCCL latency of collectives over all ranks of a run, by published formulas."""
 
 from __future__ import annotations
 

@@ -72,10 +72,10 @@ class NodeLayout:
 
     def links(self, source: Ranks, target: Ranks) -> Ranks:
         """Return the kind of link between pairs of ranks, as an index into `LINK_KINDS`."""
-        near = self.domain_of(source) == self.domain_of(target)
+        is_fast = self.domain_of(source) == self.domain_of(target)
         same_node = source // self.nproc == target // self.nproc
-        same = self.rail_of(source) == self.rail_of(target)
-        return np.select([near, same_node, same], [0, 1, 2], 3)
+        same_rail = self.rail_of(source) == self.rail_of(target)
+        return np.select([is_fast, same_node, same_rail], [0, 1, 2], 3)
 
 
 def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None = None) -> NodeLayout:
@@ -85,9 +85,9 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     more ranks than GPUs in the topology.
     """
     size = cluster.fast_link_domain or nproc
-    beyond = size > nproc and (cluster.preset is None or size > MAX_NVLINK_GPUS_PER_NODE)
+    spans_nodes = size > nproc and (cluster.preset is None or size > MAX_NVLINK_GPUS_PER_NODE)
     domain = tuple(device // size for device in range(nproc))
-    span = size // nproc if beyond else 1
+    span = size // nproc if spans_nodes else 1
     rail = tuple(range(nproc))
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
     assumed = [] if cluster.fast_link_domain else [f"fast links connect the {nproc} devices of a node"]
@@ -103,10 +103,12 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     if topology.nics:
         nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
         # NCCL's rail of each device's first NIC; otherwise one rail per set of nearest NICs.
-        numbered = dict(zip(topology.nics, topology.rails, strict=False))
-        distinct = list(dict.fromkeys(nics))
-        known = [number for local_nics in nics if (number := numbered.get(local_nics[0])) is not None]
-        rail = tuple(known) if len(known) == nproc else tuple(distinct.index(local_nics) for local_nics in nics)
+        rail_by_nic = dict(zip(topology.nics, topology.rails, strict=False))
+        nic_sets = list(dict.fromkeys(nics))
+        nccl_rails = [number for local_nics in nics if (number := rail_by_nic.get(local_nics[0])) is not None]
+        rail = (
+            tuple(nccl_rails) if len(nccl_rails) == nproc else tuple(nic_sets.index(local_nics) for local_nics in nics)
+        )
     else:
         assumed.append("every device has its own NIC, because the topology lists none")
     return NodeLayout(domain=domain, rail=rail, nics=nics, span=span, assumed=tuple(assumed))
@@ -118,12 +120,12 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
     Bytes for another rail first go over fast links to a neighbor on that rail, if there is one, and leave from there.
     Both hops count.
     """
-    first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
-    by = np.array([first[rail] for rail in site.rail])
+    device_on_rail = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
+    device_by_rail = np.array([device_on_rail[rail] for rail in site.rail])
     ranks = matrix.ranks
     source = matrix.source
     target = matrix.target
-    neighbor = source // site.nproc * site.nproc + by[target % site.nproc]
+    neighbor = source // site.nproc * site.nproc + device_by_rail[target % site.nproc]
     is_relayed = (site.links(source, target) == 3) & (neighbor < ranks)
     is_relayed &= site.domain_of(source) == site.domain_of(neighbor)
     to_network = TrafficMatrix(ranks, np.where(is_relayed, neighbor, source), target, matrix.bytes)
@@ -154,12 +156,12 @@ def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
     """
     names = list(dict.fromkeys(name for local_nics in site.nics for name in local_nics))
     share = np.array([[(name in local_nics) / len(local_nics) for name in names] for local_nics in site.nics])
-    far = site.links(matrix.source, matrix.target) >= FIRST_NETWORK_LINK
+    is_remote = site.links(matrix.source, matrix.target) >= FIRST_NETWORK_LINK
     nodes = -(-matrix.ranks // site.nproc)
 
     def bytes_per_nic(ranks: Ranks) -> Sizes:
         rank_bytes = np.zeros(nodes * site.nproc)
-        np.add.at(rank_bytes, ranks[far], matrix.bytes[far])
+        np.add.at(rank_bytes, ranks[is_remote], matrix.bytes[is_remote])
         return np.asarray(rank_bytes.reshape(nodes, site.nproc) @ share)
 
     sent = bytes_per_nic(matrix.source)
@@ -187,8 +189,11 @@ def placement_findings(
     """Return all findings on a placement, worst first."""
     findings = [*_check_domains(sizes, site), *_check_rails(sizes, parts, site), *_check_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:
-        last = sizes.world_size % site.nproc
-        message = f"the last node has {last} of {site.nproc} ranks, but torchrun starts an equal number on every node"
+        last_node_ranks = sizes.world_size % site.nproc
+        message = (
+            f"the last node has {last_node_ranks} of {site.nproc} ranks, "
+            "but torchrun starts an equal number on every node"
+        )
         findings.append(PlacementFinding("bad", "nodes", message, fix=f"use a multiple of {site.nproc} ranks"))
     return sorted(findings, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
 
@@ -199,7 +204,7 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
     They belong inside a fast domain: tensor-parallel groups must be, others should be.
     """
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
-    where = f"a fast domain ({plural(domain, 'device')})"
+    domain_text = f"a fast domain ({plural(domain, 'device')})"
     advice = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, groups, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
@@ -211,45 +216,57 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
         domains = site.domain_of(np.array(groups))
         leaving = np.flatnonzero((domains != domains[:, :1]).any(1))
         if len(leaving):
-            more = " ..." if len(groups[0]) > MAX_SHOWN_RANKS else ""
-            first = " ".join(map(str, groups[leaving[0]][:MAX_SHOWN_RANKS])) + more
+            ellipsis = " ..." if len(groups[0]) > MAX_SHOWN_RANKS else ""
+            first_ranks = " ".join(map(str, groups[leaving[0]][:MAX_SHOWN_RANKS])) + ellipsis
             message = (
-                f"{len(leaving)} of {len(groups)} {axis} groups extend beyond {where}; the first has ranks {first}"
+                f"{len(leaving)} of {len(groups)} {axis} groups extend beyond {domain_text}; "
+                f"the first has ranks {first_ranks}"
             )
             yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix)
         else:
-            yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
+            yield PlacementFinding("good", axis, f"every {axis} group is inside {domain_text}")
 
 
 def _check_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Iterator[PlacementFinding]:
     """Yield findings on rails: stages and data-parallel neighbors on different nodes should share a rail."""
-    stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
-    for axis, pair, fix in (
-        ("pp", "pipeline neighbors", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of {{0}}"),
-        ("dp", "data-parallel neighbors", f"make {copy} a multiple or a divisor of {{0}}"),
+    stage_product, replica_product = (
+        ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
+    )
+    for axis, neighbors, fix in (
+        (
+            "pp",
+            "pipeline neighbors",
+            f"make {stage_product} a multiple of {{0}}, or {stage_product} x pp a divisor of {{0}}",
+        ),
+        ("dp", "data-parallel neighbors", f"make {replica_product} a multiple or a divisor of {{0}}"),
     ):
         if axis not in parts:
             continue
         links = site.links(parts[axis].source, parts[axis].target)
         remote_pairs = int((links >= FIRST_NETWORK_LINK).sum())
-        crossing = int((links == 3).sum())
-        if crossing:
-            message = f"{crossing} of {remote_pairs} pairs of {pair} on different nodes are on different rails"
+        crossing_pairs = int((links == 3).sum())
+        if crossing_pairs:
+            message = (
+                f"{crossing_pairs} of {remote_pairs} pairs of {neighbors} on different nodes are on different rails"
+            )
             yield PlacementFinding("bad" if axis == "pp" else "note", axis, message, fix=fix.format(site.nproc))
         elif remote_pairs:
-            yield PlacementFinding("good", axis, f"{pair} on different nodes are on the same rail")
+            yield PlacementFinding("good", axis, f"{neighbors} on different nodes are on the same rail")
 
 
 def _check_spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec) -> Iterator[PlacementFinding]:
     """Yield a finding if an oversubscribed spine slows down the traffic that crosses it."""
     sums = [bytes_by_link(part, site) for part in parts.values()]
-    rail, spine = (sum(row[link] for row in sums) for link in ("rail", "spine"))
-    slower = oversubscription_slowdown(spine / (rail + spine), cluster.oversubscription) if spine else 1.0
-    if slower > 1:
-        message = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
+    rail_bytes, spine_bytes = (sum(row[link] for row in sums) for link in ("rail", "spine"))
+    if not spine_bytes:
+        return
+    spine_share = spine_bytes / (rail_bytes + spine_bytes)
+    slowdown = oversubscription_slowdown(spine_share, cluster.oversubscription)
+    if slowdown > 1:
+        message = f"{spine_share:.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
         yield PlacementFinding(
             "bad",
             "spine",
-            f"{message}: the network is {slower:.2f} times slower",
+            f"{message}: the network is {slowdown:.2f} times slower",
             fix="change the layout so that traffic stays on its rail",
         )

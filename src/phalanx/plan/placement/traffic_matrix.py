@@ -69,15 +69,15 @@ class TrafficMatrix:
         return merge_matrices(-(-self.ranks // size), [blocks])
 
 
-def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
+def merge_matrices(ranks: int, matrices: list[TrafficMatrix]) -> TrafficMatrix:
     """Return the sum of several matrices, with one row per pair."""
-    if not parts:
-        none = np.zeros(0, np.int64)
-        return TrafficMatrix(ranks, none, none, np.zeros(0))
-    pair = np.concatenate([part.source * ranks + part.target for part in parts])
-    unique_pairs, row = np.unique(pair, return_inverse=True)
+    if not matrices:
+        no_ranks = np.zeros(0, np.int64)
+        return TrafficMatrix(ranks, no_ranks, no_ranks, np.zeros(0))
+    pair_index = np.concatenate([matrix.source * ranks + matrix.target for matrix in matrices])
+    unique_pairs, row = np.unique(pair_index, return_inverse=True)
     sums = np.zeros(len(unique_pairs))
-    np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
+    np.add.at(sums, row, np.concatenate([matrix.bytes for matrix in matrices]))
     return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, sums)
 
 
@@ -110,7 +110,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
                 if row.operation == "all_to_all":
                     sent = _all_to_all_transfers(members, row.bytes)
                 elif row.operation == "send":
-                    sent = _ring(members, row.bytes)
+                    sent = _next_neighbor_transfers(members, row.bytes)
                 else:
                     sent = _ring_transfers(members, row.bytes, island)
             matrices.setdefault(AXIS_BY_GROUP_KIND[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
@@ -133,7 +133,7 @@ def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
 Transfers = tuple[Ranks, Ranks, Sizes]
 
 
-def _ring(members: Ranks, bytes_per_rank: float | Sizes, axis: int = 1) -> Transfers:
+def _next_neighbor_transfers(members: Ranks, bytes_per_rank: float | Sizes, axis: int = 1) -> Transfers:
     """Return the transfers of rings in which each member sends to the next one along an axis."""
     return members.ravel(), np.roll(members, -1, axis).ravel(), np.full(members.size, bytes_per_rank)
 
@@ -153,20 +153,20 @@ def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Trans
     counterpart on the next island (NCCL's channels, aligned with the rails: `rail_fabric.flat_ring_all_reduce`). A
     group with unequal numbers of members on its islands has one ring.
     """
-    parts: list[Transfers] = []
+    transfers: list[Transfers] = []
     islands = members // island
     members_in_first_island = (islands == islands[:, :1]).sum(1)
     for width in np.unique(members_in_first_island):
         has_width = members_in_first_island == width
         groups = members[has_width]
         is_even = _is_even(islands[has_width], width)
-        parts.append(_ring(groups[~is_even], bytes_per_rank))
+        transfers.append(_next_neighbor_transfers(groups[~is_even], bytes_per_rank))
         # [group, island, member on the island]
         even_groups = groups[is_even].reshape(int(is_even.sum()), groups.shape[1] // width, width)
-        parts.append(_ring(even_groups, bytes_per_rank / width))
+        transfers.append(_next_neighbor_transfers(even_groups, bytes_per_rank / width))
         if width > 1:
-            parts.append(_ring(even_groups, bytes_per_rank - bytes_per_rank / width, axis=2))
-    source, target, sent = zip(*parts, strict=True)
+            transfers.append(_next_neighbor_transfers(even_groups, bytes_per_rank - bytes_per_rank / width, axis=2))
+    source, target, sent = zip(*transfers, strict=True)
     return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
 
 
@@ -193,7 +193,7 @@ def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -
     sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
     return (
         np.tile(pipelines[:, stage], len(messages)),
-        np.concatenate([pipelines[:, to] for to in messages]),
+        np.concatenate([pipelines[:, receiver] for receiver in messages]),
         np.concatenate(sent),
     )
 
@@ -206,14 +206,14 @@ def _parameter_server_transfers(run: RunSpec, sizes: ParallelDims, worker: list[
     total_bytes = next(row.bytes for row in worker if row.operation == "send")
     loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
     ranks = sizes.world_size
-    parts = total_bytes * loads / loads.sum()
+    bytes_by_server = total_bytes * loads / loads.sum()
     servers = np.arange(sizes.servers)
     workers = np.arange(sizes.servers, sizes.world_size)
     all_workers = np.repeat(workers, len(servers))
     all_servers = np.tile(servers, len(workers))
-    yield TrafficMatrix(ranks, all_workers, all_servers, np.tile(parts, len(workers)))
+    yield TrafficMatrix(ranks, all_workers, all_servers, np.tile(bytes_by_server, len(workers)))
     if run.layout.max_staleness is not None:
-        yield TrafficMatrix(ranks, all_servers, all_workers, np.tile(parts, len(workers)))
+        yield TrafficMatrix(ranks, all_servers, all_workers, np.tile(bytes_by_server, len(workers)))
     else:
-        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)
+        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), bytes_by_server)
         yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, total_bytes))

@@ -91,12 +91,12 @@ def _state_columns(run: RunSpec, layouts: list[CandidateLayout]) -> dict[str, li
 
 def _stage_columns(run: RunSpec, layouts: list[CandidateLayout]) -> dict[str, NDArray[Any]]:
     """Return the blocks of a pipeline's ranks: thousands of layouts have a few divisions into stages."""
-    divisions = [(c.pp, c.schedule, c.virtual_stages, c.recomputed_blocks) for c in layouts]
-    example_of = dict(zip(divisions, layouts, strict=True))
-    stages = [_stage_blocks(run, c) for c in example_of.values()]
+    division_by_layout = [(c.pp, c.schedule, c.virtual_stages, c.recomputed_blocks) for c in layouts]
+    example_of = dict(zip(division_by_layout, layouts, strict=True))
+    blocks_by_division = [_count_stage_blocks(run, c) for c in example_of.values()]
     index_of = {division: index for index, division in enumerate(example_of)}
-    indices = np.array([index_of[division] for division in divisions], dtype=int)
-    splits_backward = [stages[index].splits_backward for index in indices]
+    indices = np.array([index_of[division] for division in division_by_layout], dtype=int)
+    splits_backward = [blocks_by_division[index].splits_backward for index in indices]
     whole_blocks = np.array(
         [compiles_whole_blocks(c.tp * c.cp * c.ep, splits) for c, splits in zip(layouts, splits_backward, strict=True)],
         dtype=bool,
@@ -106,7 +106,7 @@ def _stage_columns(run: RunSpec, layouts: list[CandidateLayout]) -> dict[str, ND
         # Norms have kernels of their own, and activations are compiled.
         "fused_elementwise": ~whole_blocks * float(run.compiles),
         **{
-            name: np.array([getattr(blocks, name) for blocks in stages])[indices]
+            name: np.array([getattr(blocks, name) for blocks in blocks_by_division])[indices]
             for name in ("blocks", "moe_blocks", "recomputed", "mean_recomputed")
         },
     }
@@ -124,30 +124,31 @@ class _StageBlocks:
     """True if the schedule splits backward passes."""
 
 
-def _stage_blocks(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks:
+def _count_stage_blocks(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks:
     candidate_run = run.model_copy(update={"layout": candidate.layout()})
-    ranks = layers_per_rank(candidate_run)
+    layers_by_rank = layers_per_rank(candidate_run)
     schedule = representative_schedule(candidate_run.layout)
     first, last = schedule.end_ranks
     costs = layer_flops(run.model, run.training.seq_len)[1:-1]
     # All blocks without `recomputed_blocks`, whatever the method.
-    limits = candidate.recomputed_blocks
-    per_rank = limits if isinstance(limits, tuple) else [limits] * len(ranks)
+    recomputed_blocks = candidate.recomputed_blocks
+    per_rank = recomputed_blocks if isinstance(recomputed_blocks, tuple) else [recomputed_blocks] * len(layers_by_rank)
     recomputed = [
-        len(layers) if limit is None else min(limit, len(layers)) for limit, layers in zip(per_rank, ranks, strict=True)
+        len(layers) if limit is None else min(limit, len(layers))
+        for limit, layers in zip(per_rank, layers_by_rank, strict=True)
     ]
 
     def rank_cost(rank: int) -> float:
-        forward_factor = 1 + recomputed[rank] / len(ranks[rank]) / 3
-        return forward_factor * sum(costs[layer] for layer in ranks[rank])
+        forward_factor = 1 + recomputed[rank] / len(layers_by_rank[rank]) / 3
+        return forward_factor * sum(costs[layer] for layer in layers_by_rank[rank])
 
-    between = [rank for rank in range(len(ranks)) if rank not in (first, last)]
-    middle = max(between or range(len(ranks)), key=rank_cost)
+    middle_ranks = [rank for rank in range(len(layers_by_rank)) if rank not in (first, last)]
+    middle = max(middle_ranks or range(len(layers_by_rank)), key=rank_cost)
     positions = (first, middle, last)
     return _StageBlocks(
-        blocks=[len(ranks[rank]) for rank in positions],
-        moe_blocks=[sum(map(run.model.is_moe_layer, ranks[rank])) for rank in positions],
-        recomputed=[recomputed[rank] / len(ranks[rank]) for rank in positions],
+        blocks=[len(layers_by_rank[rank]) for rank in positions],
+        moe_blocks=[sum(map(run.model.is_moe_layer, layers_by_rank[rank])) for rank in positions],
+        recomputed=[recomputed[rank] / len(layers_by_rank[rank]) for rank in positions],
         mean_recomputed=sum(recomputed) / run.model.num_layers,
         splits_backward=schedule.splits_backward,
     )

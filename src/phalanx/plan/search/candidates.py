@@ -143,9 +143,9 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     predicted = candidate.layout()
     for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
         value = getattr(layout, field)
-        only = getattr(predicted, field)
-        fix = f"use {json.dumps(only)}, the only supported value"
-        require(value == only, f"layout.{field}", value, problem=NOT_PREDICTED, fix=fix)
+        supported_value = getattr(predicted, field)
+        fix = f"use {json.dumps(supported_value)}, the only supported value"
+        require(value == supported_value, f"layout.{field}", value, problem=NOT_PREDICTED, fix=fix)
     return candidate
 
 
@@ -154,18 +154,18 @@ def describe_other_strategy(layout: Layout, candidate: CandidateLayout) -> str |
     used = candidate.data_parallel
     if layout.data_parallel == used:
         return None
-    where = "on one shard"
+    condition = "on one shard"
     reason = "there is nothing to share"
     if used == "zero1":
-        where = "in a pipeline"
+        condition = "in a pipeline"
         reason = "full gradients stay until the last micro-batch"
-    return f"data_parallel = {layout.data_parallel} {where} trains as {used}, which is evaluated here: {reason}"
+    return f"data_parallel = {layout.data_parallel} {condition} trains as {used}, which is evaluated here: {reason}"
 
 
 def check_precision(run: RunSpec) -> None:
     """Raise UserError for a precision that the planner cannot predict."""
     precision = run.training.precision
-    known = known_precisions(run.cluster)
+    precisions = known_precisions(run.cluster)
     # Nothing is known about an unnamed machine, but fp32 is known on a CPU.
     machine = "set the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
     calibrate = f"calibrate with runs in {precision} (`phalanx calibrate`)"
@@ -175,11 +175,11 @@ def check_precision(run: RunSpec) -> None:
     elif precision == "fp8":
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit, such as --machine h100"
     require(
-        precision in known,
+        precision in precisions,
         "training.precision",
         precision,
         problem=f"{NOT_PREDICTED} on this machine",
-        fix=f'{machine}set training.precision = "{known[0]}", or {calibrate}',
+        fix=f'{machine}set training.precision = "{precisions[0]}", or {calibrate}',
     )
 
 

@@ -65,9 +65,9 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
         )
         for degrees in _enumerate_degrees(run, world_size)
         for rank_order in [choose_rank_order(degrees.dp, degrees.tp, degrees.pp, degrees.cp, domain)]
-        for data_parallel, dp_shard in _data_parallel_options(degrees, domain)
-        for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp)
-        for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches)
+        for data_parallel, dp_shard in _enumerate_data_parallel(degrees, domain)
+        for micro_batch_size, micro_batches in _enumerate_micro_batches(run, degrees.dp)
+        for schedule, virtual_stages in _enumerate_schedules(run, degrees.pp, micro_batches)
         for activation_checkpointing in ENUMERATED_METHODS
     ]
 
@@ -75,30 +75,29 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
 def smaller_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
     """Yield the variants of a layout for less device memory: with recomputed norms, and with offload.
 
-    Norms are recomputed where nothing else is. Offload is of state, in CPU memory, or in files if the run names a
-    directory. CPU memory is not a variant if ranks compute on CPUs. The state is that which ranks shard, or that of a
-    single rank, which offloads as with ZeRO-1 or 2. With full recomputation there are variants with the inputs of
-    blocks in CPU memory, with and without the state. A variant uses less device memory and, with the same strategy,
-    never less time.
+    Norms are recomputed in layouts that recompute nothing else. State is offloaded to CPU memory unless ranks compute
+    on CPUs, and to files if the run names a directory. Only sharded state is offloaded, or that of a single rank, which
+    then trains with ZeRO-1 or 2. Layouts with full recomputation also have variants that offload the inputs of blocks,
+    with and without the state. A variant uses less device memory and, with the same strategy, never less time.
     """
     if candidate.offloads or candidate.activation_checkpointing == "norms":
         return
     if candidate.activation_checkpointing == "none":
         yield candidate._replace(activation_checkpointing="norms")
-    yield from _state_offload_variants(run, candidate)
+    yield from _enumerate_state_offload(run, candidate)
     if candidate.activation_checkpointing == "full" and not run.cluster.uses_cpu:
         without_inputs = candidate._replace(activation_checkpointing="offload")
         yield without_inputs
-        yield from _state_offload_variants(run, without_inputs)
+        yield from _enumerate_state_offload(run, without_inputs)
 
 
-def _state_offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
-    alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
+def _enumerate_state_offload(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
+    has_single_copy = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
     targets: dict[OffloadName, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}
     if run.layout.offload_directory is not None:
         targets["nvme"] = run.layout.offload_directory
-    for data_parallel in strategies if alone else (candidate.data_parallel,):
+    for data_parallel in strategies if has_single_copy else (candidate.data_parallel,):
         if data_parallel not in VALID_DATA_STRATEGIES["offload"]:
             continue
         for target, directory in targets.items():
@@ -120,11 +119,11 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[_Degrees]:
                 for ep in divisors(dp * cp * tp):
                     if num_experts % ep > 0:
                         continue
-                    for cp_method in _cp_methods(run, world_size, tp, pp, cp, ep):
+                    for cp_method in _enumerate_cp_methods(run, world_size, tp, pp, cp, ep):
                         yield _Degrees(dp, tp, pp, cp, cp_method, ep)
 
 
-def _cp_methods(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
+def _enumerate_cp_methods(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
     """Yield the methods of context parallelism with which these degrees can share the model: on CPUs only the ring."""
     methods: tuple[CpMethod, ...] = ("ring", "ulysses")
     for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[:1]:
@@ -136,7 +135,7 @@ def _cp_methods(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: in
         yield cp_method
 
 
-def _data_parallel_options(degrees: _Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
+def _enumerate_data_parallel(degrees: _Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
     """Yield data-parallel strategies with the ranks that share a copy; with hsdp, those of a domain."""
     yield "ddp", 1
     if degrees.dp * degrees.cp == 1:
@@ -159,7 +158,7 @@ def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOr
     return "pipeline_outer" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data_outer"
 
 
-def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
+def _enumerate_micro_batches(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
     """Yield the micro-batch size and the number of micro-batches per rank and step."""
     sequences_per_rank = run.training.tokens_per_step // run.training.seq_len // dp
     for micro_batch_size in divisors(sequences_per_rank):
@@ -167,7 +166,7 @@ def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
             yield micro_batch_size, sequences_per_rank // micro_batch_size
 
 
-def _schedule_options(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[ScheduleName, int]]:
+def _enumerate_schedules(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[ScheduleName, int]]:
     """Yield the schedules that a pipeline of `pp` stages can have, with the virtual stages.
 
     Too few micro-batches cannot fill bubbles."""

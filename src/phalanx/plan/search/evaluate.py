@@ -41,12 +41,12 @@ def parse_layout(text: str) -> Layout:
         return layout
     table: dict[str, object] = {}
     commas_outside_lists = r",(?![^\[]*\])"
-    for item in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
-        key, equals, value = (part.strip() for part in item.partition("="))
+    for setting in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
+        key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:
             raise UserError(
                 "layout",
-                item,
+                setting,
                 "is not of the form KEY=VALUE",
                 fix='write, for example, "tp=4,pp=8,data_parallel=zero1", or the text of a row of the plan\'s table',
             )
@@ -67,8 +67,8 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
     """
     layout_run = run.replace(layout=layout)
     check_layout(layout_run, world_size)
-    option = evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
-    return with_exact_memory(run, world_size, option)
+    evaluated = evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
+    return with_exact_memory(run, world_size, evaluated)
 
 
 def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
@@ -81,16 +81,16 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
         layout = layout.replace(offload_directory=run.layout.offload_directory)
-    option = evaluate_layout(run, world_size, layout)
+    evaluated = evaluate_layout(run, world_size, layout)
     row = normalize_row(text)
     require(
-        layout_of_row(text) is None or row == str(option.candidate),
+        layout_of_row(text) is None or row == str(evaluated.candidate),
         "layout",
         row,
-        problem=f"is a row of a plan for other ranks or another batch: here, the layout is {option.candidate}",
-        fix=f'write the fields of the layout, such as "{layout_to_text(option.candidate.layout())}"',
+        problem=f"is a row of a plan for other ranks or another batch: here, the layout is {evaluated.candidate}",
+        fix=f'write the fields of the layout, such as "{layout_to_text(evaluated.candidate.layout())}"',
     )
-    return option
+    return evaluated
 
 
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
@@ -102,17 +102,17 @@ def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
     return True
 
 
-def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) -> EvaluatedLayout:
+def with_exact_memory(run: RunSpec, world_size: int, evaluated: EvaluatedLayout) -> EvaluatedLayout:
     """Return an option with Phalanx's exact memory, as `phalanx memory` counts it.
 
     The exact count can exceed the estimate, which is for any trainer.
     """
-    layout_run = run.model_copy(update={"layout": option.candidate.layout()})
-    return with_counted_memory(run.cluster, option, list(rank_memory(layout_run, world_size).values()))
+    layout_run = run.model_copy(update={"layout": evaluated.candidate.layout()})
+    return with_counted_memory(run.cluster, evaluated, list(rank_memory(layout_run, world_size).values()))
 
 
 def with_counted_memory(
-    cluster: ClusterSpec, option: EvaluatedLayout, memories: Sequence[RankMemory]
+    cluster: ClusterSpec, evaluated: EvaluatedLayout, memories: Sequence[RankMemory]
 ) -> EvaluatedLayout:
     """Return an option with exact memory."""
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
@@ -123,11 +123,11 @@ def with_counted_memory(
         return process_bytes(cluster, size) if cluster.calibration else size
 
     return replace(
-        option,
+        evaluated,
         memory_bytes=used_bytes(device_bytes),
         host_bytes=host_bytes,
         stage_bytes={"first": used_bytes(first_bytes), "last": used_bytes(last_bytes)},
-        p_oom=max(option.p_oom, layout_oom_probability(cluster, device_bytes, host_bytes)),
+        p_oom=max(evaluated.p_oom, layout_oom_probability(cluster, device_bytes, host_bytes)),
     )
 
 
@@ -156,22 +156,24 @@ class LayoutPredictions:
     @cached_property
     def p_oom(self) -> Column:
         """Probability that memory is insufficient, one value per layout."""
-        return self._per_layout(oom_probability(memory_constants_for(self.cluster), self.jobs, self.memory))
+        return self._broadcast_to_layouts(oom_probability(memory_constants_for(self.cluster), self.jobs, self.memory))
 
     @property
     def seconds(self) -> Column:
         """Seconds of a step, one value per layout."""
-        return self._per_layout(self.time.total)
+        return self._broadcast_to_layouts(self.time.total)
 
     @property
     def memory_bytes(self) -> Column:
         """Device memory of the fullest rank, one value per layout."""
-        return self._per_layout(self.memory.allocated)
+        return self._broadcast_to_layouts(self.memory.allocated_bytes)
 
     @property
     def memory_utilization(self) -> Column:
         """Used / available memory of the fuller one of device and CPU, one value per layout."""
-        return self._per_layout(memory_utilization(memory_constants_for(self.cluster), self.jobs, self.memory))
+        return self._broadcast_to_layouts(
+            memory_utilization(memory_constants_for(self.cluster), self.jobs, self.memory)
+        )
 
     @property
     def recomputed_fraction(self) -> Column:
@@ -187,7 +189,7 @@ class LayoutPredictions:
         """Return the predictions of some layouts."""
         return LayoutPredictions(self.cluster, self.jobs.select(indices))
 
-    def _per_layout(self, column: Column) -> Column:
+    def _broadcast_to_layouts(self, column: Column) -> Column:
         return np.broadcast_to(column, self.jobs.count)
 
 
@@ -205,8 +207,8 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         "seconds": predictions.time.total,
         "interval_factor": predictions.interval_factor,
         "recomputed_fraction": predictions.recomputed_fraction,
-        "memory_bytes": predictions.memory.allocated,
-        "host_bytes": predictions.memory.host,
+        "memory_bytes": predictions.memory.allocated_bytes,
+        "host_bytes": predictions.memory.host_bytes,
         "p_oom": predictions.p_oom,
     }
     parts = {part: getattr(predictions.time, part) for part in PARTS}
@@ -220,14 +222,14 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         method: recomputed_flops_per_token(run.model, run.training.seq_len, method)
         for method in get_args(CheckpointingName)
     }
-    options = []
+    evaluated_layouts = []
     for index, candidate in enumerate(layouts):
         values = _values_at(columns, index)
         stages = {name: _values_at(stage, index) for name, stage in bytes_by_stage.items()}
         tokens_per_second = run.training.tokens_per_step / values["seconds"]
         utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=world_size)
         repeated_flops = values["recomputed_fraction"] * recomputed_flops[candidate.activation_checkpointing]
-        options.append(
+        evaluated_layouts.append(
             EvaluatedLayout(
                 candidate=candidate,
                 step_seconds=values["seconds"],
@@ -244,7 +246,7 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
                 hfu=utilization(model_flops + repeated_flops),
             )
         )
-    return options
+    return evaluated_layouts
 
 
 def _values_at(columns: dict[str, Column], index: int) -> dict[str, float]:

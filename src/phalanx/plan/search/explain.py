@@ -51,33 +51,33 @@ def plan_or_raise(
     raise UserError("layout", None, f"no layout of {num_wanted:,} fits", fix=suggest_fit(run, world_size, plan))
 
 
-def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
+def describe_differences(evaluated: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
     """Return the parts of a step in which a layout spends more or less time than the best one.
 
     Only parts of at least `min_share` of the best step are listed, then the sum of the others if it is at least 1 % of
     the difference.
     """
-    differences = [(option.parts[part] - best.parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
+    differences = [(evaluated.parts[part] - best.parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
     large_differences = sorted(
         (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True
     )
-    more = option.step_seconds - best.step_seconds
-    remainder = more - sum(part for part, _ in large_differences)
-    if abs(remainder) > 0.01 * abs(more) and (large_differences or not equally_fast(option, best)):
+    added_seconds = evaluated.step_seconds - best.step_seconds
+    remainder = added_seconds - sum(part for part, _ in large_differences)
+    if abs(remainder) > 0.01 * abs(added_seconds) and (large_differences or not equally_fast(evaluated, best)):
         large_differences.append((remainder, "in other parts" if large_differences else "in small parts"))
     return [f"{format_seconds_change(part)} {meaning}" for part, meaning in large_differences]
 
 
-def equally_fast(option: EvaluatedLayout, best: EvaluatedLayout) -> bool:
+def equally_fast(evaluated: EvaluatedLayout, best: EvaluatedLayout) -> bool:
     """Return whether a layout is as fast as the best one, in the search's ranking."""
-    return abs(option.step_seconds / best.step_seconds - 1) < TIE_TOLERANCE
+    return abs(evaluated.step_seconds / best.step_seconds - 1) < TIE_TOLERANCE
 
 
-def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayout) -> str:
+def explain_slowdown(run: RunSpec, evaluated: EvaluatedLayout, best: EvaluatedLayout) -> str:
     """Return the reason why a layout is slower than the best one, on one line."""
-    reasons = [*describe_differences(option, best), *slow_link_warnings(run, option.candidate)]
+    reasons = [*describe_differences(evaluated, best), *slow_link_warnings(run, evaluated.candidate)]
     explanation = "; ".join(reasons) or "equally fast, but the best is simpler or smaller"
-    return f"{format_seconds_change(option.step_seconds - best.step_seconds)}: {explanation}"
+    return f"{format_seconds_change(evaluated.step_seconds - best.step_seconds)}: {explanation}"
 
 
 def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
@@ -97,7 +97,7 @@ class WhatIf:
     """Change of a run, and the best layout after it."""
 
     change: str
-    option: EvaluatedLayout | None
+    best: EvaluatedLayout | None
     speedup: float
     """New / old tokens per second; 0 if nothing fits."""
 
@@ -121,10 +121,10 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
     }
     for change, changed in changes.items():
         if changed is not None:
-            options = search_layouts(changed, world_size, keep=1).layouts
-            option = options[0] if options else None
-            speedup = option.tokens_per_second / fastest.tokens_per_second if option else 0.0
-            yield WhatIf(change=change, option=option, speedup=speedup)
+            layouts = search_layouts(changed, world_size, keep=1).layouts
+            best = layouts[0] if layouts else None
+            speedup = best.tokens_per_second / fastest.tokens_per_second if best else 0.0
+            yield WhatIf(change=change, best=best, speedup=speedup)
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
@@ -137,26 +137,28 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     if run.cluster.network_bytes_per_second is None:
         return f"{suggestion}; set cluster.network_bytes_per_second to find a sufficient number of nodes"
     sequences = run.training.tokens_per_step // run.training.seq_len
-    for times in (2, 4, 8, 16, 32, 64):
-        ranks = times * world_size
-        larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
+    for multiple in (2, 4, 8, 16, 32, 64):
+        ranks = multiple * world_size
+        larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * multiple})
         try:
-            options = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).layouts
+            layouts = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).layouts
         except UserError:
             break
-        if options:
-            return f"{suggestion}; with {times} times the devices ({ranks}), this layout fits: {options[0].candidate}"
+        if layouts:
+            return (
+                f"{suggestion}; with {multiple} times the devices ({ranks}), this layout fits: {layouts[0].candidate}"
+            )
     return f"{suggestion}; with {sequences} sequences per step, more devices do not help: shorten training.seq_len"
 
 
-def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
+def describe_memory_use(cluster: ClusterSpec, evaluated: EvaluatedLayout) -> str:
     """Return the use of the fuller memory: the device's, with driver and libraries, or the CPU's."""
-    used_bytes = option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes)
+    used_bytes = evaluated.memory_bytes if cluster.calibration else process_bytes(cluster, evaluated.memory_bytes)
     available_bytes = float(cluster.rank_memory_bytes or 1)
-    kind = "device"
-    if option.host_bytes / host_memory(cluster) > used_bytes / available_bytes:
-        kind = "CPU"
-        used_bytes = option.host_bytes
+    memory_name = "device"
+    if evaluated.host_bytes / host_memory(cluster) > used_bytes / available_bytes:
+        memory_name = "CPU"
+        used_bytes = evaluated.host_bytes
         available_bytes = host_memory(cluster)
     used = f"{used_bytes / GIB:.1f} GiB of {available_bytes / GIB:.1f}"
-    return f"{used} of {kind} memory (P(OOM) {option.p_oom:.0%})"
+    return f"{used} of {memory_name} memory (P(OOM) {evaluated.p_oom:.0%})"

@@ -53,8 +53,8 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
         return None
     smallest_first = faster[np.argsort(predictions.select(faster).memory_utilization, kind="stable")]
     runnable = (plan.candidates[index] for index in smallest_first if can_run(run, world_size, plan.candidates[index]))
-    found = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
-    too_large = [layout for layout in found if layout.option.p_oom >= MAX_OOM_PROBABILITY]
+    counted = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
+    too_large = [layout for layout in counted if layout.option.p_oom >= MAX_OOM_PROBABILITY]
     if not too_large:
         return None
 
@@ -98,9 +98,9 @@ def _with_fitting_sequences(run: RunSpec, world_size: int, layout: FasterLayout)
         shorter = training.model_copy(update={"seq_len": training.seq_len // divisor})
         shorter_run = run.model_copy(update={"training": shorter})
         try:
-            option = evaluate_layout(shorter_run, world_size, layout.option.layout)
+            evaluated = evaluate_layout(shorter_run, world_size, layout.option.layout)
         except UserError:
             continue
-        if option.p_oom < MAX_OOM_PROBABILITY:
-            return replace(layout, fitting_seq_len=shorter.seq_len, fitting_step_seconds=option.step_seconds)
+        if evaluated.p_oom < MAX_OOM_PROBABILITY:
+            return replace(layout, fitting_seq_len=shorter.seq_len, fitting_step_seconds=evaluated.step_seconds)
     return layout

@@ -34,8 +34,8 @@ def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]
     count.
     """
     host = max(rank_memory.host for rank_memory in memories)
-    more = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
-    device = max(rank_memory.device + more * rank_memory.communication for rank_memory in memories)
+    buffer_overhead = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
+    device = max(rank_memory.device + buffer_overhead * rank_memory.communication for rank_memory in memories)
     return float(device + (host if cluster.uses_cpu else 0)), float(host)
 
 
@@ -83,8 +83,8 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
     total = format_gib(memory_bytes)
     if cluster.uses_cuda:
         total += ", including the memory that PyTorch's allocator and NCCL reserve"
-    used = f"limit: a rank can use {format_gib(limit)} ({format_bytes(limit)})"
-    return f"{used} of {total}; the reserve is {', '.join(reserve)}"
+    usable = f"limit: a rank can use {format_gib(limit)} ({format_bytes(limit)})"
+    return f"{usable} of {total}; the reserve is {', '.join(reserve)}"
 
 
 def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
@@ -106,11 +106,11 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float, *, offloads
     if not needed:
         return ""
     available = format_gib(node_host_bytes(cluster, host_memory(cluster)))
-    given = f"cluster.host_memory_bytes provides {available}"
+    availability = f"cluster.host_memory_bytes provides {available}"
     if cluster.host_memory_bytes is None:
-        given = f"cluster.host_memory_bytes is not set, so {available} is assumed"
+        availability = f"cluster.host_memory_bytes is not set, so {available} is assumed"
     owner = f"a node of {plural(cluster.nproc_per_node, 'rank')}" if cluster.nproc_per_node else "a rank"
-    return f"CPU memory: {owner} needs up to {format_gib(needed)} for {describe_host_use(offloads)}; {given}"
+    return f"CPU memory: {owner} needs up to {format_gib(needed)} for {describe_host_use(offloads)}; {availability}"
 
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:

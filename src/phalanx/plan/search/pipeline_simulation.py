@@ -21,7 +21,7 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
 
     It covers the compute and the bubble of a step, without sends and data-parallel communication.
     """
-    stages = _stage_times(run, world_size, candidate)
+    stages = _estimate_stage_times(run, world_size, candidate)
     times = ActionTimes(
         forward=[float(stage.forward[0]) for stage in stages],
         input_grad=[float(stage.backward[0]) - float(stage.weight_grad[0]) for stage in stages],
@@ -33,9 +33,9 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
 def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> str:
     """Return the `phalanx pipeline show` command of the schedule; all ranks are as slow as the slowest."""
     schedule = _build_candidate_schedule(candidate)
-    stages = _stage_times(run, world_size, candidate)
-    ranks = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
-    slowest = max(ranks, key=lambda rank: float(rank.forward_backward[0]))
+    stages = _estimate_stage_times(run, world_size, candidate)
+    rank_times = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
+    slowest = max(rank_times, key=lambda rank: float(rank.forward_backward[0]))
     forward, backward, weight = (float(part[0]) for part in (slowest.forward, slowest.backward, slowest.weight_grad))
     times = ",".join(f"{seconds:.4g}" for seconds in (forward, backward - weight, weight))
     virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.schedule == "interleaved" else ""
@@ -47,22 +47,22 @@ def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
     return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
 
 
-def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
-    """Return the times of each stage's blocks; the first also has the embedding, the last the head."""
+def _estimate_stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
+    """Return the times of each stage. The first includes the embedding, and the last the head."""
     constants = time_constants_for(run.cluster)
     jobs = candidate_jobs(run, world_size, [candidate])
-    parts = layer_seconds(constants, jobs)
-    plain = layer_seconds_without_recomputation(constants, jobs, parts)
+    layers_times = layer_seconds(constants, jobs)
+    plain = layer_seconds_without_recomputation(constants, jobs, layers_times)
     layout_run = run.model_copy(update={"layout": candidate.layout()})
     recomputed = recomputed_layers(layout_run)
 
     def block_time(layer: int) -> StageTime:
-        times = parts if layer in recomputed else plain
+        times = layers_times if layer in recomputed else plain
         return times.routed if run.model.is_moe_layer(layer) else times.dense
 
     stages = [_sum_stage_times(map(block_time, layers)) for layers in layers_per_stage(layout_run)]
-    stages[0] += parts.embedding
-    stages[-1] += parts.head
+    stages[0] += layers_times.embedding
+    stages[-1] += layers_times.head
     return stages
 
 

@@ -38,23 +38,23 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
     """
     blocks = [len(layers) for layers in layers_per_rank(run)]
     plain = with_recomputation(run, "none", blocks)
-    fits_plain = _ranks_that_fit(plain, world_size)
+    fits_plain = _find_fitting_ranks(plain, world_size)
     if all(fits_plain):
-        return _evaluate(plain, world_size)
+        return _evaluate_choice(plain, world_size)
     methods: tuple[CheckpointingName, ...] = ("norms", "selective", "full")
     # FSDP units inside blocks do not recompute norms.
     if run.layout.fsdp_unit == "sublayer":
         methods = methods[1:]
-    sufficient = [_fewest_blocks(run, world_size, method, blocks, fits_plain) for method in methods]
-    candidates = [_evaluate(candidate, world_size) for candidate in sufficient if candidate is not None]
+    sufficient = [_recompute_fewest_blocks(run, world_size, method, blocks, fits_plain) for method in methods]
+    candidates = [_evaluate_choice(candidate, world_size) for candidate in sufficient if candidate is not None]
     if not candidates:
-        return _evaluate(with_recomputation(run, "full", blocks), world_size)
+        return _evaluate_choice(with_recomputation(run, "full", blocks), world_size)
 
-    def key(choice: RecomputationChoice) -> tuple[float, float]:
+    def cost(choice: RecomputationChoice) -> tuple[float, float]:
         flops = run_recomputed_flops_per_token(run.model_copy(update={"layout": choice.layout}))
         return inf if choice.step_seconds is None else choice.step_seconds, flops
 
-    return min(candidates, key=key)
+    return min(candidates, key=cost)
 
 
 def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence[int]) -> RunSpec:
@@ -70,24 +70,24 @@ def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence
     return run.model_copy(update={"layout": run.layout.model_copy(update=changes)})
 
 
-def _fewest_blocks(
+def _recompute_fewest_blocks(
     run: RunSpec, world_size: int, method: CheckpointingName, blocks: Sequence[int], fits_plain: Sequence[bool]
 ) -> RunSpec | None:
     """Return the run with the fewest recomputed blocks that fit on each pipeline rank; None if all do not suffice.
 
     The memory of a rank depends on its own blocks, so one bisection serves all ranks.
     """
-    whole = with_recomputation(run, method, blocks)
-    if not all(_ranks_that_fit(whole, world_size)):
+    all_recomputed = with_recomputation(run, method, blocks)
+    if not all(_find_fitting_ranks(all_recomputed, world_size)):
         return None
     # With some blocks, the units of FSDP would differ from block to block.
     if method == "full" and run.layout.fsdp_unit == "sublayer":
-        return whole
+        return all_recomputed
     low = [0 if fits else 1 for fits in fits_plain]
     high = [0 if fits else count for fits, count in zip(fits_plain, blocks, strict=True)]
     while low != high:
         middle = [(fewest + most) // 2 for fewest, most in zip(low, high, strict=True)]
-        for rank, fits in enumerate(_ranks_that_fit(with_recomputation(run, method, middle), world_size)):
+        for rank, fits in enumerate(_find_fitting_ranks(with_recomputation(run, method, middle), world_size)):
             if low[rank] < high[rank] and fits:
                 high[rank] = middle[rank]
             elif low[rank] < high[rank]:
@@ -95,7 +95,7 @@ def _fewest_blocks(
     return with_recomputation(run, method, high)
 
 
-def _ranks_that_fit(run: RunSpec, world_size: int) -> list[bool]:
+def _find_fitting_ranks(run: RunSpec, world_size: int) -> list[bool]:
     """Return whether each pipeline rank almost certainly fits in memory."""
     return [
         ranks_oom_probability(run.cluster, [memory]) < SAFE_OOM_PROBABILITY
@@ -103,7 +103,7 @@ def _ranks_that_fit(run: RunSpec, world_size: int) -> list[bool]:
     ]
 
 
-def _evaluate(run: RunSpec, world_size: int) -> RecomputationChoice:
+def _evaluate_choice(run: RunSpec, world_size: int) -> RecomputationChoice:
     p_oom = ranks_oom_probability(run.cluster, worker_memories(run, world_size))
     try:
         step_seconds = evaluate(run, world_size, [candidate_from_run(run, world_size)])[0].step_seconds

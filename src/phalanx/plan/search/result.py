@@ -139,7 +139,7 @@ class Plan:
     @property
     def first_safe(self) -> EvaluatedLayout | None:
         """The first of `layouts` whose memory is almost certainly enough; None if there is none."""
-        return next((option for option in self.layouts if option.p_oom < SAFE_OOM_PROBABILITY), None)
+        return next((layout for layout in self.layouts if layout.p_oom < SAFE_OOM_PROBABILITY), None)
 
     @property
     def best(self) -> EvaluatedLayout:
@@ -147,7 +147,7 @@ class Plan:
 
         It is the first of `layouts` whose memory is almost certainly enough, or else the one with the lowest `p_oom`.
         """
-        return self.first_safe or min(self.layouts, key=lambda option: option.p_oom)
+        return self.first_safe or min(self.layouts, key=lambda layout: layout.p_oom)
 
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
@@ -183,9 +183,9 @@ class Plan:
 def pareto_front(layouts: Sequence[EvaluatedLayout]) -> list[EvaluatedLayout]:
     """Return the layouts that no other beats in both time and memory, the fastest first."""
     front: list[EvaluatedLayout] = []
-    for option in sorted(layouts, key=lambda option: (option.step_seconds, option.memory_bytes)):
-        if not front or option.memory_bytes < front[-1].memory_bytes:
-            front.append(option)
+    for layout in sorted(layouts, key=lambda layout: (layout.step_seconds, layout.memory_bytes)):
+        if not front or layout.memory_bytes < front[-1].memory_bytes:
+            front.append(layout)
     return front
 
 

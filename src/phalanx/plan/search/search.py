@@ -68,7 +68,7 @@ def search_layouts(
         """Yield the wanted layouts that run and fit, in order, including smaller variants."""
         order = candidates.order if isinstance(candidates, TimeBands) else _step_seconds
         offering = runnable_layouts(run, world_size, filter(is_wanted, candidates), order, count_memory)
-        return (option for option in offering if is_wanted(option.candidate))
+        return (evaluated for evaluated in offering if is_wanted(evaluated.candidate))
 
     fastest = next(offer(ordered, is_wanted), None)
     preferred: Iterable[CandidateLayout] = ordered if fastest is not None else []
@@ -80,10 +80,10 @@ def search_layouts(
     def is_new(candidate: CandidateLayout) -> bool:
         return _without_schedule(candidate) not in shown and is_wanted(candidate)
 
-    for option in islice(offer(preferred, is_new), keep):
-        offered.append(option)
-        if group_schedules and option.p_oom < SAFE_OOM_PROBABILITY:
-            shown.add(_without_schedule(option.candidate))
+    for evaluated in islice(offer(preferred, is_new), keep):
+        offered.append(evaluated)
+        if group_schedules and evaluated.p_oom < SAFE_OOM_PROBABILITY:
+            shown.add(_without_schedule(evaluated.candidate))
         report("counting memory of the fastest", len(offered), keep)
     smallest = None
     if not offered:
@@ -101,11 +101,11 @@ class MemoryCounts:
         self.world_size = world_size
         self._counted: dict[CandidateLayout, EvaluatedLayout] = {}
 
-    def __call__(self, option: EvaluatedLayout) -> EvaluatedLayout:
-        """Return an option with exact memory."""
-        if option.candidate not in self._counted:
-            self._counted[option.candidate] = with_exact_memory(self.run, self.world_size, option)
-        return self._counted[option.candidate]
+    def __call__(self, evaluated: EvaluatedLayout) -> EvaluatedLayout:
+        """Return the layout with exact memory."""
+        if evaluated.candidate not in self._counted:
+            self._counted[evaluated.candidate] = with_exact_memory(self.run, self.world_size, evaluated)
+        return self._counted[evaluated.candidate]
 
 
 class TimeBands:
@@ -134,18 +134,18 @@ class TimeBands:
             start = stop
             seconds = self._seconds(self.ordered[start]) if start < len(self.ordered) else 0.0
 
-    def order(self, option: EvaluatedLayout) -> list[float]:
-        """Return the key of the order, of the bands so far."""
-        candidate = option.candidate
-        band = bisect_left(self.ends, option.step_seconds)
-        return [band, candidate.offloads, candidate.num_parallel_axes, option.step_seconds]
+    def order(self, evaluated: EvaluatedLayout) -> list[float]:
+        """Return the sort key of a layout, which begins with its band among those yielded so far."""
+        candidate = evaluated.candidate
+        band = bisect_left(self.ends, evaluated.step_seconds)
+        return [band, candidate.offloads, candidate.num_parallel_axes, evaluated.step_seconds]
 
     def _seconds(self, candidate: CandidateLayout) -> float:
         return evaluate(self.run, self.world_size, [candidate])[0].step_seconds
 
 
-def _step_seconds(option: EvaluatedLayout) -> list[float]:
-    return [option.step_seconds]
+def _step_seconds(evaluated: EvaluatedLayout) -> list[float]:
+    return [evaluated.step_seconds]
 
 
 def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
@@ -158,9 +158,9 @@ def with_smaller_variants(
     """Return all layouts plus smaller variants of those unlikely to fit, and the fitting ones in order."""
     risk = predict_layouts(run, world_size, layouts).p_oom
     unlikely = (layouts[index] for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY))
-    more = [variant for candidate in unlikely for variant in smaller_variants(run, candidate)]
+    smaller = [variant for candidate in unlikely for variant in smaller_variants(run, candidate)]
     fitting = [layouts[index] for index in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
-    return [*layouts, *more], rank_fitting(run, world_size, [*fitting, *more])
+    return [*layouts, *smaller], rank_fitting(run, world_size, [*fitting, *smaller])
 
 
 def runnable_layouts(
@@ -183,17 +183,17 @@ def runnable_layouts(
         for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
             if not can_run(run, world_size, candidate):
                 continue
-            option = evaluate(run, world_size, [candidate])[0]
+            evaluated = evaluate(run, world_size, [candidate])[0]
             later.sort(key=order)
-            while later and order(later[0]) < order(option):
+            while later and order(later[0]) < order(evaluated):
                 yield count_memory(later.pop(0))
-            option = count_memory(option)
-            yield option
-            if option.p_oom >= MAX_OOM_PROBABILITY:
+            evaluated = count_memory(evaluated)
+            yield evaluated
+            if evaluated.p_oom >= MAX_OOM_PROBABILITY:
                 later += evaluate(run, world_size, list(smaller_variants(run, candidate)))
         yield from map(count_memory, sorted(later, key=order))
 
-    return (option for option in generate() if option.p_oom < MAX_OOM_PROBABILITY)
+    return (evaluated for evaluated in generate() if evaluated.p_oom < MAX_OOM_PROBABILITY)
 
 
 def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[CandidateLayout]:

@@ -52,7 +52,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     missing = [column for column in REQUIRED_COLUMNS if column not in names]
     if missing:
         problem = f"does not have the columns {', '.join(missing)}" if names else "is empty"
-        known = f"required are {', '.join(REQUIRED_COLUMNS)}; optional are {', '.join(OPTIONAL_COLUMNS)}"
-        fix = f"use a CSV file whose first line contains its comma-separated column names: {known}"
+        known_columns = f"required are {', '.join(REQUIRED_COLUMNS)}; optional are {', '.join(OPTIONAL_COLUMNS)}"
+        fix = f"use a CSV file whose first line contains its comma-separated column names: {known_columns}"
         raise UserError("table of runs", str(path), problem, fix=fix)
     return [{column: text or "" for column, text in row.items() if column} for row in rows]

@@ -68,13 +68,13 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     layers = job["layers"]
     dense = job["dense_layers"]
     pp = job["pp"]
-    together = job["schedule"] == "zb-v"
-    fewer = float(pp > 1 and (trimmed or layers % pp > 0))
-    layers_per_stage = (layers + 2 * fewer) / pp
-    layers_at_ends = layers_per_stage - (1 + together) * fewer
+    share_rank = job["schedule"] == "zb-v"
+    missing_blocks = float(pp > 1 and (trimmed or layers % pp > 0))
+    layers_per_stage = (layers + 2 * missing_blocks) / pp
+    layers_at_ends = layers_per_stage - (1 + share_rank) * missing_blocks
     leading = max(layers_at_ends - dense, 0.0)
     routed = 0.0 if dense == layers else 1.0
-    last_moe_blocks = leading if together or pp == 1 else layers_at_ends
+    last_moe_blocks = leading if share_rank or pp == 1 else layers_at_ends
     return {
         "blocks": (layers_at_ends, layers_per_stage, layers_at_ends),
         "moe_blocks": (routed * leading, routed * layers_per_stage, routed * last_moe_blocks),
@@ -91,13 +91,13 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
     if cluster.calibration is None:
         return time_constants()
     for name in cluster.calibration.time_constants:
-        known = names(TimeConstants)
+        known_names = names(TimeConstants)
         require(
-            name in known,
+            name in known_names,
             "cluster.calibration.time_constants",
             name,
             problem="is not a known time constant",
-            fix=did_you_mean(name, known),
+            fix=did_you_mean(name, known_names),
         )
     return replace(time_constants(), **cluster.calibration.time_constants)
 

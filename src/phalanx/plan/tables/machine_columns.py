@@ -60,13 +60,16 @@ class AssumedValue(NamedTuple):
 
 def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
     """Return the default values of the fields that a cluster does not give and that a plan requires."""
-    usual = GENERATION_DEFAULTS[cluster.generation]
-    matmul = cluster.matmul_flops or usual.matmul_efficiency * float(cluster.peak_flops or 0)
+    generation_defaults = GENERATION_DEFAULTS[cluster.generation]
+    matmul = cluster.matmul_flops or generation_defaults.matmul_efficiency * float(cluster.peak_flops or 0)
     defaults = {
-        "matmul_flops": (matmul, f"FLOP/s, {usual.matmul_efficiency:.1%} of the peak"),
+        "matmul_flops": (matmul, f"FLOP/s, {generation_defaults.matmul_efficiency:.1%} of the peak"),
         "matmul_flops_8bit": (2 * matmul, "FLOP/s, twice the speed in 16 bits"),
-        "host_link_bytes_per_second": (usual.host_link_bytes_per_second, "B/s, PCIe with 16 lanes"),
-        "host_bytes_per_second": (usual.host_bytes_per_second, "B/s, two channels of CPU memory per device"),
+        "host_link_bytes_per_second": (generation_defaults.host_link_bytes_per_second, "B/s, PCIe with 16 lanes"),
+        "host_bytes_per_second": (
+            generation_defaults.host_bytes_per_second,
+            "B/s, two channels of CPU memory per device",
+        ),
         "host_memory_bytes": (float(HOST_MEMORY_BYTES), "B of CPU memory per device"),
         "disk_bytes_per_second": (DISK_BYTES_PER_SECOND, "B/s per device"),
     }
@@ -86,7 +89,7 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
         if getattr(cluster, field) is None:
             fix = f"add --machine h100 (`phalanx info --list` shows all), or set cluster.preset or cluster.{field}"
             raise UserError(f"cluster.{field}", None, "is unknown, but a plan requires it", fix=fix)
-    link, network = _link_speeds(cluster, ranks)
+    link, network = _resolve_link_speeds(cluster, ranks)
     filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}
 
     def value_of(field: str) -> float:
@@ -114,7 +117,7 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     }
 
 
-def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
+def _resolve_link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
     """Return the bandwidths of fast links and of the network; an unused one equals the other.
 
     Raises UserError if a bandwidth between ranks is unknown.
@@ -172,13 +175,13 @@ def describe_assumptions(
 ) -> list[str]:
     """Return a text per value of a machine that affects a plan and is neither given nor measured."""
     domain = cluster.fast_link_domain_size
-    given = cluster.model_fields_set
+    given_fields = cluster.model_fields_set
     assumed = {}
     if precision == "fp32" and cluster.preset and cluster.calibration is None:
         peak = load_machine(cluster.preset).peak_flops
         if peak == cluster.peak_flops:
             assumed["peak_flops"] = f"{format_si(peak or 0)}FLOP/s also in fp32, preset {cluster.preset}"
-    if "nproc_per_node" not in given:
+    if "nproc_per_node" not in given_fields:
         assumed["nproc_per_node"] = f"{cluster.nproc_per_node}"
     if cluster.fast_link_domain is None and min(domain, ranks) > 1:
         assumed["fast_link_domain"] = f"{domain}, a node"
@@ -186,7 +189,7 @@ def describe_assumptions(
         speed = load_machine(cluster.preset).network_bytes_per_second
         if speed == cluster.network_bytes_per_second:
             assumed["network_bytes_per_second"] = f"{format_si(speed or 0)}B/s per device, preset {cluster.preset}"
-    if ranks > domain and "oversubscription" not in given:
+    if ranks > domain and "oversubscription" not in given_fields:
         assumed["oversubscription"] = "1"
     used = {"matmul_flops", *(field for target in offload_targets for field in OFFLOAD_FIELDS[target])}
     used |= set(ACTIVATION_OFFLOAD_FIELDS if offloads_activations else ())
@@ -195,10 +198,10 @@ def describe_assumptions(
         assumed["num_sms"] = "products of any shape are equally fast"
     if cluster.failures_per_device_hour is None:
         assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.3g}, as of Llama 3 405B"
-    if cluster.storage_bytes_per_second is not None and "restart_seconds" not in given:
+    if cluster.storage_bytes_per_second is not None and "restart_seconds" not in given_fields:
         assumed["restart_seconds"] = f"{cluster.restart_seconds:g}"
     if cluster.watts_per_device is not None and cluster.host_watts_per_device is None:
         assumed["host_watts_per_device"] = f"{host_watts(cluster):.0f}, in proportion to a DGX H100's"
-    if cluster.watts_per_device is not None and "pue" not in given:
+    if cluster.watts_per_device is not None and "pue" not in given_fields:
         assumed["pue"] = f"{cluster.pue:g}, the average of data centers"
     return [f"cluster.{name} = {text}" for name, text in assumed.items()]

@@ -67,15 +67,17 @@ class PredictionFailure:
 
 def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
     """Return the predictions of all rows of a table, in order; one pass evaluates all their choices."""
-    results: list[TableJob | PredictionFailure] = []
+    jobs_or_failures: list[TableJob | PredictionFailure] = []
     for row in rows:
         try:
-            results.append(job_from_row(row))
+            jobs_or_failures.append(job_from_row(row))
         except UserError as error:
-            results.append(PredictionFailure(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
-    jobs = [job for job in results if isinstance(job, TableJob)]
-    done = iter(predict_jobs(jobs))
-    return [next(done) if isinstance(job, TableJob) else job for job in results]
+            jobs_or_failures.append(
+                PredictionFailure(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row))
+            )
+    jobs = [job for job in jobs_or_failures if isinstance(job, TableJob)]
+    predictions = iter(predict_jobs(jobs))
+    return [next(predictions) if isinstance(job, TableJob) else job for job in jobs_or_failures]
 
 
 def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) -> Iterator[Prediction]:
@@ -83,24 +85,24 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
     if not jobs:
         return
     time = time or time_constants()
-    every = job_table([choice for job in jobs for choice in job.choices])
-    seconds, memory, risk = _estimate_costs(every, time, memory_constants())
-    width = log_half_width(interval_constants(), every)
+    choices = job_table([choice for job in jobs for choice in job.choices])
+    seconds, memory, risk = _estimate_costs(choices, time, memory_constants())
+    width = log_half_width(interval_constants(), choices)
     recomputed_flops = [flops for job in jobs for flops in job.recomputed_flops]
-    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
-        interval_factor = float(np.exp(width[at] * job.width))
-        speed = job.flops_per_step / float(seconds[at])
+    for job, index in zip(jobs, _find_best_choices(jobs, seconds, memory, risk), strict=True):
+        interval_factor = float(np.exp(width[index] * job.width))
+        speed = job.flops_per_step / float(seconds[index])
         yield Prediction(
             id=job.name,
             trainer=job.trainer,
-            step_time_s=float(seconds[at]),
-            step_time_low_s=float(seconds[at]) / interval_factor,
-            step_time_high_s=float(seconds[at]) * interval_factor,
-            memory_gib=float(memory[at]) / GIB,
-            p_oom=float(risk[at]),
+            step_time_s=float(seconds[index]),
+            step_time_low_s=float(seconds[index]) / interval_factor,
+            step_time_high_s=float(seconds[index]) * interval_factor,
+            memory_gib=float(memory[index]) / GIB,
+            p_oom=float(risk[index]),
             tflops_per_gpu=speed / job.ranks / 1e12,
             mfu=100 * speed / job.peak_flops,
-            hfu=100 * (speed + recomputed_flops[at] / float(seconds[at])) / job.peak_flops,
+            hfu=100 * (speed + recomputed_flops[index] / float(seconds[index])) / job.peak_flops,
             assumed=job.assumed,
         )
 
@@ -109,21 +111,21 @@ def best_choice_per_job(
     jobs: Sequence[TableJob], every: JobTable, time: TimeConstants, memory: MemoryConstants
 ) -> list[int]:
     """Return the index of each job's best choice in the columns of all jobs' choices."""
-    return list(_best_choices(jobs, *_estimate_costs(every, time, memory)))
+    return list(_find_best_choices(jobs, *_estimate_costs(every, time, memory)))
 
 
 def _estimate_costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
     """Return the step seconds, the bytes of the fullest rank, and P(OOM)."""
     memory_use = estimate_memory(memory, jobs)
-    return step_seconds(time, jobs).total, memory_use.allocated, oom_probability(memory, jobs, memory_use)
+    return step_seconds(time, jobs).total, memory_use.allocated_bytes, oom_probability(memory, jobs, memory_use)
 
 
-def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
-    first = 0
+def _find_best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
+    offset = 0
     for job in jobs:
-        job_choices = slice(first, first + len(job.choices))
-        yield first + best_choice(seconds[job_choices], memory[job_choices], risk[job_choices])
-        first = job_choices.stop
+        job_choices = slice(offset, offset + len(job.choices))
+        yield offset + best_choice(seconds[job_choices], memory[job_choices], risk[job_choices])
+        offset = job_choices.stop
 
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:

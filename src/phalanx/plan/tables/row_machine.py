@@ -19,18 +19,18 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     cluster = load_machine(preset)
     changes: dict[str, float] = {}
     node = read_count(row, "gpus_per_node", 8)
-    joined = cluster.fast_link_domain or node
+    domain_size = cluster.fast_link_domain or node
     # Single devices and pairs stay separate, unless a row states its links.
-    if joined < 8 and not row.get("intra_bw"):
-        node = min(joined, node)
-    changes["fast_link_domain"] = joined if joined > 8 else node
+    if domain_size < 8 and not row.get("intra_bw"):
+        node = min(domain_size, node)
+    changes["fast_link_domain"] = domain_size if domain_size > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
         if row.get(column):
             changes[field] = read_number(row, column) * 1e9
     if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
         assumed.append("network")
-        usual = GENERATION_DEFAULTS[cluster.generation].network_bytes_per_second
-        changes.setdefault("network_bytes_per_second", cluster.network_bytes_per_second or usual)
+        usual_bytes_per_second = GENERATION_DEFAULTS[cluster.generation].network_bytes_per_second
+        changes.setdefault("network_bytes_per_second", cluster.network_bytes_per_second or usual_bytes_per_second)
     return cluster.replace(**changes), assumed
 
 
@@ -42,12 +42,12 @@ def _find_preset(chip: str) -> tuple[str, list[str]]:
     """
     tokens = re.findall(r"[a-z0-9]+", chip.lower())
     halved = ["gcd"] if "mi250x" in tokens and "gcd" not in tokens else []
-    known = preset_names("machines")
-    meant = [preset for preset in known if {*preset.split("-")} <= {*tokens, *halved}]
-    if not meant:
-        fix = did_you_mean("-".join(tokens), known, "list the known devices with `phalanx info --list`")
+    presets = preset_names("machines")
+    matching_presets = [preset for preset in presets if {*preset.split("-")} <= {*tokens, *halved}]
+    if not matching_presets:
+        fix = did_you_mean("-".join(tokens), presets, "list the known devices with `phalanx info --list`")
         raise UserError("gpu_type", chip, "is not a known device", fix=fix)
-    preset = max(meant, key=lambda name: name.count("-"))
+    preset = max(matching_presets, key=lambda name: name.count("-"))
     assumed = ["gpus counts GCDs; an MI250X has two"] if halved else []
     if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:
         assumed.append(f"links of {preset}")

@@ -144,12 +144,12 @@ def _generate_choices(row: Row, fixed: JobRow, num_layers: int, sequences_per_ra
     micro_batch_sizes = [float(size) for size in fitting] or [1.0]
     if row.get("micro_batch", ""):
         micro_batch_sizes = [read_number(row, "micro_batch")]
-    recompute_methods = _recompute_methods(row, fixed)
-    virtual_stage_counts = _virtual_stage_counts(row, fixed, num_layers)
+    recompute_methods = _possible_recompute_methods(row, fixed)
+    virtual_stage_counts = _possible_virtual_stages(row, fixed, num_layers)
     for micro_batch, recompute, virtual_stages in product(micro_batch_sizes, recompute_methods, virtual_stage_counts):
         if not states_sequence_parallelism:
             is_sequence_parallel = is_recent and recompute != "full"
-        schedule = _schedule(row.get("schedule", "").lower(), fixed["pp"], virtual_stages)
+        schedule = _parse_schedule(row.get("schedule", "").lower(), fixed["pp"], virtual_stages)
         yield {
             **fixed,
             "micro_batch": micro_batch,
@@ -161,7 +161,7 @@ def _generate_choices(row: Row, fixed: JobRow, num_layers: int, sequences_per_ra
         }
 
 
-def _recompute_methods(row: Row, fixed: JobRow) -> list[Recomputation]:
+def _possible_recompute_methods(row: Row, fixed: JobRow) -> list[Recomputation]:
     """Return the stated method, or none, the trainer's selective one and full recomputation.
 
     Selective means attention's core in Megatron-LM, and other products in trainers on FSDP. Megatron-Core also accepts
@@ -174,8 +174,10 @@ def _recompute_methods(row: Row, fixed: JobRow) -> list[Recomputation]:
         return ["none", "operations" if recomputes_operations else "attention core", "full"]
     if description == "full":
         return ["full"]
-    named = not description.startswith("none") and any(part in description for part in ("norm", "act", "mlp", "moe"))
-    if description.startswith("selective-op") or (description == "selective" and is_fsdp) or named:
+    names_block_parts = not description.startswith("none") and any(
+        part in description for part in ("norm", "act", "mlp", "moe")
+    )
+    if description.startswith("selective-op") or (description == "selective" and is_fsdp) or names_block_parts:
         return ["operations"]
     return ["attention core" if description == "selective" else "none"]
 
@@ -185,7 +187,7 @@ def _leaves_virtual_stages_open(row: Row, fixed: JobRow) -> bool:
     return is_interleaved and read_count(row, "vpp", 0) == 0
 
 
-def _virtual_stage_counts(row: Row, fixed: JobRow, num_layers: int) -> list[int]:
+def _possible_virtual_stages(row: Row, fixed: JobRow, num_layers: int) -> list[int]:
     """Return the stated number of virtual stages, or those that divide the blocks of a rank evenly."""
     stated = read_count(row, "vpp", 0)
     if not _leaves_virtual_stages_open(row, fixed):
@@ -195,7 +197,7 @@ def _virtual_stage_counts(row: Row, fixed: JobRow, num_layers: int) -> list[int]
     return [count for count in divisors(max(num_layers // fixed["pp"], 1)) if count <= 8]
 
 
-def _schedule(text: str, pp: int, virtual_stages: int) -> Schedule:
+def _parse_schedule(text: str, pp: int, virtual_stages: int) -> Schedule:
     if pp == 1:
         return "none"
     keywords: dict[str, Schedule] = {
@@ -205,8 +207,8 @@ def _schedule(text: str, pp: int, virtual_stages: int) -> Schedule:
         "dualpipe": "zb-v",
         "gpipe": "gpipe",
     }
-    by_stages: Schedule = "interleaved" if virtual_stages > 1 else "1f1b"
-    return next((schedule for keyword, schedule in keywords.items() if keyword in text), by_stages)
+    default_schedule: Schedule = "interleaved" if virtual_stages > 1 else "1f1b"
+    return next((schedule for keyword, schedule in keywords.items() if keyword in text), default_schedule)
 
 
 def _shard_group_size(text: str, zero: int, ranks: float, domain: int) -> float:

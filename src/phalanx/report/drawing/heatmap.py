@@ -138,10 +138,12 @@ def save_picture(heat: Heatmap, file: Path) -> None:
 
     Raises UserError if the suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
-    canvas.save_picture(file, "--out", heat.title, svg=lambda: svg(heat), draw=lambda figure: _draw(heat, figure))
+    canvas.save_picture(
+        file, "--out", heat.title, svg=lambda: svg(heat), draw=lambda figure: _draw_matplotlib(heat, figure)
+    )
 
 
-def _draw(heat: Heatmap, figure: Any) -> None:
+def _draw_matplotlib(heat: Heatmap, figure: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.ticker import FuncFormatter
 

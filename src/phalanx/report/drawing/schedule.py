@@ -59,9 +59,9 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
         end_column = round(span.end * scale)
         columns = end_column - start_column
         label = f"{action.kind}{action.micro}"
-        shown = (label if len(label) <= columns else action.kind)[:columns].ljust(columns)
+        cell_text = (label if len(label) <= columns else action.kind)[:columns].ljust(columns)
         style = f"black on {COLORS[action.kind][shade[action.stage]]}"
-        rows[rank][start_column:end_column] = [(character, style) for character in shown]
+        rows[rank][start_column:end_column] = [(character, style) for character in cell_text]
     return [Text.assemble(*row, no_wrap=True) for row in rows]
 
 

@@ -88,7 +88,7 @@ def save_picture(breakdown: Breakdown, file: Path) -> None:
     Raises UserError if the suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
     shapes = layout_shapes(breakdown)
-    height = _bottom(shapes) + LEFT
+    height = _lowest_edge(shapes) + LEFT
     canvas.save_picture(
         file,
         "--picture",
@@ -104,12 +104,12 @@ def layout_shapes(breakdown: Breakdown) -> list[Shape]:
         Label("title", LEFT, 32, breakdown.title, size=15, bold=True),
         Label("layout", LEFT, 52, breakdown.layout, size=12),
     ]
-    shapes += _time_section(breakdown, _bottom(shapes) + GAP)
-    shapes += _memory_section(breakdown, _bottom(shapes) + GAP)
+    shapes += _draw_time_section(breakdown, _lowest_edge(shapes) + GAP)
+    shapes += _draw_memory_section(breakdown, _lowest_edge(shapes) + GAP)
     return shapes
 
 
-def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
+def _draw_time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     """Yield a step of the layout, and steps of others for comparison."""
     bars = [Bar("this layout", breakdown.seconds)]
     bars += [Bar(f"{position}. {bar.name}", bar.parts) for position, bar in breakdown.other_layouts.items()]
@@ -131,18 +131,18 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         yield Label("total", LEFT + MAX_BAR_WIDTH, top, total, anchor="end", bold=is_main)
         thickness = THICK_BAR if is_main else THIN_BAR
         top += 5
-        yield from _bar("time", bar, top, thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time)
+        yield from _draw_bar("time", bar, top, thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time)
         top += thickness
-    yield from _axis(longest, top)
+    yield from _draw_axis(longest, top)
     columns = (unit, "share", *(f"more in {position}" for position in breakdown.other_layouts))
     rows = {
         part: (f"{time:.3f}", f"{time / main_bar.total:.1%}", *(f"{bar.parts[part] - time:+z.3f}" for bar in bars[1:]))
         for part, time in main_bar.parts.items()
     }
-    yield from _legend(breakdown.meaning, columns, rows, top=top + 2 * LINE + 10)
+    yield from _draw_legend(breakdown.meaning, columns, rows, top=top + 2 * LINE + 10)
 
 
-def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
+def _draw_memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     """Yield the memory of the layout's stages, and the memory of a device for one rank."""
     max_bytes = max(breakdown.memory_bytes, breakdown.counted_bytes, *(bar.total for bar in breakdown.bytes))
     scale = MAX_BAR_WIDTH / max_bytes
@@ -157,22 +157,24 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         top += LINE + 2
         text = f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"
         names.append(Label("name", LEFT, top, text))
-        yield from _bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
+        yield from _draw_bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
         top += 5 + THICK_BAR
-    yield from _line("limit", breakdown.memory_bytes, "of the device for a rank", scale, section_top - LINE, top)
+    yield from _draw_memory_line(
+        "limit", breakdown.memory_bytes, "of the device for a rank", scale, section_top - LINE, top
+    )
     counted_text = "on the largest rank, counted tensor by tensor"
-    yield from _line("counted", breakdown.counted_bytes, counted_text, scale, section_top, top)
+    yield from _draw_memory_line("counted", breakdown.counted_bytes, counted_text, scale, section_top, top)
     for name in names:
         width = len(name.content) * DIGIT_WIDTH
         yield Region("behind", name.x, name.y - 11, width, 14, "#ffffff")
         yield name
-    yield from _axis(max_bytes / GIB, top)
+    yield from _draw_axis(max_bytes / GIB, top)
     parts = {part: part for part in breakdown.bytes[0].parts}
     rows = {part: tuple(f"{bar.parts[part] / GIB:.2f}" for bar in breakdown.bytes) for part in parts}
-    yield from _legend(parts, tuple(bar.name for bar in breakdown.bytes), rows, top=top + 2 * LINE + 10)
+    yield from _draw_legend(parts, tuple(bar.name for bar in breakdown.bytes), rows, top=top + 2 * LINE + 10)
 
 
-def _bar(
+def _draw_bar(
     kind: str,
     bar: Bar,
     y: float,
@@ -190,12 +192,14 @@ def _bar(
         yield Region(kind, x, y, width - gap, thickness, fill, tooltip=tooltip)
         if width > (len(label) + 1) * DIGIT_WIDTH:
             middle = y + thickness / 2 + 4
-            ink = _text_color(fill)
+            ink = _readable_text_color(fill)
             yield Label(f"{kind}-label", x + width / 2, middle, label, anchor="middle", fill=ink)
         x += width
 
 
-def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
+def _draw_memory_line(
+    kind: str, size_bytes: float, text: str, scale: float, top: float, bottom: float
+) -> Iterator[Shape]:
     """Yield a vertical line at an amount of memory, with a label at its top, on the side with space."""
     x = LEFT + size_bytes * scale
     color = INK if kind == "limit" else GRAY
@@ -207,7 +211,7 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
         yield Label(kind, x + 6, top, content)
 
 
-def _axis(max_value: float, y: float) -> Iterator[Shape]:
+def _draw_axis(max_value: float, y: float) -> Iterator[Shape]:
     """Yield the numbers below bars whose maximum is `max_value`."""
     for number in axis_ticks(max_value):
         x = LEFT + number / max_value * MAX_BAR_WIDTH
@@ -223,7 +227,7 @@ def axis_ticks(max_value: float, count: int = 10) -> list[float]:
     return [number * step for number in range(int(max_value / step) + 1)]
 
 
-def _legend(
+def _draw_legend(
     names: Mapping[str, str], columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], top: float
 ) -> Iterator[Shape]:
     """Yield the color, the meaning and the numbers of each part, including parts too small to be visible."""
@@ -237,12 +241,12 @@ def _legend(
             yield Label("figure", COLUMN + index * COLUMN_STEP, top, number, anchor="end")
 
 
-def _text_color(fill: str) -> str:
+def _readable_text_color(fill: str) -> str:
     """Return a text color that is readable on a background color."""
     red, green, blue = (int(fill[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"
 
 
-def _bottom(shapes: list[Shape]) -> float:
+def _lowest_edge(shapes: list[Shape]) -> float:
     """Return the bottom of the lowest shape."""
     return max(mark.y + (mark.height if isinstance(mark, Region) else 0.0) for mark in shapes)

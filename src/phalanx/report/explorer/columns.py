@@ -39,8 +39,8 @@ def pack_columns(
         if len(index_of) > MAX_VALUES:
             raise ValueError(f"{name} has more than {MAX_VALUES:,} distinct values")
         values[name] = list(index_of)
-        planes.append(_byte_planes(np.array([index_of[value] for value in column], "<u2")))
-    planes += [_byte_planes(round_floats(column)) for column in numbers.values()]
+        planes.append(_split_byte_planes(np.array([index_of[value] for value in column], "<u2")))
+    planes += [_split_byte_planes(round_floats(column)) for column in numbers.values()]
     return {
         "rows": lengths.pop(),
         "choices": values,
@@ -63,6 +63,6 @@ def pack_json(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _byte_planes(column: NDArray[Any]) -> bytes:
+def _split_byte_planes(column: NDArray[Any]) -> bytes:
     """Return the lowest byte of every number, then the next, and so on."""
     return column.view(np.uint8).reshape(len(column), -1).T.tobytes()

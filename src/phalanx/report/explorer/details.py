@@ -38,16 +38,16 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
 
     A layout that Phalanx cannot train has the formula's predictions and a `problem` that says why.
     """
-    option = evaluate(run, world_size, [candidate])[0]
+    evaluated = evaluate(run, world_size, [candidate])[0]
     layout_run = run.model_copy(update={"layout": candidate.layout()})
     try:
         check_layout(layout_run, world_size)
     except UserError as error:
-        return _predictions(run, option) | {"problem": str(error)}
+        return _predictions_to_json(run, evaluated) | {"problem": str(error)}
     memories = rank_memory(layout_run, world_size)
     site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
     matrices = traffic_matrices(layout_run, world_size, site.ranks_per_island)
-    option = with_counted_memory(run.cluster, option, list(memories.values()))
+    evaluated = with_counted_memory(run.cluster, evaluated, list(memories.values()))
     num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
     if run.cluster.ranks_per_core > 1:
         timeline = {"note": "No simulation: it assumes one core per rank, but ranks share cores."}
@@ -64,25 +64,25 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
         parts["process"] = process_bytes(run.cluster, 0)
         held_bytes, _ = device_and_host_bytes(run.cluster, [memory])
         memory_by_role[role] = {"parts": parts, "peak_bytes": process_bytes(run.cluster, held_bytes)}
-    return _predictions(run, option) | {
-        "counted_bytes": option.memory_bytes,
+    return _predictions_to_json(run, evaluated) | {
+        "counted_bytes": evaluated.memory_bytes,
         "host_use": describe_host_use(candidate.offloads),
-        "fit": describe_fit(option.p_oom),
+        "fit": describe_fit(evaluated.p_oom),
         "memory": memory_by_role,
         "traffic": {axis: bytes_by_link(matrix, site) for axis, matrix in matrices.items()},
         "timeline": timeline,
     }
 
 
-def _predictions(run: RunSpec, option: EvaluatedLayout) -> Details:
+def _predictions_to_json(run: RunSpec, evaluated: EvaluatedLayout) -> Details:
     """Predictions that need no layout that runs."""
     fields = ("step_seconds", "low_seconds", "high_seconds", "parts", "p_oom", "tokens_per_second", "mfu", "hfu")
     return {
-        **{field: getattr(option, field) for field in fields},
-        "name": str(option.candidate),
-        "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
+        **{field: getattr(evaluated, field) for field in fields},
+        "name": str(evaluated.candidate),
+        "node_host_bytes": node_host_bytes(run.cluster, evaluated.host_bytes),
         "host_use": "offloaded state, estimated; checkpoint copies are not included",
-        "warnings": slow_link_warnings(run, option.candidate),
+        "warnings": slow_link_warnings(run, evaluated.candidate),
     }
 
 
@@ -102,14 +102,14 @@ def timeline_to_json(timeline: Timeline) -> Details:
         action = span.action
         wait_seconds = span.start - ends[index]
         if wait_seconds > min_wait:
-            rank["waits"].append([len(rank["kinds"]), _rounded(wait_seconds)])
+            rank["waits"].append([len(rank["kinds"]), _round_seconds(wait_seconds)])
         rank["kinds"] += action.kind
         rank["stages"].append(action.stage)
         rank["micros"].append(action.micro)
-        seconds.setdefault(action.kind, {}).setdefault(action.stage, _rounded(span.seconds))
+        seconds.setdefault(action.kind, {}).setdefault(action.stage, _round_seconds(span.seconds))
         ends[index] = span.end
     return {"makespan": float(timeline.makespan), "seconds": seconds, "ranks": ranks}
 
 
-def _rounded(seconds: float) -> float:
+def _round_seconds(seconds: float) -> float:
     return float(f"{seconds:.7g}")

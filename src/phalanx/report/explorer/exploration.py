@@ -34,8 +34,8 @@ class Exploration:
     @cached_property
     def front(self) -> dict[int, EvaluatedLayout]:
         """The Pareto front of the counted layouts, the fastest first."""
-        index_of = {option.candidate: index for index, option in self.counted.items()}
-        return {index_of[option.candidate]: option for option in pareto_front(list(self.counted.values()))}
+        index_of = {evaluated.candidate: index for index, evaluated in self.counted.items()}
+        return {index_of[evaluated.candidate]: evaluated for evaluated in pareto_front(list(self.counted.values()))}
 
     def column(self, values: Column) -> Column:
         """Return a predicted column with a row for each layout."""
@@ -53,11 +53,11 @@ def explore(
     plan = plan_or_raise(run, world_size, keep, report, group_schedules)
     index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}
     # Variants with offload that the search made while it counted memory are not among the candidates.
-    for option in plan.layouts:
-        index_of.setdefault(option.candidate, len(index_of))
+    for evaluated in plan.layouts:
+        index_of.setdefault(evaluated.candidate, len(index_of))
     layouts = list(index_of)
     predictions = predict_layouts(run, world_size, layouts)
-    ranked = {index_of[option.candidate]: option for option in plan.layouts}
+    ranked = {index_of[evaluated.candidate]: evaluated for evaluated in plan.layouts}
     counted = formula_front(run, world_size, layouts, predictions, report)
     return Exploration(
         run=run,
@@ -87,7 +87,7 @@ def formula_front(
     size = len(layouts)
     seconds, memory, p_oom = (
         np.broadcast_to(column, size)
-        for column in (predictions.time.total, predictions.memory.allocated, predictions.p_oom)
+        for column in (predictions.time.total, predictions.memory.allocated_bytes, predictions.p_oom)
     )
     fastest_first = np.lexsort((memory, seconds))
     front: dict[int, EvaluatedLayout] = {}
@@ -101,8 +101,8 @@ def formula_front(
             break
         counted += 1
         report("finding the Pareto front", done, len(fitting))
-        option = with_exact_memory(run, world_size, evaluate(run, world_size, [layouts[index]])[0])
-        if option.p_oom < MAX_OOM_PROBABILITY:
-            front[index] = option
+        evaluated = with_exact_memory(run, world_size, evaluate(run, world_size, [layouts[index]])[0])
+        if evaluated.p_oom < MAX_OOM_PROBABILITY:
+            front[index] = evaluated
             smallest = memory[index]
     return front

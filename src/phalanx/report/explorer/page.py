@@ -91,11 +91,11 @@ class PageContext:
 def page_facts(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     """Return the data of a page but for details of layouts: the setup, and all layouts in columns."""
     return {
-        "setup": _setup(exploration, context),
-        "columns": _columns(exploration),
+        "setup": _describe_setup(exploration, context),
+        "columns": _pack_layout_columns(exploration),
         "ranked": list(exploration.ranked),
         "front": list(exploration.front),
-        "counted": {index: _counted(option) for index, option in exploration.counted.items()},
+        "counted": {index: _counted_figures(evaluated) for index, evaluated in exploration.counted.items()},
         "palettes": {"numbers": heatmap.COLORS, "names": RUN_COLORS},
     }
 
@@ -139,7 +139,7 @@ def page(facts: Mapping[str, Any], form: str = "") -> str:
     )
 
 
-def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
+def _describe_setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     """Return what all layouts share, and meanings and colors of what is shown."""
     run = exploration.run
     training = run.training
@@ -180,18 +180,18 @@ def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     }
 
 
-def _columns(exploration: Exploration) -> dict[str, Any]:
+def _pack_layout_columns(exploration: Exploration) -> dict[str, Any]:
     """Pack the choices and the predictions of all layouts."""
     layouts = exploration.layouts
     predictions = exploration.predictions
     numbers = {part: getattr(predictions.time, part) for part in PART_DESCRIPTIONS}
-    memory = exploration.column(predictions.memory.allocated).copy()
+    memory = exploration.column(predictions.memory.allocated_bytes).copy()
     # Counted memory, so that the axis has the number of the list and the details
-    for index, option in exploration.counted.items():
-        memory[index] = option.memory_bytes
+    for index, evaluated in exploration.counted.items():
+        memory[index] = evaluated.memory_bytes
     numbers |= {
         "memory": memory,
-        "host": predictions.memory.host,
+        "host": predictions.memory.host_bytes,
         "p_oom": predictions.p_oom,
         "interval_factor": predictions.interval_factor,
     }
@@ -201,6 +201,6 @@ def _columns(exploration: Exploration) -> dict[str, Any]:
     )
 
 
-def _counted(option: EvaluatedLayout) -> dict[str, float]:
+def _counted_figures(evaluated: EvaluatedLayout) -> dict[str, float]:
     """Return the figures of a layout whose memory was counted."""
-    return {name: getattr(option, name) for name in ("step_seconds", "memory_bytes", "p_oom", "mfu")}
+    return {name: getattr(evaluated, name) for name in ("step_seconds", "memory_bytes", "p_oom", "mfu")}

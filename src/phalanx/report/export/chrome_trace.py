@@ -21,7 +21,7 @@ def chrome_trace(run_data: RunData) -> dict[str, Any]:
 
     `otherData` contains the error of the clocks.
     """
-    events = [event for record in run_data.ranks.values() for event in _rank_events(record)]
+    events = [event for record in run_data.ranks.values() for event in _build_rank_events(record)]
     first_timestamp = min((event["ts"] for event in events if "ts" in event), default=0.0)
     shifted = [event | {"ts": event["ts"] - first_timestamp} if "ts" in event else event for event in events]
     errors = {str(rank): record.error_seconds for rank, record in run_data.ranks.items()}
@@ -38,10 +38,10 @@ def chrome_trace(run_data: RunData) -> dict[str, Any]:
     }
 
 
-def _rank_events(record: RankRecord) -> Iterator[Event]:
+def _build_rank_events(record: RankRecord) -> Iterator[Event]:
     yield _metadata_event(record.rank, "process_name", name=f"rank {record.rank} on {record.host}")
     yield _metadata_event(record.rank, "process_sort_index", sort_index=record.rank)
-    events = [event for line in record.steps for event in _step_events(record, line)]
+    events = [event for line in record.steps for event in _build_step_events(record, line)]
     for line in record.pauses:
         start = line["start"] + record.offset_seconds
         events.append(_complete_event(record.rank, 0, line["pause"], start, line["seconds"], step=line["step"]))
@@ -51,7 +51,7 @@ def _rank_events(record: RankRecord) -> Iterator[Event]:
     yield from events
 
 
-def _step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
+def _build_step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
     """Yield a step with its phases; for a profiled step also passes, waits, collectives and memory."""
     rank = record.rank
     step = line["step"]

@@ -127,10 +127,10 @@ class RunMetrics:
         with suppress(UserError):  # a run file of another version
             run = load_run(self.directory / RUN_FILE, environment={})
         name = run.name if run else self.directory.resolve().name
-        samples = [*self._rank_samples(), *self._step_samples(), *self._run_samples(run, checkpoints)]
+        samples = [*self._read_rank_samples(), *self._read_step_samples(), *self._read_run_samples(run, checkpoints)]
         return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in samples])
 
-    def _step_samples(self) -> Iterator[Sample]:
+    def _read_step_samples(self) -> Iterator[Sample]:
         replaced, lines = self._metrics.read_new()
         if replaced:
             self._step = {}
@@ -144,21 +144,21 @@ class RunMetrics:
             for key, (name, _) in families.items():
                 if key in line:
                     yield name, {}, math.nan if line[key] is None else line[key]
-        started = self._started_at()
+        started = self._last_start_time()
         yield "phalanx_start_timestamp_seconds", {}, started
         # Ranks record every step, also if metrics.every is not 1.
         files = [rank.follower.path for rank in self._ranks.values() if rank.step]
         if self._step:
             files.append(self._metrics.path)
-        times = map(_modified_at, files)
+        times = map(_modification_time, files)
         yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
 
-    def _started_at(self) -> float:
+    def _last_start_time(self) -> float:
         """Return the time of the last start: when ranks started or, until then, when the run was requested."""
         start_times = [float(event["time"]) for event in read_events(self.directory) if event["kind"] == STARTED]
-        return max([*start_times, _modified_at(self.directory / RUN_FILE)])
+        return max([*start_times, _modification_time(self.directory / RUN_FILE)])
 
-    def _run_samples(self, run: RunSpec | None, checkpoints: Sequence[Path]) -> Iterator[Sample]:
+    def _read_run_samples(self, run: RunSpec | None, checkpoints: Sequence[Path]) -> Iterator[Sample]:
         active = is_running(self.directory)
         if active is not None:
             yield "phalanx_under_way", {}, active
@@ -177,7 +177,7 @@ class RunMetrics:
         at_end = run.training.steps if run.training.has_decided_steps else 0
         yield "phalanx_checkpoint_interval_steps", {}, 0 if interval == "auto" else interval or at_end
 
-    def _rank_samples(self) -> Iterator[Sample]:
+    def _read_rank_samples(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
             self._ranks.setdefault(file, RankMetrics(JsonlTail(file, decode_rank_line))).refresh()
         ranks = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
@@ -203,7 +203,7 @@ class RunMetrics:
                 yield "phalanx_wait_seconds", {**labels, "phase": phase}, seconds
 
 
-def _modified_at(file: Path) -> float:
+def _modification_time(file: Path) -> float:
     """Return the modification time of a file, or 0 if it does not exist."""
     try:
         return file.stat().st_mtime

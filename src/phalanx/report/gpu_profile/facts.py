@@ -57,8 +57,10 @@ def gpu_facts(run_data: RunData) -> Facts | None:
 def table_title(gpu: Mapping[str, Any]) -> str:
     """Return the title of the table."""
     ranks = gpu["ranks"]
-    more = f", the {MAX_RANKS_SHOWN} of {len(ranks)} that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
-    return f"times of the GPUs in step {gpu['step']}{more}"
+    selection_note = (
+        f", the {MAX_RANKS_SHOWN} of {len(ranks)} that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
+    )
+    return f"times of the GPUs in step {gpu['step']}{selection_note}"
 
 
 def table_rows(gpu: Mapping[str, Any]) -> list[list[str]]:
@@ -72,7 +74,7 @@ def table_rows(gpu: Mapping[str, Any]) -> list[list[str]]:
     for rank in ranks:
         seconds: dict[str, float] = defaultdict(float)
         for group in rank["groups"]:
-            seconds[_group_name(group)] += group["exposed_seconds"]
+            seconds[_describe_group(group)] += group["exposed_seconds"]
         exposed.append(seconds)
     for group in dict.fromkeys(group for groups in exposed for group in groups):
         cells = [_format_share(groups.get(group), rank["seconds"]) for groups, rank in zip(exposed, ranks, strict=True)]
@@ -87,7 +89,7 @@ def table_rows(gpu: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _group_name(group: Mapping[str, Any]) -> str:
+def _describe_group(group: Mapping[str, Any]) -> str:
     if group["description"] not in ("", UNDESCRIBED):
         return str(group["description"])
     return f"group {group['group']}" if group["group"] else "unknown groups"

@@ -23,19 +23,19 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 def subtract_intervals(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
     """Return the part of a merged set that is not in another merged set."""
-    left: list[Interval] = []
+    remaining: list[Interval] = []
     holes = list(removed)
-    first = 0
+    first_hole = 0
     for start, end in intervals:
-        while first < len(holes) and holes[first][1] <= start:
-            first += 1
-        index = first
+        while first_hole < len(holes) and holes[first_hole][1] <= start:
+            first_hole += 1
+        index = first_hole
         while index < len(holes) and holes[index][0] < end:
-            left.append((start, holes[index][0]))
+            remaining.append((start, holes[index][0]))
             start = holes[index][1]
             index += 1
-        left.append((start, end))
-    return merge_intervals(left)
+        remaining.append((start, end))
+    return merge_intervals(remaining)
 
 
 def total_length(intervals: Iterable[Interval]) -> float:

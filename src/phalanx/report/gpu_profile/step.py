@@ -17,12 +17,12 @@ def profile_gpu_step(events: Iterable[GpuEvent], window: Interval) -> GpuProfile
 
     Events are those of one GPU, in the order of their starts; the window is start and end of the step in seconds.
     """
-    first, last = window
+    window_start, window_end = window
     # Events that overlap with the window, without their time outside it
     inside = [
-        replace(event, start=max(event.start, first), end=min(event.end, last))
+        replace(event, start=max(event.start, window_start), end=min(event.end, window_end))
         for event in events
-        if event.start < last and event.end > first
+        if event.start < window_end and event.end > window_start
     ]
     if not inside:
         return None
@@ -36,7 +36,7 @@ def profile_gpu_step(events: Iterable[GpuEvent], window: Interval) -> GpuProfile
     kernels = merge_intervals([*compute, *communication])
     late = late_launches(inside, window)
     return {
-        "seconds": last - first,
+        "seconds": window_end - window_start,
         "compute_seconds": total_length(compute),
         "communication_seconds": total_length(communication),
         "exposed_communication_seconds": total_length(subtract_intervals(communication, compute)),

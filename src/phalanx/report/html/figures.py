@@ -75,11 +75,11 @@ def make_axis(title: str = "", **more: Any) -> Figure:
 
 
 def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
-    """Return the loss with held-out loss as diamonds, above the speed, of all runs; None without a step."""
+    """Return two plots of all runs: loss (held-out loss as diamonds) and, below it, speed. None without a step."""
     data = [
         trace
         for index, facts in enumerate(runs)
-        for trace in _curve_traces(facts, _escape_plotly(names[index]), index, is_single=len(runs) == 1)
+        for trace in _build_curve_traces(facts, _escape_plotly(names[index]), index, is_single=len(runs) == 1)
     ]
     if not data:
         return None
@@ -92,16 +92,16 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     )
 
 
-def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
+def _build_curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
     curve = facts["curves"]
     line = {"mode": "lines", "line": {"color": RUN_COLORS[index % len(RUN_COLORS)], "width": 2}}
     if "loss" in curve:
         template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
-        trace = _line_trace(curve["step"], curve["loss"], template)
+        trace = _build_line_trace(curve["step"], curve["loss"], template)
         yield trace | line | {"name": "training text" if is_single else name}
     if "tokens_per_second" in curve:
         template = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
-        trace = _line_trace(curve["step"], curve["tokens_per_second"], template)
+        trace = _build_line_trace(curve["step"], curve["tokens_per_second"], template)
         yield trace | line | {"yaxis": "y2", "showlegend": False}
     for number, held_out in enumerate(curve["held_out"], 1):
         steps, losses = map(list, zip(*held_out["loss"], strict=True))
@@ -109,7 +109,7 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
         text = "held-out text"
         if len(curve["held_out"]) > 1:
             text += f" {number} ({formatting.format_tokens(held_out['held_out_tokens'])})"
-        yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, {text}</extra>") | {
+        yield _build_line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, {text}</extra>") | {
             "mode": "markers",
             "marker": {"color": color, "size": 8, "symbol": HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]},
             "name": text,
@@ -117,7 +117,7 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
         }
 
 
-def _line_trace(x: list[Any], y: list[Any], template: str) -> Figure:
+def _build_line_trace(x: list[Any], y: list[Any], template: str) -> Figure:
     return {"type": "scatter", "x": x, "y": y, "hovertemplate": template}
 
 
@@ -164,11 +164,11 @@ def rounds(facts: Facts) -> Figure | None:
     if updates:
         names = sorted({name for row in updates for name in row["bytes"]})
         sent = {_escape_plotly(name): [row["bytes"].get(name, 0) for row in updates] for name in names}
-        data = list(_stacked_bars([row["round"] for row in updates], sent, {}, unit="B"))
+        data = list(_build_stacked_bars([row["round"] for row in updates], sent, {}, unit="B"))
         return make_figure(
             data, 260, barmode="stack", bargap=0.25, xaxis=make_axis("round"), yaxis=make_axis("bytes", **SI_BYTES)
         )
-    data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLORS, unit="s"))
+    data = list(_build_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLORS, unit="s"))
     for direction, kind in (("sent", "sending"), ("received", "receiving")):
         values = node_rounds["bytes"][direction]
         template = f"round %{{x}}: %{{customdata}}<extra>{direction}</extra>"
@@ -180,7 +180,7 @@ def rounds(facts: Facts) -> Figure | None:
             "yaxis": "y2",
             "name": direction,
         }
-        data.append(_line_trace(node_rounds["round"], values, template) | style)
+        data.append(_build_line_trace(node_rounds["round"], values, template) | style)
     return make_figure(
         data,
         420,
@@ -192,10 +192,10 @@ def rounds(facts: Facts) -> Figure | None:
     )
 
 
-def _stacked_bars(x: list[int], parts: Facts, colors: dict[str, str], unit: str) -> Iterator[Figure]:
+def _build_stacked_bars(x: list[int], parts: Facts, colors: dict[str, str], unit: str) -> Iterator[Figure]:
     """Yield a bar for each round with its parts, without parts that are zero in every round."""
-    shown = {name: values for name, values in parts.items() if any(values)}
-    for index, (name, values) in enumerate(shown.items()):
+    nonzero_parts = {name: values for name, values in parts.items() if any(values)}
+    for index, (name, values) in enumerate(nonzero_parts.items()):
         color = step_breakdown.COLORS[colors[name]] if colors else RUN_COLORS[index % len(RUN_COLORS)]
         yield {
             "type": "bar",
@@ -215,7 +215,7 @@ def memory(facts: Facts) -> Figure | None:
         return None
     default_color = step_breakdown.COLORS["waiting"]
     data = [
-        _line_trace(samples["seconds"], part_bytes, f"%{{customdata}}<extra>{_escape_plotly(part)}</extra>")
+        _build_line_trace(samples["seconds"], part_bytes, f"%{{customdata}}<extra>{_escape_plotly(part)}</extra>")
         | {
             "name": _escape_plotly(part),
             "stackgroup": "held",
@@ -241,18 +241,20 @@ def traffic(facts: Facts) -> Figure | None:
     high = log10(max(sent))
     steps = [low + (high - low) * index / 4 for index in range(5)] if high > low else [high]
     bar = {"tickmode": "array", "tickvals": steps, "ticktext": [format_bytes(10**step) for step in steps]}
-    shown = [[log10(value) if value else None for value in row] for row in matrix["bytes"]]
+    log_bytes = [[log10(value) if value else None for value in row] for row in matrix["bytes"]]
     texts = [[format_bytes(value) for value in row] for row in matrix["bytes"]]
-    cells = _heatmap_trace(shown, texts, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _color_bar() | bar}
+    cells = _build_heatmap_trace(log_bytes, texts, "rank %{y} to rank %{x}: %{customdata}") | {
+        "colorbar": _make_color_bar() | bar
+    }
     if high == low:
         cells |= {"zmin": low - 1, "zmax": low}
-    count = len(shown)
+    count = len(log_bytes)
     side = max(140, min(480, 48 * count))
     return {"widest": side + 170} | make_figure(
         [cells],
         side + 60,
-        xaxis=make_axis("to rank", **_integer_ticks(count)),
-        yaxis=make_axis("from rank", autorange="reversed", **_integer_ticks(count)),
+        xaxis=make_axis("to rank", **_make_integer_ticks(count)),
+        yaxis=make_axis("from rank", autorange="reversed", **_make_integer_ticks(count)),
     )
 
 
@@ -263,19 +265,23 @@ def experts(facts: Facts) -> Figure | None:
         return None
     tokens = loads["tokens"]
     shares = [[value * len(layer) / (sum(layer) or 1) for value in layer] for layer in tokens]
-    cells = _heatmap_trace(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
-    cells |= {"colorbar": _color_bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in loads["layers"]], "zmin": 0}
+    cells = _build_heatmap_trace(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
+    cells |= {
+        "colorbar": _make_color_bar() | {"ticksuffix": "x"},
+        "y": [str(layer) for layer in loads["layers"]],
+        "zmin": 0,
+    }
     if len(tokens[0]) <= 16 and len(tokens) <= 32:
         cells |= {"texttemplate": "%{z:.2f}"}
     return make_figure(
         [cells],
         AXIS_HEIGHT + max(90, ROW_HEIGHT * len(tokens)),
-        xaxis=make_axis("expert", **_integer_ticks(len(tokens[0]))),
+        xaxis=make_axis("expert", **_make_integer_ticks(len(tokens[0]))),
         yaxis=make_axis("layer", autorange="reversed", type="category"),
     )
 
 
-def _heatmap_trace(values: list[list[Any]], labels: list[list[Any]], hover_template: str) -> Figure:
+def _build_heatmap_trace(values: list[list[Any]], labels: list[list[Any]], hover_template: str) -> Figure:
     return {
         "type": "heatmap",
         "z": values,
@@ -287,11 +293,11 @@ def _heatmap_trace(values: list[list[Any]], labels: list[list[Any]], hover_templ
     }
 
 
-def _color_bar() -> Figure:
+def _make_color_bar() -> Figure:
     return {"thickness": 12, "outlinewidth": 0, "len": 1}
 
 
-def _integer_ticks(count: int) -> Figure:
+def _make_integer_ticks(count: int) -> Figure:
     """Return ticks at integers."""
     return {"tickmode": "array", "tickvals": list(heatmap.axis_ticks(count, 0)), "showgrid": False}
 

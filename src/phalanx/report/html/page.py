@@ -66,36 +66,39 @@ def main(report: Facts) -> str:
     comparison = report["comparison"]
     names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
     figures_by_id: dict[str, Figure] = {}
-    parts = [_run_columns([_header(facts, name) for facts, name in zip(runs, names, strict=True)])]
+    parts = [_render_run_columns([_render_header(facts, name) for facts, name in zip(runs, names, strict=True)])]
     if comparison:
-        parts.append(_comparison(comparison))
-    parts.append(_section("", names, [_verdict(facts) for facts in runs]))
-    parts.append(_section("Predicted and measured", names, [_table(facts) for facts in runs]))
-    parts += [_figure_section(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
+        parts.append(_render_run_comparison(comparison))
+    parts.append(_render_section("", names, [_render_verdict(facts) for facts in runs]))
+    parts.append(_render_section("Predicted and measured", names, [_render_comparison_tables(facts) for facts in runs]))
+    parts += [_render_figure_section(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
     if any(facts["gpu"] for facts in runs):
-        parts.append(_section("Step on the GPU", names, [_gpu_step(facts["gpu"]) for facts in runs]))
+        parts.append(_render_section("Step on the GPU", names, [_render_gpu_step(facts["gpu"]) for facts in runs]))
     if any(facts["gpu_samples"] for facts in runs):
-        parts.append(_section("GPUs during the run", names, [_gpu_samples(facts["gpu_samples"]) for facts in runs]))
+        parts.append(
+            _render_section("GPUs during the run", names, [_render_gpu_samples(facts["gpu_samples"]) for facts in runs])
+        )
     curves = figures.curves(runs, names)
     if curves:
         figures_by_id["curves"] = curves
         held_out = '<p class="quiet">Markers are held-out text.</p>' if comparison else ""
-        parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_figure_slot('curves', curves)}</section>")
+        parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_render_figure_slot('curves', curves)}</section>")
     parts += [
-        _figure_section(section, runs, names, figures_by_id) for section in ("rounds", "memory", "traffic", "experts")
+        _render_figure_section(section, runs, names, figures_by_id)
+        for section in ("rounds", "memory", "traffic", "experts")
     ]
     css_class = ' class="several"' if comparison else ""
-    scripts = f"{_json_script('facts', report)}\n{_json_script('figures', figures_by_id)}"
+    scripts = f"{_render_json_script('facts', report)}\n{_render_json_script('figures', figures_by_id)}"
     return f"<main{css_class}>\n{''.join(parts)}\n{scripts}\n</main>"
 
 
-def _json_script(name: str, value: Any) -> str:
+def _render_json_script(name: str, value: Any) -> str:
     """Return data as a script element of the page; no text in the data can end the element."""
     text = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def _figure_slot(name: str, figure: Figure) -> str:
+def _render_figure_slot(name: str, figure: Figure) -> str:
     """Return the element for a figure, below its legend."""
     # The names are already escaped for plotly.
     colors = "".join(
@@ -108,19 +111,21 @@ def _figure_slot(name: str, figure: Figure) -> str:
     )
 
 
-def _run_columns(cells: Sequence[str]) -> str:
+def _render_run_columns(cells: Sequence[str]) -> str:
     return f'<div class="runs">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
 
-def _section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
+def _render_section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
     """Return a section with a cell for each run, with the runs' names if there are several."""
     if len(cells) > 1:
         cells = [f"<h3>{escape(name)}</h3>{cell}" for name, cell in zip(names, cells, strict=True)]
     heading = f"<h2>{title}</h2>" if title else ""
-    return f"<section>{heading}{_run_columns(cells)}</section>\n"
+    return f"<section>{heading}{_render_run_columns(cells)}</section>\n"
 
 
-def _figure_section(section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
+def _render_figure_section(
+    section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]
+) -> str:
     """Return a section with a figure for each run; figures are added to `figures_by_id` by element id."""
     title, make_figure, placeholder = FIGURE_SECTIONS[section]
     run_figures = [make_figure(facts) for facts in runs]
@@ -132,12 +137,12 @@ def _figure_section(section: str, runs: Sequence[Facts], names: Sequence[str], f
             cells.append(f'<p class="quiet">{placeholder or "No data."}</p>')
             continue
         figures_by_id[f"{section}-{index}"] = run_figure
-        note = escape(_figure_note(section, facts))
-        cells.append(f'<p class="quiet">{note}</p>{_figure_slot(f"{section}-{index}", run_figure)}')
-    return _section(title, names, cells)
+        note = escape(_describe_figure(section, facts))
+        cells.append(f'<p class="quiet">{note}</p>{_render_figure_slot(f"{section}-{index}", run_figure)}')
+    return _render_section(title, names, cells)
 
 
-def _figure_note(section: str, facts: Facts) -> str:
+def _describe_figure(section: str, facts: Facts) -> str:
     """Return the explanation of a figure."""
     match section:
         case "ranks":
@@ -166,16 +171,15 @@ def _figure_note(section: str, facts: Facts) -> str:
             return f"Step {facts['experts']['step']}: tokens of each expert as a multiple of an even share."
 
 
-def _header(facts: Facts, name: str) -> str:
+def _render_header(facts: Facts, name: str) -> str:
     summary = "".join(f"<li>{escape(line)}</li>" for line in formatting.run_summary(facts["run"]))
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in facts["problems"])
     problem_list = f'<ul class="problems">{problems}</ul>' if problems else ""
-    return (
-        f'<h1>{escape(name)}</h1><ul class="facts">{summary}</ul>{problem_list}<dl class="tiles">{_tiles(facts)}</dl>'
-    )
+    tiles = f'<dl class="tiles">{_render_tiles(facts)}</dl>'
+    return f'<h1>{escape(name)}</h1><ul class="facts">{summary}</ul>{problem_list}{tiles}'
 
 
-def _tiles(facts: Facts) -> str:
+def _render_tiles(facts: Facts) -> str:
     """Return the most important numbers; the held-out loss has its tokens if the run evaluated several texts."""
     tiles = []
     for name, title in TILES.items():
@@ -197,7 +201,7 @@ def _tiles(facts: Facts) -> str:
     )
 
 
-def _verdict(facts: Facts) -> str:
+def _render_verdict(facts: Facts) -> str:
     """Return the main bottleneck with its reason and the first change to try, then the others."""
     verdict = facts["verdict"]
     if verdict is None and "swarm" in facts:
@@ -220,7 +224,7 @@ def _verdict(facts: Facts) -> str:
     )
 
 
-def _table(facts: Facts) -> str:
+def _render_comparison_tables(facts: Facts) -> str:
     """Return a table for each group of rows."""
     if not facts["comparison"]:
         message = "A coordinator does not train." if facts["run"].get("leads") else "Nothing was measured yet."
@@ -228,13 +232,13 @@ def _table(facts: Facts) -> str:
     columns = "<th>predicted</th><th>measured</th><th>ratio</th>"
     tables = "".join(
         f"<table><thead><tr><th>{escape(title)}</th>{columns}</tr></thead>"
-        f"<tbody>{''.join(map(_row, rows))}</tbody></table>"
+        f"<tbody>{''.join(map(_render_comparison_row, rows))}</tbody></table>"
         for title, rows in formatting.group_rows(facts["comparison"])
     )
     return f'<div class="comparison">{tables}</div>'
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _render_comparison_row(row: Mapping[str, Any]) -> str:
     predicted, measured, low, high = (
         formatting.format_number(row.get(name), row["unit"]) for name in ("predicted", "measured", "low", "high")
     )
@@ -246,43 +250,44 @@ def _row(row: Mapping[str, Any]) -> str:
     )
 
 
-def _gpu_step(gpu: Facts | None) -> str:
+def _render_gpu_step(gpu: Facts | None) -> str:
     """Return the table of the GPUs' times in a profiled step."""
     if gpu is None:
         return f'<p class="quiet">No step was profiled on a GPU: {PROFILE_HINT}.</p>'
     note = escape(f"{formatting.as_sentence(gpu_profile.table_title(gpu))} {gpu_profile.TABLE_NOTE}")
-    return f'<p class="quiet">{note}</p>{_gpu_table(gpu_profile.table_rows(gpu))}'
+    return f'<p class="quiet">{note}</p>{_render_gpu_table(gpu_profile.table_rows(gpu))}'
 
 
-def _gpu_samples(samples: Facts | None) -> str:
+def _render_gpu_samples(samples: Facts | None) -> str:
     """Return what the sensors of the GPUs showed during the run."""
     if samples is None:
         return '<p class="quiet">No sensors were recorded.</p>'
     lines = "".join(f"<p>{escape(formatting.as_sentence(line))}</p>" for line in gpu_samples.summary_lines(samples))
     title = escape(formatting.as_sentence(gpu_samples.table_title(samples)))
-    return f'{lines}<p class="quiet">{title}</p>{_gpu_table(gpu_samples.table_rows(samples))}'
+    return f'{lines}<p class="quiet">{title}</p>{_render_gpu_table(gpu_samples.table_rows(samples))}'
 
 
-def _gpu_table(rows: Sequence[Sequence[str]]) -> str:
+def _render_gpu_table(rows: Sequence[Sequence[str]]) -> str:
     header, *rows = rows
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="comparison"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _comparison(comparison: Facts) -> str:
+def _render_run_comparison(comparison: Facts) -> str:
     """Return the differences between runs in sentences, and the measures of all runs with ratios."""
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
     head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
+    labels = [formatting.DISPLAY_NAMES.get(row["quantity"], row["quantity"]) for row in comparison["rows"]]
     body = "".join(
-        f"<tr><td>{escape(formatting.DISPLAY_NAMES.get(row['quantity'], row['quantity']))}</td>{_measures(row)}</tr>"
-        for row in comparison["rows"]
+        f"<tr><td>{escape(label)}</td>{_render_measures(row)}</tr>"
+        for label, row in zip(labels, comparison["rows"], strict=True)
     )
     table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f"<section><h2>Side by side</h2>{sentences}{table}</section>\n"
 
 
-def _measures(row: Facts) -> str:
+def _render_measures(row: Facts) -> str:
     cells = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
     ratios = ["", *(f" <small>{format_ratio(ratio)}</small>" for ratio in row["ratio"][1:])]
     return "".join(f"<td>{value}{ratio}</td>" for value, ratio in zip(cells, ratios, strict=True))

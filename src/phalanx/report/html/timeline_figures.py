@@ -24,20 +24,20 @@ def passes(facts: Facts) -> Figure | None:
     timeline = facts["timeline"]
     if not timeline or not timeline["measured"]:
         return None
-    shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
-    rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
+    timelines = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
+    rows = {title: sorted({span[0] for span in spans}) for title, spans in timelines.items()}
     num_rows = sum(map(len, rows.values())) + TITLE_ROWS * len(rows)
     top = 1.0
     data: list[Figure] = []
     layout: Figure = {"annotations": []}
-    for index, (title, spans) in enumerate(shown.items(), 1):
+    for index, (title, spans) in enumerate(timelines.items(), 1):
         axis = str(index) if index > 1 else ""
         top -= TITLE_ROWS / num_rows
         position = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
         layout["annotations"].append({"text": title, **position, "showarrow": False})
         domain = [max(0.0, top - len(rows[title]) / num_rows), top]
         layout[f"yaxis{axis}"] = make_axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
-        data += _pass_traces(spans, f"y{axis}")
+        data += _build_pass_traces(spans, f"y{axis}")
         top = domain[0]
     seconds = make_axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
     return make_figure(
@@ -52,7 +52,7 @@ def passes(facts: Facts) -> Figure | None:
     )
 
 
-def _pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
+def _build_pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
     """Yield a trace for each kind of pass."""
     first_stage: dict[int, int] = {}
     for rank, _, stage, *_ in spans:
