@@ -53,11 +53,12 @@ class LocalNodeError(UserError):
 
 
 class UserErrorGroup(UserError):  # noqa: N818
-    """Several errors in one file, reported together."""
+    """Several errors in one file, reported together; its field, value, problem and fix are those of the first."""
 
     def __init__(self, errors: list[UserError]) -> None:
         self.errors = errors
-        ValueError.__init__(self, str(self))
+        first = errors[0]
+        super().__init__(first.field, first.value, first.problem, first.fix)
 
     def __reduce__(self) -> tuple[type[UserErrorGroup], tuple[list[UserError]]]:  # type: ignore[override]
         return type(self), (self.errors,)

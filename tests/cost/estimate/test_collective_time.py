@@ -55,7 +55,9 @@ def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
 
 def test_ring_of_sends_leaves_a_node_by_one_card():
     table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
-    sends, gathers = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(16), 1.0, sends=kind) for kind in (1, 0))
+    sends, gathers = (
+        ring_seconds(TIME_CONSTANTS, table, size, rank_column(16), 1.0, neighbor_sends=kind) for kind in (1, 0)
+    )
     assert sends == pytest.approx(15 / 16 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
     assert sends > 4 * gathers
 
@@ -73,7 +75,7 @@ def test_ring_latency_grows_with_group_size_for_small_messages():
         float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024)
     )
     assert large_group > 4 * small_group
-    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, reduces=True)[0]) < large_group
+    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, all_reduce=True)[0]) < large_group
 
 
 def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():

@@ -340,7 +340,9 @@ def test_communication_buffers_match_formulas_for_ddp_and_servers():
     # The model is smaller than a bucket.
     assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
     assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
-    assert predict_rank_memory("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
+    for precision in ("bf16", "fp32"):
+        alone = predict_rank_memory("ddp", 1, precision, layout={"gradient_compression": "powersgd"})
+        assert (alone.communication, alone.unused) == (0, 0)
 
 
 def test_zero_communication_buffers_match_bucket_formula():

@@ -177,3 +177,10 @@ def test_loss_spike_detector_compares_loss_with_recent_losses() -> None:
     assert losses.spike_ratio(18.0) == pytest.approx(18 / 8.6, rel=0.02)
     assert losses.spike_ratio(float("nan")) is None
     assert all(LossSpikeDetector(max_ratio=None).spike_ratio(loss) is None for loss in (*[1.0] * MIN_HISTORY, 100.0))
+
+
+def test_loss_spike_detector_needs_ten_losses_before_a_spike() -> None:
+    for count, is_detected in ((MIN_HISTORY - 1, False), (MIN_HISTORY, True)):
+        losses = LossSpikeDetector(max_ratio=2.0)
+        assert all(losses.spike_ratio(1.0) is None for _ in range(count))
+        assert (losses.spike_ratio(100.0) is not None) == is_detected

@@ -180,7 +180,7 @@ def _exposed_exchange_seconds(
     cp_seconds = _context_parallel_seconds(constants, jobs, core)
     size_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width
     calls = 1.0 + jobs.sequence_parallel
-    reduction_seconds = ring_seconds(constants, jobs, size_bytes, jobs.tp, stride=1.0, reduces=True, calls=calls)
+    reduction_seconds = ring_seconds(constants, jobs, size_bytes, jobs.tp, stride=1.0, all_reduce=True, calls=calls)
     exposed_fraction = np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
     tp_seconds = jobs.tp_reductions_per_block * reduction_seconds * exposed_fraction
     hidden_seconds = np.where(
@@ -218,7 +218,7 @@ def _context_parallel_seconds(constants: TimeConstants, jobs: JobTable, core: Co
     kv_bytes = head_bytes * kv_heads
     query_bytes = head_bytes * jobs.heads / jobs.tp
     hidden_seconds = np.where(jobs.can_overlap, 0.8 * core, 0.0)
-    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, stride=jobs.tp, sends=True)
+    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, stride=jobs.tp, neighbor_sends=True)
     gradient_seconds = kv_seconds * jobs.ring_gradient_bytes / jobs.compute_dtype_bytes
     ring_forward = np.maximum(kv_seconds - hidden_seconds, 0.0)
     ring_backward = np.maximum(kv_seconds + gradient_seconds - 2 * hidden_seconds, 0.0)

@@ -11,6 +11,12 @@ from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.kinds import Column
 
+MAX_LOCAL_TREE_HOPS = 7
+"""Maximum number of hops of a tree within a node, where it is a chain of at most eight GPUs."""
+LOCAL_RING_HOP_FRACTION = 0.3
+"""Part of the latency of a hop within a node that a ring between nodes does not hide; chosen with the first fit to published
+runs."""
+
 
 def fast_link_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
     """Return the bytes per second of one device's fast links that collectives reach."""
@@ -28,40 +34,40 @@ def ring_seconds(
     size_bytes: Column,
     ranks: Column,
     stride: Column | float,
-    reduces: bool = False,
+    all_reduce: bool = False,
     calls: Column | float = 1.0,
-    sends: bool = False,
+    neighbor_sends: bool = False,
 ) -> Column:
     """Return the seconds of all-gathers, reduce-scatters or all-reduces within a stage.
 
     Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). If a group spans
     several domains, the network cards of its members in a node serve it together. Every step of a ring waits for the
-    previous one. All-reduces (`reduces`) between nodes use trees (NCCL, src/graph/tuning.cc). Messages from each rank
-    to the next (`sends`) use only the card of the rank whose successor is in another node.
+    previous one. All-reduces (`all_reduce`) between nodes use trees (NCCL, src/graph/tuning.cc). Messages from each rank
+    to the next (`neighbor_sends`) use only the card of the rank whose successor is in another node.
 
     `size_bytes` is the total of all `calls`, and `stride` the distance between the ranks of the group within the stage.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     num_domains = ranks / ranks_in_domain
     leaves_domain = ranks * stride > jobs.fast_link_ranks_per_stage
-    cards = 1.0 if sends else ranks_in_domain
+    cards = 1.0 if neighbor_sends else ranks_in_domain
     bytes_per_second = np.where(
         leaves_domain,
         np.minimum(fast_link_bandwidth(constants, jobs), cards * network_bandwidth(constants, jobs)),
         fast_link_bandwidth(constants, jobs),
     )
-    if reduces:
+    if all_reduce:
         tree_hops = 2 * constants.network_hop_seconds * np.log2(np.maximum(num_domains, 1))
-        hops_seconds = tree_hops + constants.hop_seconds * np.minimum(ranks_in_domain - 1, 7)
+        hops_seconds = tree_hops + constants.hop_seconds * np.minimum(ranks_in_domain - 1, MAX_LOCAL_TREE_HOPS)
     else:
         ring_hops = constants.network_hop_seconds * (num_domains - 1)
-        hops_seconds = ring_hops + constants.hop_seconds * (ranks - num_domains) * 0.3
+        hops_seconds = ring_hops + constants.hop_seconds * (ranks - num_domains) * LOCAL_RING_HOP_FRACTION
     latency_seconds = np.where(
         leaves_domain,
         constants.network_seconds + hops_seconds,
         constants.link_seconds + constants.hop_seconds * (ranks - 1),
     )
-    transfer_seconds = (2 if reduces else 1) * (ranks - 1) / ranks * size_bytes / bytes_per_second
+    transfer_seconds = (2 if all_reduce else 1) * (ranks - 1) / ranks * size_bytes / bytes_per_second
     return np.where(ranks > 1, transfer_seconds + calls * latency_seconds, 0.0)
 
 
@@ -106,6 +112,7 @@ def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_byt
 def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Return the seconds of one message to the next stage, which is in another node unless all share a domain."""
     stage_stride = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
+    # Stages that are closer than half a domain mostly have their neighbor in the same domain.
     leaves_domain = (stage_stride * jobs.pp > jobs.fast_link_domain) & (2 * stage_stride >= jobs.fast_link_domain)
     fast_link_seconds = constants.link_seconds + size_bytes / fast_link_bandwidth(constants, jobs)
     network_seconds = constants.network_seconds + size_bytes / network_bandwidth(constants, jobs)

@@ -29,12 +29,12 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
     dense_buckets = np.maximum(1, dense / bucket_elements)
     expert_buckets = np.maximum(1, experts / bucket_elements)
 
-    def dense_seconds(bytes_per_parameter: Column, ranks: Column, reduces: bool = False) -> Column:
+    def dense_seconds(bytes_per_parameter: Column, ranks: Column, all_reduce: bool = False) -> Column:
         size_bytes = bytes_per_parameter * dense
-        return ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp, reduces, calls=dense_buckets)
+        return ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp, all_reduce, calls=dense_buckets)
 
     scatter = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp)
-    all_reduce = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp, reduces=True)
+    all_reduce = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp, all_reduce=True)
     reduce = np.where(is_zero12 & shards_over_all_ranks, scatter, all_reduce)
     gather = np.where(is_zero12, dense_seconds(jobs.compute_dtype_bytes, jobs.shard_group_size), 0.0)
     expert_bytes = (jobs.gradient_wire_bytes + jobs.compute_dtype_bytes) * experts

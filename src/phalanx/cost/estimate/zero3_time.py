@@ -39,7 +39,7 @@ def add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: Sta
 
         gradient_bytes = jobs.gradient_wire_bytes * parameters
         replica_reduce = ring_seconds(
-            constants, jobs, gradient_bytes / ranks, copies, stride * ranks, reduces=True, calls=calls
+            constants, jobs, gradient_bytes / ranks, copies, stride * ranks, all_reduce=True, calls=calls
         )
         return (
             exchange_seconds(jobs.compute_dtype_bytes * parameters),

@@ -211,7 +211,7 @@ def collective_timings(
         rows = _repeat_job(jobs, indices)
         sent = size[indices]
         group = ranks[indices], stride[indices]
-        reduced = ring_seconds(c, rows, sent, *group, reduces=True)
+        reduced = ring_seconds(c, rows, sent, *group, all_reduce=True)
         exchanged = all_to_all_seconds(c, rows, sent, *group)
         return np.select(
             [reduces[indices], sends[indices], all_to_alls[indices]],
