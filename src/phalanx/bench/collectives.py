@@ -30,7 +30,8 @@ Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
 """
 BufferMode = Literal["out_of_place", "in_place"]
 BUFFER_MODES: tuple[BufferMode, BufferMode] = ("out_of_place", "in_place")
-SCATTER_OPERATIONS = ("reduce_scatter", "all_to_all")
+PARTITIONED_OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all")
+"""Operations whose inputs or outputs are the parts of a full tensor, one per rank."""
 REDUCE_OPERATIONS = ("all_reduce", "reduce_scatter")
 UNVERIFIABLE_IN_PLACE = ("all_to_all", "send")
 """Operations whose results in place cannot be predicted, because they overwrite data that is still to be sent."""
@@ -79,7 +80,7 @@ class CaseTiming:
     """Number of wrong elements; None if they cannot be verified."""
 
 
-# -- which -------------------------------------------------------------------------------------------------------------
+# -- cases -------------------------------------------------------------------------------------------------------------
 
 
 def collective_kinds_of_run(
@@ -152,10 +153,10 @@ def bandwidths(case: BenchmarkCase, seconds: float) -> tuple[float, float]:
 def element_count(case: BenchmarkCase) -> int:
     """Return nccl-tests' count: elements of the full tensor, or of one rank's part if ranks have parts."""
     numbers = case.size_bytes // TORCH_DTYPES[case.kind.precision].itemsize
-    return numbers // case.ranks if case.kind.operation in (*SCATTER_OPERATIONS, "all_gather") else numbers
+    return numbers // case.ranks if case.kind.operation in PARTITIONED_OPERATIONS else numbers
 
 
-# -- how long, and whether it is right ---------------------------------------------------------------------------------
+# -- timing and verification ---------------------------------------------------------------------------------
 
 
 def time_case(
@@ -183,7 +184,7 @@ def _allocate_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: 
     make = partial(torch.zeros, dtype=TORCH_DTYPES[case.kind.precision], device=device)
     count = element_count(case)
     operation = case.kind.operation
-    full_tensor = make(count * (case.ranks if operation in (*SCATTER_OPERATIONS, "all_gather") else 1))
+    full_tensor = make(count * (case.ranks if operation in PARTITIONED_OPERATIONS else 1))
     local_part = full_tensor[rank * count : (rank + 1) * count]
     if operation == "all_gather":
         return full_tensor, local_part if mode == "in_place" else make(count)

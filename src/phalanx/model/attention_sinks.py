@@ -37,33 +37,34 @@ def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | N
 
 
 def attend_varlen_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, row: int, earlier_keys: int
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, max_length: int, earlier_keys: int
 ) -> Tensor:
     """Return flash attention within documents on CUDA, [N, H, K]; `varlen_attn` has no gradients of the log-sum-exp.
 
     Queries are [N, H, K], and the number of their heads is a multiple of that of keys and values; `sinks` are [H].
-    `bounds` are those of `attention.Documents`, `row` the maximum length of a document. A query sees `earlier_keys`
-    earlier keys, or all (-1)."""
-    return cast(Tensor, _VarlenWithSinks.apply(q, k, v, sinks, bounds, row, earlier_keys))
+    `bounds` are those of `attention.Documents`, `max_length` the maximum length of a document. A query sees
+    `earlier_keys` earlier keys, or all (-1)."""
+    return cast(Tensor, _VarlenWithSinks.apply(q, k, v, sinks, bounds, max_length, earlier_keys))
 
 
 class _VarlenWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, row: int, earlier_keys: int
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, max_length: int, earlier_keys: int
     ) -> Tensor:
-        ctx.documents = (row, row, 0.0, earlier_keys < 0)
+        # Maximum lengths of queries and keys, dropout, and whether attention is causal without a window.
+        ctx.flash_arguments = (max_length, max_length, 0.0, earlier_keys < 0)
         ctx.limits = {"window_size_left": earlier_keys, "window_size_right": 0}
         operands = (q, k, v, bounds, bounds)
-        out, lse_HN, *dropout, _ = FLASH_FORWARD(*operands, *ctx.documents, False, **ctx.limits)
+        out, lse_HN, *random_state, _ = FLASH_FORWARD(*operands, *ctx.flash_arguments, False, **ctx.limits)
         add_sinks(out, lse_HN.T, sinks)
-        ctx.save_for_backward(q, k, v, out, lse_HN, sinks, bounds, *dropout)
+        ctx.save_for_backward(q, k, v, out, lse_HN, sinks, bounds, *random_state)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *attention, lse_HN, sinks, bounds, state, unused = ctx.saved_tensors
+        *attention, lse_HN, sinks, bounds, seed, offset = ctx.saved_tensors
         gradient = gradient.contiguous()
         operands = (gradient, *attention, lse_HN, bounds, bounds)
-        grads = FLASH_BACKWARD(*operands, *ctx.documents, state, unused, **ctx.limits)
+        grads = FLASH_BACKWARD(*operands, *ctx.flash_arguments, seed, offset, **ctx.limits)
         return *grads, sinks_gradient(gradient, attention[-1], lse_HN.T, sinks), None, None, None

@@ -42,8 +42,8 @@ def ring_seconds(
 
     Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). If a group spans
     several domains, the network cards of its members in a node serve it together. Every step of a ring waits for the
-    previous one. All-reduces (`all_reduce`) between nodes use trees (NCCL, src/graph/tuning.cc). Messages from each rank
-    to the next (`neighbor_sends`) use only the card of the rank whose successor is in another node.
+    previous one. Between nodes, an `all_reduce` uses trees (NCCL, src/graph/tuning.cc). Messages from each rank to the
+    next (`neighbor_sends`) use only the card of the rank whose successor is in another node.
 
     `size_bytes` is the total of all `calls`, and `stride` the distance between the ranks of the group within the stage.
     """

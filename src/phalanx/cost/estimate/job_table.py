@@ -245,7 +245,7 @@ class JobTable:
         return np.where(self.sequence_parallel > 0, self.tp, 1.0)
 
     @cached_property
-    def experts_per_block(self) -> Column:
+    def expert_parameters_per_block(self) -> Column:
         """Parameters of a rank's experts in a block that has experts."""
         return self.expert_parameters / np.maximum(self.layers - self.dense_layers, 1) / self.expert_shards
 

@@ -174,7 +174,7 @@ def _state_bytes(constants: MemoryConstants, jobs: JobTable, blocks: Column) -> 
     )
     num_tables = np.where(jobs.embedding_and_head_share_rank, 2 - jobs.tied, 1.0) * AT_ENDS
     dense = blocks * dense_per_block + num_tables * table_parameters / jobs.tp
-    experts = jobs.moe_blocks * jobs.experts_per_block
+    experts = jobs.moe_blocks * jobs.expert_parameters_per_block
     gathered_bytes = np.where(
         jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0
     )

@@ -115,7 +115,7 @@ def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     return LayerTimes(
         embedding=StageTime(forward=embedding / 2, backward=embedding / 2, weight_grad=np.zeros(1)),
         dense=add_zero3_communication(constants, jobs, dense, experts=np.zeros(1)),
-        routed=add_zero3_communication(constants, jobs, routed, jobs.experts_per_block),
+        routed=add_zero3_communication(constants, jobs, routed, jobs.expert_parameters_per_block),
         head=_estimate_head_time(constants, jobs),
     )
 

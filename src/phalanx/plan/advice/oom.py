@@ -125,19 +125,23 @@ def limit_bytes(run: RunSpec) -> float:
     They exclude driver and libraries or, on a calibrated machine, the rest of the process. Raises UserError if the
     memory of the devices is unknown.
     """
+    _require_known_memory(run)
+    return safe_capacity_bytes(run.cluster)
+
+
+def _require_known_memory(run: RunSpec) -> None:
     if run.cluster.rank_memory_bytes is None:
         fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
         raise UserError("cluster.memory_bytes", None, "is unknown, but the limit depends on it", fix=fix)
-    return safe_capacity_bytes(run.cluster)
 
 
 def run_footprint(run: RunSpec) -> RunFootprint:
     """Return the cost of a run on its cluster's ranks.
 
-    Raises UserError if the layout cannot run.
+    Raises UserError if the layout cannot run, or the memory of the devices is unknown.
     """
     rank_memories = worker_memories(run, run.cluster.ranks)
-    limit_bytes(run)
+    _require_known_memory(run)
     p_oom = ranks_oom_probability(run.cluster, rank_memories)
     return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.device), p_oom, step_seconds(run))
 

@@ -33,13 +33,13 @@ def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
     """Write predicted and measured values to a run directory, and return them as text."""
     measured = read_measured(directory)
     if len(measured) < world_size:
-        return "nothing was measured: the run had fewer steps"
+        return "nothing was measured: the run ended before the measured step"
     rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
     replace_file(directory / MEASURED_DIR / COMPARISON_FILE, json.dumps([row.to_json() for row in rows], indent=1))
-    unseen = "\nthe traffic of PowerSGD is not recorded" if run.layout.gradient_compression == "powersgd" else ""
-    unseen += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
-    unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
-    return f"{format_rows(rows)}{unseen}\ndetails and times: {directory / MEASURED_DIR}"
+    notes = "\nthe traffic of PowerSGD is not recorded" if run.layout.gradient_compression == "powersgd" else ""
+    notes += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
+    notes += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
+    return f"{format_rows(rows)}{notes}\ndetails and times: {directory / MEASURED_DIR}"
 
 
 def format_rows(rows: list[Comparison]) -> str:
