@@ -14,8 +14,8 @@ from phalanx.cost.kinds import Column
 MAX_LOCAL_TREE_HOPS = 7
 """Maximum number of hops of a tree within a node, where it is a chain of at most eight GPUs."""
 LOCAL_RING_HOP_FRACTION = 0.3
-"""Part of the latency of a hop within a node that a ring between nodes does not hide; chosen with the first fit to published
-runs."""
+"""Part of the latency of a hop within a node that a ring between nodes does not hide; chosen with the first fit to
+published runs."""
 
 
 def fast_link_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
