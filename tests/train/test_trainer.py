@@ -442,6 +442,7 @@ def test_expert_metrics_are_independent_of_layout(
     model = {**MOE, "moe": {**MOE["moe"], **({} if capacity is None else {"capacity_factor": capacity})}}
     records, counts = expert_metrics(small_run(text, tmp_path / "one", {"model": model}))
     assert len(records[0]) == (2 if capacity is None else 3)
+    assert capacity is None or all(0 < dropped_share < 1 for *_, dropped_share in records)
     for rank in rank_pool(world_size).run(
         expert_metrics, small_run(text, tmp_path / "many", {"model": model, **changes})
     ):
