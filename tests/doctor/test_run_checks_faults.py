@@ -522,7 +522,7 @@ FAULTS: dict[str, tuple[SnapshotEdit, str, str, str]] = {
     ),
     "a clock on its own": (
         replace_text("commands/chrony.txt", ": Normal", ": Not synchronised"),
-        "clock.synchronised",
+        "clock.synchronized",
         "WARN",
         "",
     ),

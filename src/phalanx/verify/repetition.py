@@ -173,16 +173,16 @@ class RepeatedPasses(StagePasses):
         """The messages of traced passes."""
         self._messages_left_to_weights: dict[tuple[int, int], Set[str]] = {}
         """Messages that a traced input half leaves to the weight half, by stage and micro-batch."""
-        self._last_backward: tuple[int, int] | None = None
+        self._last_input_half: tuple[int, int] | None = None
 
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run or repeat an action, and return its output for another stage, if any."""
         # Only at the next action has the caller dropped the gradient that it received.
-        if self._last_backward is not None:
-            self._messages_left_to_weights[self._last_backward] = (
-                self._live_messages(self._last_backward).keys() & KEPT_FOR_WEIGHTS
+        if self._last_input_half is not None:
+            self._messages_left_to_weights[self._last_input_half] = (
+                self._live_messages(self._last_input_half).keys() & KEPT_FOR_WEIGHTS
             )
-            self._last_backward = None
+            self._last_input_half = None
         traced_action = self._traced_action[action]
         if traced_action == action:
             return self._trace_action(action, received, state)
@@ -205,7 +205,7 @@ class RepeatedPasses(StagePasses):
             self._work.since(mark), change, _make_empty_like(output), _make_empty_like(losses)
         )
         if action.kind == "I":
-            self._last_backward = key
+            self._last_input_half = key
         return output
 
     def _repeat_action(
@@ -241,7 +241,7 @@ class RepeatedPasses(StagePasses):
 
     def _live_messages(self, key: tuple[int, int]) -> dict[str, torch.UntypedStorage]:
         """Return the messages of traced passes that are still in memory."""
-        storages = {name: storage() for name, storage in self._storages[key].items()}
+        storages = {name: reference() for name, reference in self._storages[key].items()}
         return {name: storage for name, storage in storages.items() if storage is not None}
 
     def _count_message_bytes(self, key: tuple[int, int]) -> Counter[str]:

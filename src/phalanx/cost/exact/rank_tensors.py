@@ -54,15 +54,8 @@ class RankTensors:
 def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTensors]:
     """Return the tensors of one rank per pipeline rank; one entry without a pipeline.
 
-    The default is the rank with the largest shards, otherwise the rank with index `tp_rank` among the tensor-parallel
-    ranks.
-
-    Raises:
-        UserError: If the ranks cannot be divided like this.
-
-    Args:
-        world_size: Number of ranks.
-        tp_rank: Tensor-parallel rank.
+    `tp_rank` selects the tensor-parallel rank; rank 0 has the largest shards. Raises UserError if the ranks cannot be
+    divided like this.
     """
     spec = run.model
     layout = run.layout

@@ -118,10 +118,8 @@ class QosConfig:
     lossless: tuple[int, ...]
 
 
-def _query_qos(machine: Machine, interface: str) -> QosConfig | None:
-    """Return the output of mlnx_qos, or None if it is incomplete."""
-    output = machine.run(f"mlnx_qos_{interface}", "mlnx_qos", "-i", interface)
-    text = output.text if output else ""
+def _parse_qos(text: str) -> QosConfig | None:
+    """Return what mlnx_qos says of an interface, or None if its output has another format."""
     trust = re.search(r"Priority trust state: (\w+)", text)
     enabled = PFC_PATTERN.search(text)
     if not trust or not enabled:
@@ -137,12 +135,15 @@ def check_roce(machine: Machine, expected: Expectations) -> Iterator[DoctorFindi
     4 x that DSCP. Each setting is in another place; this check compares them.
     """
     interfaces = rdma.roce_interfaces(machine, expected)
-    queried = {name: _query_qos(machine, name) for name in interfaces}
-    configs = {name: config for name, config in queried.items() if config is not None}
-    if not configs:
+    outputs = {name: machine.run(f"mlnx_qos_{name}", "mlnx_qos", "-i", name) for name in interfaces}
+    if not any(outputs.values()):
         raise CheckSkipped("no mlnx_qos: PFC, trust and DSCP are unknown")
-    unclear = [(name, "unknown output format") for name in queried if name not in configs]
+    parsed = {name: _parse_qos(output.text if output else "") for name, output in outputs.items()}
+    configs = {name: config for name, config in parsed.items() if config is not None}
+    unclear = [(name, "unknown output format") for name in outputs if name not in configs]
     yield from RULES["roce.readable"].report(unclear, ok="trust, mapping and PFC")
+    if not configs:
+        return
     yield from RULES["roce.trust"].check({name: config.trust for name, config in configs.items()})
     yield from RULES["roce.pfc"].check(
         {name: ", ".join(map(str, config.lossless)) or "none" for name, config in configs.items()}

@@ -110,7 +110,7 @@ def check_clock(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
         if status is None:
             raise CheckSkipped("neither chronyc nor timedatectl answers")
     if status is not None:
-        yield from RULES["clock.synchronised"].check(status)
+        yield from RULES["clock.synchronized"].check(status)
     if offset is not None:
         yield from RULES["clock.offset"].check(float(offset))
     else:
@@ -123,10 +123,12 @@ def check_cpu(machine: Machine, expected: Expectations) -> Iterator[DoctorFindin
     yield from _check_governors(machine)
     yield _check_offline_cores(machine)
     balancing = machine.read("/proc/sys/kernel/numa_balancing")
-    if balancing is not None and has_several_numa_nodes(machine) and pci.nvidia_gpus(machine):
-        yield from RULES["cpu.numa_balancing"].check(balancing)
-    else:
+    if not (has_several_numa_nodes(machine) and pci.nvidia_gpus(machine)):
         yield RULES["cpu.numa_balancing"].skip("no GPUs on several NUMA nodes")
+    elif balancing is None:
+        yield RULES["cpu.numa_balancing"].skip("the kernel does not show it")
+    else:
+        yield from RULES["cpu.numa_balancing"].check(balancing)
     yield _check_bf16_instructions(machine, expected)
 
 

@@ -64,20 +64,23 @@ class FSDP(Strategy):
         )
         on_gpu = mesh.device_type != "cpu"
         offload_policy = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
-        wrapped = [unit_module for block in blocks for unit_module in _select_unit_modules(block, layout.fsdp_unit)]
-        shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
+        unit_modules = [
+            unit_module for block in blocks for unit_module in _select_unit_modules(block, layout.fsdp_unit)
+        ]
+        shard_unit = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
         reshard = layout.reshard_after_forward and layout.pp == 1
         experts = modules_owning(module, expert_parameters)
-        for owner in experts:  # from the inside to the outside
+        # Experts first: FSDP2 requires inner units before outer ones.
+        for owner in experts:
             assert expert_mesh is not None
-            shard(
+            shard_unit(
                 owner,
                 mesh=expert_mesh,
                 shard_placement_fn=_choose_shard_placement(expert_mesh),
                 reshard_after_forward=reshard,
             )
-        shard = partial(shard, mesh=mesh, shard_placement_fn=_choose_shard_placement(mesh))
-        for unit_module in wrapped:
+        shard = partial(shard_unit, mesh=mesh, shard_placement_fn=_choose_shard_placement(mesh))
+        for unit_module in unit_modules:
             shard(unit_module, reshard_after_forward=reshard)
         if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
             _shard_outside_blocks(module, shard, reshard)

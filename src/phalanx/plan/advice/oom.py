@@ -162,7 +162,8 @@ def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
 def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:
     """Return each remedy's effect on its own: the smallest sufficient change, or the most effective."""
     run = with_explicit_micro_batch(run)
-    return [smallest_sufficient(remedy, run, run, run_footprint(run)) for remedy in REMEDIES]
+    footprint = run_footprint(run)
+    return [smallest_sufficient(remedy, run, run, footprint) for remedy in REMEDIES]
 
 
 def relative_slowdown(effect: RemedyEffect, current: RunFootprint) -> float:
@@ -198,15 +199,17 @@ def cheapest_sequence(
     orders += [(effect.remedy,) for effect in effects if fits_after([effect])]
     sequences = [apply_until_fits(run, order) for order in dict.fromkeys(orders)]
 
-    def key(sequence_and_needed: tuple[list[RemedyEffect], list[RemedyEffect]]) -> tuple[bool, float, bool, float]:
-        needed = sequence_and_needed[1]
+    def preference(needed: list[RemedyEffect]) -> tuple[bool, float, bool, float]:
+        if not needed:
+            return not fits_after(needed), 0 if fits_after(needed) else inf, False, 0
         fits = fits_after(needed)
-        final_footprint = needed[-1].new_footprint if needed else None
-        needed_bytes = 0 if fits else final_footprint.memory.device if final_footprint else inf
+        final_footprint = needed[-1].new_footprint
+        lacking_bytes = inf if final_footprint is None else final_footprint.memory.device
         has_last_resort = any(effect.remedy.is_last_resort for effect in needed)
-        return not fits, needed_bytes, has_last_resort, relative_slowdown(needed[-1], current) if needed else 0
+        return not fits, 0 if fits else lacking_bytes, has_last_resort, relative_slowdown(needed[-1], current)
 
-    return min(((sequence, minimal_subset(run, sequence)) for sequence in sequences), key=key)
+    pairs = [(sequence, minimal_subset(run, sequence)) for sequence in sequences]
+    return min(pairs, key=lambda pair: preference(pair[1]))
 
 
 def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[RemedyEffect]:
