@@ -116,6 +116,11 @@ def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
     assert slow["findings"][0]["verdict"] == "bad"
 
 
+def test_placement_prints_numa_nodes_of_topology_file(run: Path) -> None:
+    output = placement_output(run, "--ranks", "8", "--topology", str(TOPOLOGIES / "h100-nv18.txt"))
+    assert "NUMA node of device 0, 1, ...: 0, 0, 0, 0, 1, 1, 1, 1" in output
+
+
 def test_placement_busiest_nic_seconds_equal_bytes_over_bandwidth(run: Path) -> None:
     """The speed is in NCCL's topology file (400 Gb/s for each of 8 GPUs) or in the run file."""
     facts = placement_json(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
