@@ -705,6 +705,11 @@ FAULTS: dict[str, tuple[SnapshotEdit, str, str, str]] = {
 }
 """Edits of the snapshot, and the single finding that they cause: id, severity, device."""
 ALL_NIC_FAULTS: dict[str, tuple[SnapshotEdit, str, str]] = {
+    "mlnx_qos has another format": (
+        edit_all_nics(lambda nic: overwrite_file(f"commands/mlnx_qos_ens{nic}np0.txt", "QoS: none")),
+        "roce.readable",
+        "WARN",
+    ),
     "an MTU of 1500": (
         edit_all_nics(lambda card: overwrite_file(f"sys/class/net/ens{card}np0/mtu", "1500")),
         "mtu.large",

@@ -47,9 +47,8 @@ def read_rules() -> list[Rule]:
 def thorough_items(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the tests that `make test` leaves out."""
     thorough: set[pytest.Item] = set()
-    for rule in sorted(
-        read_rules(), key=lambda rule: rule.stands_for_them == "covering"
-    ):  # covering applies to the tests that other rules leave
+    # "covering" chooses among the tests that the other rules leave.
+    for rule in sorted(read_rules(), key=lambda rule: rule.stands_for_them == "covering"):
         matching = [item for item in items if item_id(item).startswith(rule.tests) and item not in thorough]
         if rule.stands_for_them == "covering" and matching:
             features = [list(item_features(item)) for item in matching]

@@ -201,7 +201,7 @@ def cheapest_sequence(
 
     def preference(needed: list[RemedyEffect]) -> tuple[bool, float, bool, float]:
         if not needed:
-            return not fits_after(needed), 0 if fits_after(needed) else inf, False, 0
+            return True, inf, False, 0
         fits = fits_after(needed)
         final_footprint = needed[-1].new_footprint
         lacking_bytes = inf if final_footprint is None else final_footprint.memory.device

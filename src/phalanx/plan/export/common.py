@@ -112,6 +112,16 @@ SUPPORTED_EVERYWHERE = (
     SupportedOption("layout.recomputed_blocks", fix="remove it: all blocks then recompute activations"),
 )
 """Options that either all four trainers support or none of them does."""
+LLAMA_WITH_ADAMW = (
+    SupportedOption("training.loss", fix="remove it"),
+    SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
+    SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
+    SupportedOption("model.norm"),
+    SupportedOption("model.activation"),
+    SupportedOption("model.position_embedding"),
+)
+"""Options of trainers whose configuration names a size of Llama, trained with AdamW."""
 TRAINER_SPECIFIC = (
     "layout.bucket_mb",
     "layout.first_bucket_mb",

@@ -11,7 +11,7 @@ from functools import partial
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
-    NO_MUON,
+    LLAMA_WITH_ADAMW,
     NO_SERVERS,
     ExportedConfig,
     ExportJob,
@@ -31,13 +31,7 @@ PP_ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 
 SUPPORTED = (
     SupportedOption("training.precision", fix='use "bf16"'),
-    SupportedOption("training.loss", fix="remove it"),
-    SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
-    SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
-    SupportedOption("model.implementation", fix="remove it, or use another model"),
-    SupportedOption("model.norm"),
-    SupportedOption("model.activation"),
-    SupportedOption("model.position_embedding"),
+    *LLAMA_WITH_ADAMW,
     SupportedOption("model.qk_norm"),
     SupportedOption("model.rope.scaling"),
     SupportedOption("layout.data_parallel", ("ddp", "zero1"), 'use "ddp" or "zero1"', NO_SERVERS),

@@ -12,7 +12,7 @@ from textwrap import indent
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
-    NO_MUON,
+    LLAMA_WITH_ADAMW,
     NO_SERVERS,
     ExportedConfig,
     ExportJob,
@@ -45,13 +45,7 @@ CHECKPOINTING_FIXES = {
 
 SUPPORTED = (
     SupportedOption("training.precision", PRECISIONS, 'use "bf16" or "fp32"'),
-    SupportedOption("training.loss", fix="remove it"),
-    SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
-    SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
-    SupportedOption("model.implementation", fix="remove it, or use another model"),
-    SupportedOption("model.norm"),
-    SupportedOption("model.activation"),
-    SupportedOption("model.position_embedding"),
+    *LLAMA_WITH_ADAMW,
     SupportedOption("model.qk_norm", ("head",)),
     SupportedOption("model.rope.scaling", ("llama3",)),
     SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
