@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from phalanx.spec.log import log_to_stderr
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,6 +30,7 @@ paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # ranks find no module in the working directory
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+log_to_stderr()  # as in commands and ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

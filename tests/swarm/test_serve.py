@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -37,20 +38,22 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.swarm.serve.RETRY_SECONDS", 0.0)
 
 
-def test_run_rounds_continues_after_any_error_and_reports_it() -> None:
+def test_run_rounds_continues_after_any_error_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     errors = [OSError(24, "Too many open files"), TensorFileError("begin is truncated"), KeyError("x"), MemoryError()]
-    messages: list[str] = []
-    run_rounds(FailingCoordinator([*errors]), threading.Event(), messages.append)
+    run_rounds(FailingCoordinator([*errors]), threading.Event())
+    messages = capsys.readouterr().err.splitlines()
     assert [line for line in messages if "cannot be opened or closed" in line] == [
-        f"a round cannot be opened or closed: {error!r}" for error in errors
+        f"phalanx: a round cannot be opened or closed: {error!r}" for error in errors
     ]
-    assert messages[-1] == "the problem is solved"
+    assert messages[-1] == "phalanx: the problem is solved"
 
 
-def test_run_rounds_continues_when_nobody_reads_its_output() -> None:
-    def broken_pipe(line: str) -> None:
-        raise BrokenPipeError(line)
+def test_run_rounds_continues_when_nobody_reads_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ClosedPipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(text)
 
+    monkeypatch.setattr("sys.stderr", ClosedPipe())
     coordinator = FailingCoordinator([OSError("full")])
-    run_rounds(coordinator, threading.Event(), broken_pipe)
+    run_rounds(coordinator, threading.Event())
     assert coordinator.state.done

@@ -52,6 +52,7 @@ from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
+from phalanx.spec.log import log_to_stderr
 from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
@@ -263,6 +264,7 @@ def main() -> None:
         "--sweep", nargs="*", type=int, default=[], help="sizes in bytes, in addition to those that the run sends"
     )
     parser.add_argument("--iterations", type=int, default=20)
+    log_to_stderr()
     exit_rank(rank_main(parser.parse_args()))
 
 

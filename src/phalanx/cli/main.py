@@ -167,7 +167,9 @@ def _root(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    pass
+    from phalanx.spec.log import log_to_stderr
+
+    log_to_stderr()
 
 
 def main() -> None:

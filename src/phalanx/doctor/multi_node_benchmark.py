@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -50,7 +49,10 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
+from phalanx.spec.log import log_to_stderr
 from phalanx.spec.run import RunSpec
+
+logger = logging.getLogger(__name__)
 
 PAIR_BYTES = 64 * 2**20
 WARMUP_BYTES = 2**20
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run file")
     help_text = f"the directory in which rank 0 writes {COLLECTIVES_FILE}"
     parser.add_argument("--out", type=Path, required=True, help=help_text)
+    log_to_stderr()
     exit_rank(rank_main(parser.parse_args()))
 
 
@@ -232,7 +235,7 @@ def rank_main(args: argparse.Namespace) -> int:
     except Exception as error:
         write_failure(args.out, rank, 0, error=error)
         if LAUNCHER_PID_ENV not in os.environ:
-            print(f"phalanx: {error}" if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr)
+            logger.error("%s", error, exc_info=not isinstance(error, UserError))
         return 2 if isinstance(error, UserError) else 1
     return 0
 

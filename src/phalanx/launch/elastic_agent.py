@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -48,6 +49,8 @@ from phalanx.launch.rendezvous import (
 from phalanx.launch.warm_process import WarmProcess, warm_process
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.formatting import plural
+
+logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 600
 """Seconds between SIGTERM and SIGKILL for an orderly stop of ranks: time for a step and a checkpoint."""
@@ -109,15 +112,14 @@ class ElasticAgent(LocalElasticAgent):
             try:
                 return super()._initialize_workers(worker_group)
             except DistError as error:
-                reason = f"a node was lost before ranks started; repeating the rendezvous: {error}"
-                print(f"phalanx: {reason}", file=sys.stderr)
+                logger.warning("a node was lost before ranks started; repeating the rendezvous: %s", error)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         command = self._agree_on_command(worker_group)
         if self._num_nodes > 1:
             nodes = f"{worker_group.group_world_size} of {plural(self._num_nodes, 'node')}"
             num_ranks = worker_group.workers[0].world_size
-            print(f"phalanx: {nodes} joined; starting {num_ranks} ranks", file=sys.stderr)
+            logger.info("%s joined; starting %d ranks", nodes, num_ranks)
         self._oom_kills_at_start = cgroup_oom_kills() or 0
         self._pcontext = RankProcesses(command, rank_environments(worker_group), self._rank_starter)
         self._pcontext.start()
@@ -226,7 +228,7 @@ def run_until_done(
     the rendezvous failed. Raises RunEndedByOtherNode if another node has ended the run.
     """
     if rendezvous.max_nodes > 1:
-        print(f"phalanx: {expected_nodes(rendezvous)}", file=sys.stderr)
+        logger.info("%s", expected_nodes(rendezvous))
     deadline = time.monotonic() + rendezvous.join_seconds
     while True:
         started_at = time.monotonic()

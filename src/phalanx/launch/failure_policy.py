@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +24,14 @@ from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 
+logger = logging.getLogger(__name__)
+
 LayoutChooser = Callable[[int], Layout]
 """Function that returns the layout of a run for a number of ranks. It raises UserError if none fits."""
 
 
 class FailurePolicy:
-    """Restart decisions of a node's launcher: it diagnoses and counts failures, decides, and prints the decision.
+    """Restart decisions of a node's launcher: it diagnoses and counts failures, decides, and logs the decision.
 
     A failure that always occurs at the same step ends the run; failures of a long run that makes progress never
     accumulate.
@@ -54,7 +56,7 @@ class FailurePolicy:
     def decide(self, failures: ProcessFailures, kills: int = 0) -> FailureAction:
         """Decide the action after failures of this node's ranks.
 
-        Prints the cause to stderr and appends an event. `kills` is the number of ranks killed by the kernel's OOM
+        Logs the cause and appends an event. `kills` is the number of ranks killed by the kernel's OOM
         killer.
         """
         if all(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
@@ -79,12 +81,12 @@ class FailurePolicy:
         append_event(self.directory, FAILED, **event, verdict=headline, local=report.is_local)
         if decision.action is FailureAction.RESTART:
             restart = describe_restart(report, counters, saved_checkpoints, self.has_memory_copies, limit)
-            print(f"phalanx: {describe_failure(first_failure)}", *headline, restart, sep="\n  ", file=sys.stderr)
+            logger.warning("%s", "\n  ".join([describe_failure(first_failure), *headline, restart]))
             return decision.action
         print_failure(self.directory, first_failure)
         if repeats_out_of_memory:
             remedy = f"phalanx advise oom {shlex.quote(str(self.directory / RUN_FILE))}"
-            print(f"  the same step would run out of memory again; to find a remedy: {remedy}", file=sys.stderr)
+            logger.info("the same step would run out of memory again; to find a remedy: %s", remedy)
         return decision.action
 
     def new_failure_records(self) -> list[dict[str, Any]]:
@@ -120,7 +122,7 @@ class FailurePolicy:
         counters.suspects = set()
         append_event(self.directory, RANK_DROPPED, rank=failing_rank)
         remaining = f"continuing without it on {ranks} of {nproc} ranks"
-        print(f"phalanx: rank {failing_rank} failed repeatedly; {remaining}", file=sys.stderr)
+        logger.warning("rank %d failed repeatedly; %s", failing_rank, remaining)
         return ranks
 
 

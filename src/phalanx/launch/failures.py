@@ -1,11 +1,11 @@
-"""Failure records: written by ranks, read by the launcher, which finds and prints the first failure."""
+"""Failure records: written by ranks, read by the launcher, which finds and logs the first failure."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,8 @@ from phalanx.runs.errors import DivergenceError
 from phalanx.spec.components import named_components
 from phalanx.spec.errors import UserError, error_from_record, record_error
 from phalanx.spec.files.load import load_run
+
+logger = logging.getLogger(__name__)
 
 FATAL_EXIT_CODES = {
     -number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)
@@ -75,24 +77,24 @@ def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: i
     """
     first_failure = find_first_failure(directory, failures, kills)
     is_program_error = first_failure["code"] != 2
-    prefix = f"rank {first_failure['rank']}: " if is_program_error else ""
-    print(f"phalanx: {prefix}{first_failure['reason']}", file=sys.stderr)
-    print(first_failure.get("traceback", "") if is_program_error else "", end="", file=sys.stderr)
+    lines = [first_failure["reason"]]
+    if is_program_error:
+        lines = [f"rank {first_failure['rank']}: {lines[0]}", first_failure.get("traceback", "")]
+    logger.error("%s", "\n".join(lines).rstrip())
     return int(first_failure["code"])
 
 
 def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
     """Print the cause of the first failure, and record it if the user can fix it; return the exit code."""
     if failure["code"] == 2:
-        print(f"phalanx: {failure['reason']}", file=sys.stderr)
+        logger.error("%s", failure["reason"])
         user_error = error_from_record(failure["error"]) if "error" in failure else None
         record_error(user_error or UserError(f"rank {failure['rank']}", None, failure["reason"]))
         return 2
-    print(f"phalanx: {describe_failure(failure)}", file=sys.stderr)
+    lines = [describe_failure(failure)]
     if "traceback" in failure:
-        print(f"  traceback: {hang_dumps.failure_file(directory, failure['rank'])}", file=sys.stderr)
-    for line in failure_headline(directory):
-        print(f"  {line}", file=sys.stderr)
+        lines.append(f"traceback: {hang_dumps.failure_file(directory, failure['rank'])}")
+    logger.error("%s", "\n  ".join([*lines, *failure_headline(directory)]))
     return int(failure["code"])
 
 
@@ -154,7 +156,7 @@ def print_resume_hint(directory: Path) -> None:
     # Suggest to trust the components, because this user has just run their code.
     with suppress(UserError):
         trust = " --trust" if any(named_components(load_run(directory / RUN_FILE, environment={}))) else ""
-    print(f"  {checkpoint_text}; continue with: phalanx train {directory} --resume{trust}", file=sys.stderr)
+    logger.info("%s; continue with: phalanx train %s --resume%s", checkpoint_text, directory, trust)
 
 
 def read_failures(directory: Path) -> list[dict[str, Any]]:
@@ -193,4 +195,4 @@ def write_failure(
     try:
         hang_dumps.write_failure(directory, record)
     except OSError:  # the disk may be the cause of the failure
-        print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)
+        logger.error("failed after step %d: %s", step, record["reason"])

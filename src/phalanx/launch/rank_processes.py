@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.launch.warm_process import ForkedProcess, WarmProcess, WarmProcessError
 
+logger = logging.getLogger(__name__)
+
 
 class RankStarter:
     """Starter of a launcher's ranks."""
@@ -36,7 +38,7 @@ class RankStarter:
             try:
                 return ForkedProcess(self.warm_process, command, name=f"rank {environment['RANK']}", **options)
             except WarmProcessError as error:
-                print(f"phalanx: the warm process {error}; starting ranks without it", file=sys.stderr)
+                logger.warning("the warm process %s; starting ranks without it", error)
                 self.warm_process.close()
                 self.warm_process = None
         return subprocess.Popen(command, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 
 from phalanx.debug.oom import cgroup_memory_limit, physical_memory_bytes
 from phalanx.launch.preflight import on_machine
@@ -12,11 +12,13 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import check_inapplicable_options, describe_recomputation
 from phalanx.spec.run import RunSpec
 
+logger = logging.getLogger(__name__)
+
 
 def resolve_recomputation(
     run: RunSpec, world_size: int, gpu_memory_bytes: int | None = None, nproc: int | None = None
 ) -> RunSpec:
-    """Return the run with its recomputation chosen if it is "auto", and print the choice to stderr.
+    """Return the run with its recomputation chosen if it is "auto", and log the choice.
 
     The memory is the smaller of the cluster's and this machine's. Ranks on CPUs share it. `nproc` is the number of
     ranks on this machine; by default equally many on each node of the cluster. Raises UserError if the memory is
@@ -40,7 +42,7 @@ def resolve_recomputation(
     if choice.step_seconds is not None:
         details.append(f"{choice.step_seconds:.3f} s a step predicted")
     chosen = f"{describe_recomputation(choice.layout)} ({', '.join(details)})"
-    print(f"activation checkpointing chosen: {chosen}", file=sys.stderr)
+    logger.info("activation checkpointing chosen: %s", chosen)
     return run.replace(layout=choice.layout)
 
 

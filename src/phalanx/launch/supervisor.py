@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from phalanx.runs.events import FINISHED, read_events
 from phalanx.spec.components import named_components
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.run import RunSpec
+
+logger = logging.getLogger(__name__)
 
 
 def supervise_training(
@@ -74,7 +76,7 @@ def supervise_training(
         if is_finished(directory):
             return 0
         if isinstance(exit_reason, RunEndedByOtherNode):
-            print(f"phalanx: {exit_reason}", file=sys.stderr)
+            logger.error("%s", exit_reason)
             return 1
         new_records = policy.new_failure_records()
         # New records mean that the stop was not orderly, unless ranks only lost each other through it.
@@ -83,8 +85,7 @@ def supervise_training(
             if "lost_peer" not in first_failure:
                 return print_final_failure(directory, first_failure)
         if FINISHED not in (event["kind"] for event in read_events(directory)[num_events:]):
-            reason = "stopped by a signal while ranks were starting; no new checkpoint was saved"
-            print(f"phalanx: {reason}", file=sys.stderr)
+            logger.info("stopped by a signal while ranks were starting; no new checkpoint was saved")
         raise
 
 
@@ -103,7 +104,7 @@ def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: Layout
             continue
         if first_error is not None:
             reason = f"no layout fits more: {first_error}"
-            print(f"phalanx: training on {num_used} of {ranks} ranks, because {reason}", file=sys.stderr)
+            logger.warning("training on %d of %d ranks, because %s", num_used, ranks, reason)
         return "--layout", layout.model_dump_json(exclude_defaults=True), "--ranks", str(num_used)
     assert first_error is not None
     raise first_error

@@ -17,10 +17,10 @@ A checkpoint is written to step-*.tmp, and renamed when all of it is on disk.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -31,9 +31,10 @@ from typing_extensions import TypedDict
 from phalanx.runs.decode import Count, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.replace import open_no_link
-from phalanx.spec.formatting import printable
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS_DIR = "checkpoints"
 FORMAT = "phalanx-checkpoint"
@@ -190,7 +191,7 @@ def recover_interrupted_rewrites(directory: Path) -> None:
 
 
 def require_valid_checkpoint(run_directory: Path) -> Path:
-    """Return the newest undamaged checkpoint of a run, and print which damaged newer ones it skips.
+    """Return the newest undamaged checkpoint of a run, and log which damaged newer ones it skips.
 
     Raises UserError if the run has no undamaged checkpoint.
     """
@@ -199,7 +200,7 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, fix="continue the run until its first checkpoint")
     for name, problem in damaged.items():
-        print(printable(f"phalanx: checkpoint {name} is damaged and was skipped: {problem}"), file=sys.stderr)
+        logger.warning("checkpoint %s is damaged and was skipped: %s", name, problem)
     return checkpoint
 
 

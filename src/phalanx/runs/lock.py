@@ -7,9 +7,9 @@ outlive it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +18,8 @@ from typing import IO
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.replace import open_no_link
-from phalanx.spec.formatting import printable
+
+logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
 LAUNCHER_LOCK_FILE = "launcher.lock"
@@ -74,8 +75,7 @@ def is_running(directory: Path) -> bool | None:
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if a process uses a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
-        message = f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)[0]}"
-        print(printable(message), file=sys.stderr)
+        logger.info("waiting for up to %g s: %s", timeout_seconds, _describe_owner(directory)[0])
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
 
 

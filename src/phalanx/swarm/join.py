@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -44,6 +45,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.formatting import plural
+from phalanx.spec.log import log_to_stderr
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS, SwarmSpec
@@ -55,10 +57,10 @@ from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.node_rank import NodeRank
 from phalanx.train.create_run import create_run
 
+logger = logging.getLogger(__name__)
 
-def join_swarm(
-    address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str], log: Callable[[str], None]
-) -> int:
+
+def join_swarm(address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str]) -> int:
     """Join a swarm with local ranks, and return the exit code.
 
     `out` is the folder for the node's directory, `overrides` are its settings (`--set`). Without `nproc`, ranks are
@@ -76,7 +78,7 @@ def join_swarm(
         join_message = _prepare_node(run, ranks, directory)
         link.join(**join_message, begin=False)
         # The node receives the weights before it is a member, because that may take long.
-        log(f"{name} receives the weights from {address}")
+        logger.info("%s receives the weights from %s", name, address)
         version = RoundExchange(run, directory, name, link).download_model()
     except UpdateRejected as refused:
         raise rejection_error(address, refused) from None
@@ -92,7 +94,8 @@ def join_swarm(
     }
     replace_file(directory / LINK_FILE, json.dumps(link_record))
     assert run.swarm is not None
-    log(f"{name} joined {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
+    described = f"{run.swarm.method}, {plural(ranks, 'rank', one='one')}"
+    logger.info("%s joined %s: %s, in %s", name, address, described, directory)
     # A single rank runs in this process.
     if ranks == 1:
         if warm_process is not None:
@@ -185,4 +188,5 @@ def rank_main(directory: Path) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("phalanx.swarm.join", description="Take part in a swarm on this rank.")
     parser.add_argument("directory", type=Path, help="the node's directory, which phalanx swarm join creates")
+    log_to_stderr()
     exit_rank(rank_main(parser.parse_args().directory))

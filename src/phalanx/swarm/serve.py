@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.rpc.server import serve
 from phalanx.swarm.update_files import Weights
 from phalanx.train.training_data import initial_weights
+
+logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
 RETRY_SECONDS = 5.0
@@ -77,7 +78,7 @@ def initial_pieces(run: RunSpec) -> Weights:
     return piece_weight
 
 
-def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:
+def serve_swarm(run: RunSpec, address: str, certificates: Path) -> int:
     """Serve nodes until all rounds are done and nodes have left, or until a signal; return the exit code."""
     # Each thread that serves a node would retain freed memory, and pieces leave gaps: up to two models.
     tune_malloc(TRIM_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES, max_arenas=1)
@@ -89,21 +90,21 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
     host = address.rpartition(":")[0]
-    log(f"{run.name}: {coordinator.state.rounds} rounds; nodes join {host}:{port}")
-    run_rounds(coordinator, stop, log)
+    logger.info("%s: %d rounds; nodes join %s:%d", run.name, coordinator.state.rounds, host, port)
+    run_rounds(coordinator, stop)
     coordinator.shutdown()
     server.stop(grace=1.0).wait()
     if coordinator.state.done:
-        log(f"all rounds are done; run phalanx generate {directory} or phalanx export {directory}")
+        logger.info("all rounds are done; run phalanx generate %s or phalanx export %s", directory, directory)
     else:
-        log("stopped; the same command continues with the same round")
+        logger.info("stopped; the same command continues with the same round")
     coordinator.journal.close()
     if lock is not None:
         lock.close()
     return 0
 
 
-def run_rounds(coordinator: Coordinator, stop: threading.Event, log: Callable[[str], None]) -> None:
+def run_rounds(coordinator: Coordinator, stop: threading.Event) -> None:
     """Open and close rounds until all are done and nodes have left, or until `stop` is set.
 
     No error ends the swarm, because nodes may have trained for days: a full disk is cleaned up, and a damaged file is
@@ -117,14 +118,15 @@ def run_rounds(coordinator: Coordinator, stop: threading.Event, log: Callable[[s
             coordinator.problems["rounds"] = ""
         except Exception as error:
             coordinator.problems["rounds"] = f"a round cannot be opened or closed: {error!r}"
-        # Printing fails if nobody reads the output any more.
-        with suppress(OSError, ValueError):
-            if coordinator.problem != reported_problem:
-                reported_problem = coordinator.problem
-                log(reported_problem or "the problem is solved")
-            if coordinator.state.committed > reported_rounds:
-                reported_rounds = coordinator.state.committed
-                log(_format_status(coordinator))
+        if coordinator.problem != reported_problem:
+            reported_problem = coordinator.problem
+            if reported_problem:
+                logger.warning("%s", reported_problem)
+            else:
+                logger.info("the problem is solved")
+        if coordinator.state.committed > reported_rounds:
+            reported_rounds = coordinator.state.committed
+            logger.info("%s", _format_status(coordinator))
         if coordinator.problems["rounds"]:
             stop.wait(RETRY_SECONDS)
             coordinator.ticked_at = coordinator.clock()

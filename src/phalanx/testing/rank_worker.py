@@ -30,6 +30,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx.debug.collective_order import is_check_enabled
 from phalanx.runs.hang_dumps import calls_file
+from phalanx.spec.log import log_to_stderr
 from phalanx.testing.rank_failure import CallResult
 from phalanx.train.guards.collective_log import CollectiveLog
 
@@ -39,6 +40,7 @@ GROUP_TIMEOUT = timedelta(hours=2)
 
 def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     """Serve calls until the pipe closes."""
+    log_to_stderr()
     pipe = Connection(pipe_fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_queue_calls, args=(pipe, calls), daemon=True).start()

@@ -10,6 +10,7 @@ from phalanx.launch.process import exit_rank
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.log import log_to_stderr
 from phalanx.train.rank_options import RankOptions, ReducedRanks
 from phalanx.train.standby import run_standby_rank, wait_for_standby_ranks
 from phalanx.train.worker import run_rank
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--profile-steps", metavar="FIRST:LAST", help="profile these steps")
     arguments = parser.parse_args()
     try:
+        log_to_stderr()
         window = parse_step_range(arguments.profile_steps) if arguments.profile_steps else None
     except UserError as error:
         parser.error(str(error))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +42,8 @@ from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
 
+logger = logging.getLogger(__name__)
+
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
     """Check a run, prepare its data, and write its directory; return the directory.
@@ -62,10 +64,10 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
             recorded_run = load_run(file, environment={})
     if recorded_run is not None and run.training.seconds is not None and recorded_run.training.has_decided_steps:
         steps = recorded_run.training.steps
-        _print_note(f"training.seconds applies to new runs only; this run keeps the {steps} steps of its first start")
+        _log_note(f"training.seconds applies to new runs only; this run keeps the {steps} steps of its first start")
         run = with_decided_steps(run, steps)
     if run.training.compile is None and run.on_device(select_device(run)).compiles and not find_c_compiler():
-        _print_note("blocks are not compiled, which needs a C compiler: install gcc or clang")
+        _log_note("blocks are not compiled, which needs a C compiler: install gcc or clang")
         run = run.replace(training=run.training.replace(compile=False))
     if not run.training.auto_precision:
         return run
@@ -116,24 +118,24 @@ def check_and_prepare(
     saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     if not saved_checkpoints:
         # Before the text is tokenized, which takes minutes even for a small run.
-        _print_note(unset_choices_of_large_model(run)[1])
+        _log_note(unset_choices_of_large_model(run)[1])
     with offer_recorded_tokens(run, resume):
         # The paths are still those that the user wrote, because errors quote them.
         prepared = prepare(run.data, progress)
-    _print_note(describe_unchecked_pairs(run.data))
+    _log_note(describe_unchecked_pairs(run.data))
     run = with_absolute_paths(run)
     sequences = plan_batch(run, world_size).global_batch_size
     _check_tokens(run, prepared, sequences, latest_manifest(saved_checkpoints) if saved_checkpoints else None)
     if saved_checkpoints:
-        _print_note(_describe_schedule_change(run, step_of(saved_checkpoints[0])))
+        _log_note(_describe_schedule_change(run, step_of(saved_checkpoints[0])))
         return prepared
     if run.model.implementation is None:
         try:
             hf_config(run.model)
         except UserError as error:
             reason = f"{error.field} = {error.value!r} {error.problem} ({error.fix})"
-            _print_note(f"this model cannot be exported to Hugging Face: {reason}")
-    _print_note(learning_rate_note(run))
+            _log_note(f"this model cannot be exported to Hugging Face: {reason}")
+    _log_note(learning_rate_note(run))
     if run.model.from_hf:
         from phalanx.train.training_data import initial_weights
 
@@ -141,9 +143,9 @@ def check_and_prepare(
     return prepared
 
 
-def _print_note(line: str | None) -> None:
+def _log_note(line: str | None) -> None:
     if line is not None:
-        print(f"phalanx: {line}", file=sys.stderr)
+        logger.info("%s", line)
 
 
 @contextmanager

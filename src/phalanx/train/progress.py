@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Self
 
@@ -9,7 +10,10 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from phalanx.runs.metrics import has_ignored_targets
+from phalanx.spec.log import PROGRESS
 from phalanx.spec.terminal import Terminal
+
+logger = logging.getLogger(PROGRESS)
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -20,12 +24,12 @@ class ProgressDisplay:
     def __init__(self, step: int, steps: int | None, quiet: bool) -> None:
         self.steps = steps
         self.quiet = quiet
-        self.console = Terminal(stderr=True, quiet=quiet)
+        self.console = Terminal(stderr=True)
         self._started_at = time.monotonic()
         self._first_step = step
         self._shown_at = 0.0
         self._bar: Bar | None = None
-        if self.console.is_terminal and not quiet:
+        if self.console.is_terminal and not quiet and logger.isEnabledFor(logging.INFO):
             count = TextColumn("{task.completed}/{task.total}")
             description = TextColumn("{task.description}")
             self._bar = Bar(BarColumn(), count, description, TimeRemainingColumn(), console=self.console)
@@ -67,8 +71,9 @@ class ProgressDisplay:
             self.log(f"step {step}{remaining}  {text}")
 
     def log(self, text: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Log a line, which is above the bar on a terminal."""
+        if not self.quiet:
+            logger.info("%s", text)
 
 
 def format_metrics(record: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ from phalanx.data.packing import Batch
 from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
 from phalanx.runs.metrics import METRICS_FILE
+from phalanx.spec.log import RESULT
 from phalanx.train.callbacks.callback import build_callbacks
 from phalanx.train.callbacks.standard import build_record_writers, standard_callbacks
 from phalanx.train.guards.collective_log import OrderGuard
@@ -21,6 +23,8 @@ from phalanx.train.rank_options import RankOptions
 from phalanx.train.sample import generate_sample
 from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def train_session(
@@ -44,8 +48,8 @@ def train_session(
     steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
     with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:
         for name, problem in damaged.items():
-            progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
             if trainer.is_main:
+                logger.warning("checkpoint %s is damaged and was quarantined: %s", name, problem)
                 append_event(trainer.directory, QUARANTINED, checkpoint=name, problem=problem)
         progress.log(start_message(trainer, resumed))
         step: Callable[[Iterator[Batch]], ReadRecord] = trainer.launch_step
@@ -66,10 +70,11 @@ def train_session(
         append_event(trainer.directory, FINISHED, step=trainer.step)
     sample = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""
     if trainer.is_main:
-        print(end_message(trainer, evaluation, sample))
+        result_logger = logging.getLogger(RESULT)
+        result_logger.info("%s", end_message(trainer, evaluation, sample))
         if options.measure:
             device_run = run.on_device(trainer.device.type)
-            print(write_comparison(device_run, trainer.mesh.dims.world_size, trainer.directory))
+            result_logger.info("%s", write_comparison(device_run, trainer.mesh.dims.world_size, trainer.directory))
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +66,8 @@ from phalanx.train.step_metrics import LaunchedResults, ReadRecord, UtilizationM
 from phalanx.train.step_sums import StepSums
 from phalanx.train.time_budget import with_decided_steps
 from phalanx.train.training_data import TrainingData
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer(Learner):
@@ -220,13 +222,12 @@ class Trainer(Learner):
             call_callback(name, getattr(callback, hook), self, *arguments)
 
     def _report_exception(self, error: BaseException) -> None:
-        """Call `on_exception` of all callbacks. Errors in them are printed: they must not hide the first one."""
+        """Call `on_exception` of all callbacks. Errors in them are logged: they must not hide the first one."""
         for name, callback in self.callbacks.items():
             try:
                 callback.on_exception(self, error)
             except Exception as second:
-                text = f"{name}: on_exception raised {type(second).__name__}: {second}"
-                print(f"phalanx: rank {self.mesh.rank}: {text}", file=sys.stderr)
+                logger.warning("%s: on_exception raised %s: %s", name, type(second).__name__, second)
 
     def evaluate(self) -> MetricsRecord:
         """Return the loss on the held-out text, and the expert counts of the last interval."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
-import traceback
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -49,6 +48,8 @@ from phalanx.train.session import train_session
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData, open_training_data
 
+logger = logging.getLogger(__name__)
+
 
 def run_rank(source: Path, options: RankOptions) -> int:
     """Train on this rank, and return the exit code.
@@ -82,7 +83,7 @@ class RankSession:
         """Record a signal; from the first step on, all ranks agree on the step to stop after."""
         self.signals.append(number)
         if self.trainer is not None and self.trainer.is_main and len(self.signals) == 1:
-            print("phalanx: stopping after the running step, with a checkpoint", file=sys.stderr)
+            logger.info("stopping after the running step, with a checkpoint")
         if self.trainer is not None:
             self.trainer.stop_requested = True
 
@@ -193,9 +194,8 @@ def _record_failure(session: RankSession, error: BaseException) -> int:
         write_failure(session.directory, rank, step, error=error, memory=memory, final=final)
     if LAUNCHER_PID_ENV not in os.environ:
         is_user_error = isinstance(error, UserError | DivergenceError)
-        print(f"phalanx: rank {rank} failed after step {step}: {format_oom_report(memory) or error}", file=sys.stderr)
-        if not is_user_error:
-            traceback.print_exc()
+        reason = format_oom_report(memory) or error
+        logger.error("failed after step %d: %s", step, reason, exc_info=not is_user_error)
     return 2 if isinstance(error, UserError) else 1
 
 
@@ -217,7 +217,7 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
             quarantine(checkpoint_directory, [step_name(before_step)], checkpoint)
         record_rollback(directory, trainer.step, to_step, reason=str(error))
         skipped_text = f"skipping the text of steps {to_step + 1} to {trainer.step}"
-        print(f"phalanx: {error}\n  rolling back to step {to_step}; {skipped_text}", file=sys.stderr)
+        logger.warning("%s\n  rolling back to step %d; %s", error, to_step, skipped_text)
     if dist.is_initialized():
         dist.barrier()
 

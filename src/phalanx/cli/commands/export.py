@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,8 @@ from typer import Argument, Option
 
 from phalanx.cli.common.options import Trust
 from phalanx.spec.base import require
+
+logger = logging.getLogger(__name__)
 
 
 def export(
@@ -48,7 +50,7 @@ def export(
         raise disk_error("directory", directory, error) from None
     if dropped:
         problem = "the run's tokenizer differs from that of model.from_hf, so of its files these are not exported"
-        print(f"phalanx: {problem}: {', '.join(dropped)}", file=sys.stderr)
+        logger.warning("%s: %s", problem, ", ".join(dropped))
     total = sum(parameter.numel() for parameter in parameters.values())
     at_step = "" if trained.step is None else f" of step {trained.step:,}"
     print(f"wrote {directory}: {total:,} parameters{at_step} in {dtype}, config.json and the tokenizer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,8 @@ from phalanx.launch.jobs.slurm import slurm
 from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+
+logger = logging.getLogger(__name__)
 
 WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "slurm": (slurm, ("time", "partition", "account")),
@@ -116,7 +118,7 @@ def launch(
     )
     check_job(job)
     for note in job_notes(job):
-        print(f"phalanx: {note}", file=sys.stderr)
+        logger.info("%s", note)
     _write_or_print(write(job, **target_options), out)
 
 

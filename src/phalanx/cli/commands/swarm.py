@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
     from phalanx.spec.swarm import Codec, Method, SwarmSpec
     from phalanx.swarm.rpc.client import SwarmClient
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     add_completion=False,
@@ -100,14 +101,14 @@ def serve(
     _require_swarm(run_spec)
     require_settings_of_weights(run_spec)
     if (line := learning_rate_note(run_spec)) is not None:
-        print(f"phalanx: {line}", file=sys.stderr)
+        logger.info("%s", line)
     _check_address(listen, "--listen")
     _check_installed()
     from phalanx.swarm.rpc.certificates import certificate_member
     from phalanx.swarm.serve import serve_swarm
 
     certificate_member(certificates)
-    raise typer.Exit(serve_swarm(run_spec, listen, certificates, log=partial(print, flush=True)))
+    raise typer.Exit(serve_swarm(run_spec, listen, certificates))
 
 
 @app.command()
@@ -136,8 +137,7 @@ def join(
     _check_installed()
     from phalanx.swarm.join import join_swarm as take_part
 
-    log = partial(print, flush=True)
-    raise typer.Exit(take_part(address, certificates, nproc, out, overrides=set_ or [], log=log))
+    raise typer.Exit(take_part(address, certificates, nproc, out, overrides=set_ or []))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import signal
 import sys
@@ -27,6 +28,8 @@ from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
+
+logger = logging.getLogger(__name__)
 
 
 def _parse_ranks(text: str) -> int:
@@ -132,12 +135,12 @@ def train(
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit
-        print("phalanx: stopped by a signal before the first step; no new checkpoint was saved", file=sys.stderr)
+        logger.info("stopped by a signal before the first step; no new checkpoint was saved")
         sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, handle_signal)
     if (seconds := run_spec.training.seconds) is not None and not resume:
-        print(f"phalanx: training for {seconds:g} s after the text is prepared, then evaluation", file=sys.stderr)
+        logger.info("training for %g s after the text is prepared, then evaluation", seconds)
     if has_nodes:
         with _exit_on_local_node_error():
             endpoint = resolve_rendezvous(rendezvous, run_spec.recovery.rendezvous_timeout_seconds)
@@ -151,7 +154,7 @@ def _exit_on_local_node_error() -> Iterator[None]:
     try:
         yield
     except LocalNodeError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        logger.error("%s", error)
         raise typer.Exit(1) from None
 
 

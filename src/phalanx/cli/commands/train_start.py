@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,6 +16,8 @@ from typing import IO
 from phalanx.cli.commands.auto_layout import choose_layout_for, replan_layout
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.run import RunSpec
+
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Seconds before an unknown host name is looked up again."""
@@ -53,7 +55,7 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
                 fix = "use a host name that all nodes can resolve, or an IP address"
                 raise LocalNodeError("--rendezvous", rendezvous, problem, fix=fix) from None
             if not is_waiting:
-                print(f"phalanx: {host} cannot be resolved yet ({error.strerror}); retrying", file=sys.stderr)
+                logger.warning("%s cannot be resolved yet (%s); retrying", host, error.strerror)
         is_waiting = True
         time.sleep(RETRY_SECONDS)
     if ip_address.is_unspecified:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class PinnedMemory(mmap.mmap):
@@ -51,4 +53,4 @@ def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 @lru_cache(maxsize=1)
 def _warn_once(error: str) -> None:
     problem = f"CUDA cannot lock memory ({' '.join(error.split())}); copies to it are slower"
-    print(f"phalanx: {problem}. Try ulimit -l unlimited.", file=sys.stderr)
+    logger.warning("%s. Try ulimit -l unlimited.", problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.link_errors import PERMANENT_PHRASES, unreachable_error
 from phalanx.swarm.rpc.protocol import OPTIONS, PROTOCOL_VERSION, SERVICE, Message, file_chunks, pack, unpack
 from phalanx.swarm.tensor_files import TensorFile
+
+logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 600.0
 """Time limit for reconnecting to a coordinator."""
@@ -43,13 +46,12 @@ class RoundExpired(Exception):  # noqa: N818 - not an error: all weights are ava
 class SwarmClient:
     """A connection to a coordinator."""
 
-    def __init__(self, address: str, certificates: Path, log: Callable[[str], None] = lambda message: None) -> None:
+    def __init__(self, address: str, certificates: Path) -> None:
         """Open a connection; `log` gets a message when the coordinator is unreachable or reachable again."""
         key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
         self.address = address
         self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
         self._reached = False
-        self._log = log
         self._reported_problem = ""
         self.leaving = False
         """True if the node does not wait for an unreachable coordinator."""
@@ -98,7 +100,7 @@ class SwarmClient:
         """Return a task, and report a new problem of the coordinator, for which the node may wait."""
         task = NodeTask(**{**message, "owned": tuple(message["owned"])})
         if task.problem and task.problem != self._reported_problem:
-            self._log(f"the coordinator has a problem: {task.problem}")
+            logger.warning("the coordinator has a problem: %s", task.problem)
         self._reported_problem = task.problem
         return task
 
@@ -246,7 +248,7 @@ class SwarmClient:
                 result = call()
                 self._reached = True
                 if has_warned:
-                    self._log("the coordinator is reachable again")
+                    logger.info("the coordinator is reachable again")
                 return result
             except grpc.RpcError as error:
                 details = error.details() or ""
@@ -264,7 +266,7 @@ class SwarmClient:
                 raise unreachable_error(self.address, details)
             if self._reached and not has_warned and unreachable_seconds > WARN_AFTER_SECONDS:
                 has_warned = True
-                self._log(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
+                logger.warning("the coordinator is unreachable; retrying for %.0f s", RECONNECT_SECONDS)
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -24,6 +23,8 @@ from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
 from phalanx.train.training_data import open_training_data
+
+logger = logging.getLogger(__name__)
 
 
 class NodeRank:
@@ -46,7 +47,7 @@ class NodeRank:
             self.link.join(**self.link.join_message)
         # A node that receives a signal leaves after its round.
         with handling_signals(lambda _: worker.leave()), OrderGuard(self.directory):
-            evaluation = worker.participate(loggers, round_logger, print_line)
+            evaluation = worker.participate(loggers, round_logger)
         for logger in loggers:
             logger.write(evaluation)
             logger.close()
@@ -56,7 +57,7 @@ class NodeRank:
                 self.lock.close()
             end = "left the swarm; the same command rejoins" if worker.leaving else "the last round is done"
             loss = evaluation.get("held_out_loss")
-            print_line(end if loss is None else f"{end}; held-out loss {loss:.4f}")
+            logger.info("%s", end if loss is None else f"{end}; held-out loss {loss:.4f}")
 
     def _start_worker(self) -> SwarmWorker:
         """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
@@ -65,7 +66,7 @@ class NodeRank:
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.lock = acquire_run_lock(self.directory)
-            self.link = SwarmClient(link_record["address"], Path(link_record["certificates"]), print_line)
+            self.link = SwarmClient(link_record["address"], Path(link_record["certificates"]))
             self.link.join_message = dict(link_record["place"])
         text = open_training_data(run, data)
         worker = SwarmWorker(run, text, self.directory, device, name=link_record["node"], link=self.link)
@@ -86,12 +87,5 @@ class NodeRank:
             with suppress(Exception):
                 self.link.leave()
         if LAUNCHER_PID_ENV not in os.environ:
-            print(f"phalanx: {error}", file=sys.stderr)
-            if not isinstance(error, UserError):
-                traceback.print_exc()
+            logger.error("%s", error, exc_info=not isinstance(error, UserError))
         return 2 if isinstance(error, UserError) else 1
-
-
-def print_line(message: str) -> None:
-    """Print a message at once, also into a pipe."""
-    print(message, flush=True)

@@ -8,9 +8,10 @@ Rank 0 communicates with the coordinator, and broadcasts to the other ranks. Add
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import isfinite
@@ -38,6 +39,8 @@ from phalanx.swarm.worker.round_plan import RoundPlan, plan_round, plan_steps
 from phalanx.train.loggers import Logger
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
+
+logger = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_SECONDS = 2.0
 """Time reserved before a round closes, in addition to the duration of the last upload."""
@@ -88,9 +91,7 @@ class SwarmWorker:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def participate(
-        self, loggers: list[Logger], round_logger: Logger | None, log: Callable[[str], None]
-    ) -> MetricsRecord:
+    def participate(self, loggers: list[Logger], round_logger: Logger | None) -> MetricsRecord:
         """Participate until the last round is done or the node must leave, and return the last evaluation."""
         if self.link is not None:
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
@@ -107,7 +108,7 @@ class SwarmWorker:
                     record.held_bytes = self.state_bytes
                     if round_logger is not None:
                         round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(record)})
-                        log(format_round(record))
+                        logger.info("%s", format_round(record))
                 task = self._wait_for(round=task.round + 1)
             if self.trainer is None:
                 return {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phalanx.runs.hang_dumps import memory_snapshot_file
+
+logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 100_000
 """Maximum number of allocations and frees in the history: some steps of a model of a few dozen blocks."""
@@ -34,6 +36,6 @@ def snapshot_entry(directory: Path, rank: int, is_recorded: bool) -> dict[str, A
         torch.cuda.memory._dump_snapshot(str(partial_file))
         partial_file.replace(file)
     except (OSError, MemoryError, RuntimeError) as second:
-        print(f"phalanx: rank {rank} could not write {file}: {second}", file=sys.stderr)
+        logger.warning("%s could not be written: %s", file, second)
         return {}
     return {"snapshot": str(file)}
