@@ -223,6 +223,21 @@ class MetricsSpec(Spec):
     https://pytorch.org/memory_viz. Costs about 2 µs per allocation, and up to 100 MB of host memory."""
     wandb: str | None = Field(None, examples=["phalanx"])
     """Project in Weights & Biases for the metrics (`pip install 'phalanx[wandb]'`)."""
+    wandb_entity: str | None = Field(None, examples=["my-team"])
+    """User or team that owns the project. By default that of WANDB_ENTITY or of the login."""
+    wandb_group: str | None = Field(None, examples=["sweep-1"])
+    """Group of runs that W&B shows together. By default that of WANDB_RUN_GROUP."""
+    wandb_tags: tuple[str, ...] = Field((), examples=[["baseline", "h100"]])
+    """Tags of the run in W&B. By default those of WANDB_TAGS."""
+
+    @model_validator(mode="after")
+    def _check_wandb(self) -> MetricsSpec:
+        for field in ("wandb_entity", "wandb_group", "wandb_tags"):
+            value = getattr(self, field)
+            if value and self.wandb is None:
+                problem = "has no effect without a project in Weights & Biases"
+                raise UserError(f"metrics.{field}", value, problem, f"set metrics.wandb, or remove metrics.{field}")
+        return self
 
 
 class RunSpec(Spec):

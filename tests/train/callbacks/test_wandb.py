@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from phalanx.launch import preflight
 from phalanx.runs.metrics import WANDB_ID_FILE, read_metrics
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
 from phalanx.train import worker
+from phalanx.train.callbacks.standard import build_record_writers
 from phalanx.train.callbacks.wandb import Wandb, wandb_id
 from phalanx.train.create_run import create_run
 from phalanx.train.rank_options import RankOptions
@@ -44,13 +49,17 @@ def read_log(data: bytes) -> Iterator[bytes]:
             entry = b""
 
 
-def logged_records(file: Path) -> list[dict[str, float]]:
-    """Return the history of an offline run, decoded by the messages of W&B."""
+def read_messages(file: Path) -> Iterator[Any]:
+    """Yield the messages of an offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    yield from map(Record.FromString, read_log(file.read_bytes()))
+
+
+def logged_records(file: Path) -> list[dict[str, float]]:
+    """Return the history of an offline run, decoded by the messages of W&B."""
     records = []
-    for entry in read_log(file.read_bytes()):
-        record = Record.FromString(entry)
+    for record in read_messages(file):
         if record.WhichOneof("record_type") == "history":
             items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             records.append({name: value for name, value in items.items() if not name.startswith("_")})
@@ -59,13 +68,19 @@ def logged_records(file: Path) -> list[dict[str, float]]:
 
 def test_wandb_receives_records_of_metrics_file_across_restart(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason=NEEDS_WANDB)
-    changes = {"training.steps": 3, "evaluation": {"every": 2, "tokens": 64}, "metrics": {"wandb": "phalanx-test"}}
+    labels = {"wandb_entity": "team", "wandb_group": "sweep", "wandb_tags": ["baseline", "cpu"]}
+    metrics_table = {"wandb": "phalanx-test", **labels}
+    changes = {"training.steps": 3, "evaluation": {"every": 2, "tokens": 64}, "metrics": metrics_table}
     directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
     assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     directory = create_run(small_run(text, tmp_path, {**changes, "training.steps": 5}), 1, resume=True)
     assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     files = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
     assert {file.stem for file in files} == {f"run-{wandb_id(directory)}"}
+    for file in files:
+        (opened, *_) = (message.run for message in read_messages(file) if message.WhichOneof("record_type") == "run")
+        assert (opened.project, opened.entity, opened.run_group) == ("phalanx-test", "team", "sweep")
+        assert list(opened.tags) == ["baseline", "cpu"]
     received: dict[tuple[int, str], object] = {}
     for record in (record for file in files for record in logged_records(file)):
         received |= {(int(record["step"]), name): value for name, value in record.items()}
@@ -91,6 +106,50 @@ def test_wandb_is_refused_when_not_installed(is_namespace_package: bool, monkeyp
         Wandb("project")
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")
     assert caught.value.fix == "pip install 'phalanx[wandb]'"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("wandb_entity", "team"), ("wandb_group", "sweep"), ("wandb_tags", ["baseline"])]
+)
+def test_wandb_label_is_refused_without_project(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"metrics\.{field} = .* has no effect without a project"):
+        run_from_table({"model": {"preset": "tiny"}, "metrics": {field: value}})
+
+
+class RecordedInit:
+    """Stand-in for the package wandb, which records the arguments of `init`."""
+
+    Error = RuntimeError
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def init(self, **options: Any) -> None:
+        self.options = options
+
+
+@pytest.mark.parametrize(
+    ("metrics", "labels"),
+    [
+        ({}, {"entity": None, "group": None, "tags": None}),
+        (
+            {"wandb_entity": "team", "wandb_group": "sweep", "wandb_tags": ["baseline"]},
+            {"entity": "team", "group": "sweep", "tags": ["baseline"]},
+        ),
+    ],
+)
+def test_wandb_receives_labels_of_run_file(
+    metrics: dict[str, Any], labels: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = RecordedInit()
+    monkeypatch.setitem(sys.modules, "wandb", recorded)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: ModuleSpec(name, None, origin="recorded"))
+    run = small_run(text, tmp_path, {"metrics": {"wandb": "project", **metrics}})
+    writer = build_record_writers(run)["wandb"]
+    assert isinstance(writer, Wandb)
+    writer.open(SimpleNamespace(directory=tmp_path, run=run))
+    assert {name: recorded.options[name] for name in labels} == labels
+    assert recorded.options["project"] == "project"
 
 
 def test_wandb_id_depends_only_on_run_directory(tmp_path: Path) -> None:

@@ -26,11 +26,12 @@ def build_record_writers(run: RunSpec) -> dict[str, Callback]:
 
     Raises UserError if W&B is requested and not available."""
     writers: dict[str, Callback] = {}
-    if run.metrics.wandb is not None:
+    metrics = run.metrics
+    if metrics.wandb is not None:
         # W&B comes first, because it may refuse to open.
-        writers["wandb"] = Wandb(run.metrics.wandb)
+        writers["wandb"] = Wandb(metrics.wandb, metrics.wandb_entity, metrics.wandb_group, metrics.wandb_tags)
     writers |= {"metrics": JsonLines(), "tensorboard": TensorBoard()}
-    return {**writers, "rank records": RankRecords()} if run.metrics.per_rank_records else writers
+    return {**writers, "rank records": RankRecords()} if metrics.per_rank_records else writers
 
 
 def standard_callbacks(

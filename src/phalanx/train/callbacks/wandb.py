@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,15 @@ class WandbLogger:
 class Wandb(RecordWriter):
     """Writes to a project in W&B. A run that resumes continues its W&B run."""
 
-    def __init__(self, project: str) -> None:
-        """Choose the `project`; it is created if it does not exist."""
+    def __init__(
+        self, project: str, entity: str | None = None, group: str | None = None, tags: Sequence[str] = ()
+    ) -> None:
+        """Choose the `project`; it is created if it does not exist.
+
+        W&B's environment variables and login provide an entity, a group and tags that are not given."""
         check_wandb(project)
         self.project = project
+        self._labels: dict[str, Any] = {"entity": entity, "group": group, "tags": list(tags) or None}
 
     def open(self, trainer: Trainer) -> Logger:
         """Create the W&B run, or open it again. Raises UserError if W&B rejects the project or the login."""
@@ -46,9 +52,10 @@ class Wandb(RecordWriter):
 
         directory = trainer.directory
         config = trainer.run.model_dump(mode="json")
-        options: dict[str, Any] = {"name": trainer.run.name, "dir": str(directory), "config": config}
+        run_id = wandb_id(directory)
+        options: dict[str, Any] = {"name": trainer.run.name, "dir": str(directory), "config": config, **self._labels}
         try:
-            return WandbLogger(wandb.init(project=self.project, id=wandb_id(directory), resume="allow", **options))
+            return WandbLogger(wandb.init(project=self.project, id=run_id, resume="allow", **options))
         except wandb.Error as error:
             fix = "run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb"
             raise UserError("metrics.wandb", self.project, f"cannot be opened: {error}", fix) from None
