@@ -41,6 +41,7 @@ from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.events import ROLLED_BACK, read_events
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import load_run
+from phalanx.spec.log import log_to_stderr
 from phalanx.testing.fault_injection import fill_disk, flip_bit, memory_limited, small_disk, truncate_file
 from phalanx.testing.network_namespaces import star_network
 from phalanx.testing.processes import rank_pids, wait_until
@@ -297,6 +298,7 @@ RANKS = {"wrong": call_wrongly, "nan": spoil}
 
 def rank(fault: str, directory: Path) -> None:
     """Train with a fault."""
+    log_to_stderr()
     RANKS[fault](directory)
     exit_rank(run_rank(directory, RankOptions(resume=True)))
 

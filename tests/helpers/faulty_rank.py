@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch.process import exit_rank
+from phalanx.spec.log import log_to_stderr
 from phalanx.train.checkpoint import checkpointer
 from phalanx.train.rank_options import RankOptions
 from phalanx.train.trainer import Trainer
@@ -128,6 +129,7 @@ ALL_RANK_FAULTS = {
 
 def main(fault: str, directory: str) -> None:
     """Train with a fault."""
+    log_to_stderr()
     step = Trainer.launch_step
 
     def faulty(self: Trainer, batches: Iterator[Any]) -> Any:

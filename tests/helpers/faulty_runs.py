@@ -15,6 +15,7 @@ from phalanx.debug.collective_order import CHECK_VARIABLE
 from phalanx.launch.elastic_agent import launch_ranks
 from phalanx.launch.failures import report_and_exit_code
 from phalanx.launch.process import set_worker_environment
+from phalanx.spec.log import log_to_stderr
 from phalanx.testing.processes import WAIT_SECONDS, start_python
 from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import small_run
@@ -48,6 +49,7 @@ def start_faulty_run(
 
 def launch(directory: str, nproc: str, fault: str) -> None:
     """Launch a run as `phalanx train` does, with another program for the ranks."""
+    log_to_stderr()
     set_worker_environment(int(nproc))
     module_and_arguments = "tests.helpers.faulty_rank", fault, directory
     sys.exit(launch_ranks(int(nproc), module_and_arguments, partial(report_and_exit_code, Path(directory))))

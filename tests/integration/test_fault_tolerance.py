@@ -70,6 +70,7 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(small_disk
     assert "restarting from" not in stderr
     assert "No space left on device" in stderr
     assert "free space" in stderr
+    assert "Traceback" not in stderr
     saved = checkpoints(directory / "checkpoints")
     assert [find_damage(checkpoint) for checkpoint in saved] == [None] * len(saved)
     assert step_of(saved[0]) >= newest
@@ -92,6 +93,7 @@ def test_full_disk_fails_run_without_checkpoints(small_disk_path: Path) -> None:
     assert process.returncode == 2, stderr
     assert "restarting from" not in stderr
     assert f"; {directory} is not writable: No space left on device. Free space" in stderr
+    assert "Traceback" not in stderr
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------

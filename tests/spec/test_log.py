@@ -33,6 +33,7 @@ def log_one_of_each() -> None:
     logger.info("event")
     logger.warning("surprise\x1b[2J")
     logger.error("failure")
+    logger.info("  its fix")
     logging.getLogger(PROGRESS).info("step 1/2")
     logging.getLogger(RESULT).info("held-out loss 2.0")
 
@@ -43,7 +44,7 @@ def test_log_to_stderr_prints_messages_from_info_on_and_results_to_stdout(capsys
     log_one_of_each()
     out, err = capsys.readouterr()
     assert out == "held-out loss 2.0\n"
-    assert err == "phalanx: event\nphalanx: surprise\\x1b[2J\nphalanx: failure\nstep 1/2\n"
+    assert err == "phalanx: event\nphalanx: surprise\\x1b[2J\nphalanx: failure\n  its fix\nstep 1/2\n"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_log_to_stderr_prints_messages_from_info_on_and_results_to_stdout(capsys
         ("error", "phalanx: failure\n"),
         ("WARNING", "phalanx: surprise\\x1b[2J\nphalanx: failure\n"),
         ("error,launch=warning", "phalanx: surprise\\x1b[2J\nphalanx: failure\n"),
-        ("launch.supervisor=error", "phalanx: failure\nstep 1/2\n"),
+        ("launch.supervisor=error", "phalanx: failure\n  its fix\nstep 1/2\n"),
     ],
 )
 def test_log_to_stderr_applies_levels_of_environment(

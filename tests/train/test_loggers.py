@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from phalanx.runs.metrics import METRICS_FILE, read_metrics
-from phalanx.train.loggers import JsonLinesLogger, open_loggers
+from phalanx.train.loggers import JsonLinesLogger, TensorBoardLogger, open_loggers
 
 
 def write_metrics(directory: Path, steps: range, after_step: int = 0) -> None:
@@ -112,3 +112,14 @@ def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:
     for logger in (log, *open_loggers(tmp_path, 0)):
         logger.close(failed=True)
         logger.close()
+
+
+def test_tensorboard_logger_raises_error_of_full_disk_in_its_own_thread(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full, the disk that is always full")
+    log = TensorBoardLogger(tmp_path, 0)
+    log._file.close()
+    log._file = log._records._writer = Path("/dev/full").open("ab")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        log.write({"step": 1, "loss": 2.0})
+    log.close(failed=True)

@@ -86,7 +86,7 @@ class FailurePolicy:
         print_failure(self.directory, first_failure)
         if repeats_out_of_memory:
             remedy = f"phalanx advise oom {shlex.quote(str(self.directory / RUN_FILE))}"
-            logger.info("the same step would run out of memory again; to find a remedy: %s", remedy)
+            logger.info("  the same step would run out of memory again; to find a remedy: %s", remedy)
         return decision.action
 
     def new_failure_records(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.debug.explain_run import failure_headline
 from phalanx.debug.oom import describe_kill, format_oom_report
+from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.runs import hang_dumps
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import RUN_FILE
@@ -156,7 +157,7 @@ def print_resume_hint(directory: Path) -> None:
     # Suggest to trust the components, because this user has just run their code.
     with suppress(UserError):
         trust = " --trust" if any(named_components(load_run(directory / RUN_FILE, environment={}))) else ""
-    logger.info("%s; continue with: phalanx train %s --resume%s", checkpoint_text, directory, trust)
+    logger.info("  %s; continue with: phalanx train %s --resume%s", checkpoint_text, directory, trust)
 
 
 def read_failures(directory: Path) -> list[dict[str, Any]]:
@@ -195,4 +196,6 @@ def write_failure(
     try:
         hang_dumps.write_failure(directory, record)
     except OSError:  # the disk may be the cause of the failure
-        logger.error("failed after step %d: %s", step, record["reason"])
+        # Without a launcher, this rank reports its failure itself.
+        if LAUNCHER_PID_ENV in os.environ:
+            logger.error("failed after step %d: %s", step, record["reason"])

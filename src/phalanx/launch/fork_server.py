@@ -42,7 +42,7 @@ MESSAGE_BYTES = 2**20
 MAX_FDS = 64
 FIRST_FREE_FD = 512
 """File descriptors are moved to numbers from here on, so that the target numbers are free."""
-FIRST_STEP_MODULES = ("torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "numpy.random")
+FIRST_STEP_MODULES = ("torch._dynamo", "tensorboard.summary.writer.record_writer", "numpy.ma", "numpy.random")
 """Modules that ranks import during their first step. They are imported here once ranks run, for restarted ranks."""
 IDLE_SECONDS = 2.0
 """Seconds after which running ranks have finished their imports."""

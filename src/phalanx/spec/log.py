@@ -82,6 +82,7 @@ class MessageFormatter(logging.Formatter):
             return text
         rank = f"[rank {os.environ.get('RANK')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         if not self.has_origin:
-            return f"phalanx: {rank}{text}"
+            # An indented text continues the previous message.
+            return text if text.startswith("  ") else f"phalanx: {rank}{text}"
         time = f"{self.formatTime(record, '%H:%M:%S')}.{int(record.msecs):03d}"
         return f"{time} {record.levelname.lower()} {record.name}: {rank}{text}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from phalanx.runs.checkpoints import write_synced
 from phalanx.runs.jsonl import read_jsonl
@@ -60,23 +62,42 @@ class JsonLinesLogger:
 
 
 class TensorBoardLogger:
-    """Log in TensorBoard: the finite numbers of metrics.jsonl."""
+    """Log in TensorBoard: the finite numbers of metrics.jsonl.
+
+    PyTorch's SummaryWriter writes in a thread, which would print a traceback of its own when a disk is full."""
 
     def __init__(self, directory: Path, after_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        """Create an event file, and hide the events of steps after `after_step`, which will run again."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
+        self._event: Any = Event
+        self._summary: Any = Summary
+        directory.mkdir(exist_ok=True)
+        created_at = time.time_ns()
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{created_at // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{created_at}"
+        self._file = open(directory / name, "xb")  # noqa: SIM115 -- closed by `close`
+        self._records: Any = RecordWriter(self._file)
+        self._write_event(step=after_step + 1, file_version="brain.Event:2")
+        if after_step:
+            self._write_event(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, record: MetricsRecord) -> None:
         """Write the scalars of a record."""
-        for name, value in numbers(record).items():
-            self._writer.add_scalar(name, value, record["step"])
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(record).items()]
+        self._write_event(step=record["step"], summary=self._summary(value=values))
 
     def close(self, failed: bool = False) -> None:
-        """Close the writer."""
-        # Raised for a write that failed before, in the writer's thread.
+        """Close the file."""
+        # Only a write that failed before can raise here; all others have been flushed.
         with suppress(OSError):
-            self._writer.close()
+            self._file.close()
+
+    def _write_event(self, **contents: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **contents).SerializeToString())
+        self._file.flush()
 
 
 def open_loggers(directory: Path, after_step: int) -> list[Logger]:
