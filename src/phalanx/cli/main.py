@@ -5,6 +5,7 @@ Why: `docs/design/decisions/lazy-commands.md`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -20,6 +21,8 @@ from phalanx.cli.common.usage_errors import refuse_urls, translate_usage_errors
 from phalanx.spec.errors import UserError, record_error
 from phalanx.spec.formatting import printable
 
+COMPLETION_VARIABLE = "_PHALANX_COMPLETE"
+"""Variable by which a shell asks for completions (typer)."""
 PANELS = {
     "Plan": {
         "plan": "Rank all layouts of a run on a cluster.",
@@ -82,6 +85,14 @@ class LazyCommandGroup(TyperGroup):
         self.listing = True
         try:
             super().format_help(ctx, formatter)
+        finally:
+            self.listing = False
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the commands and options that begin with a word."""
+        self.listing = True
+        try:
+            return super().shell_complete(ctx, incomplete)
         finally:
             self.listing = False
 
@@ -149,7 +160,6 @@ app = typer.Typer(
     cls=LazyCommandGroup,
     help="Plans, runs and verifies distributed training of language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -192,6 +202,8 @@ def main() -> None:
 
 
 def _exit_with_error(error: UserError) -> NoReturn:
+    if COMPLETION_VARIABLE in os.environ:  # a shell completes a command line that is not finished
+        sys.exit(1)
     record_error(error)
     print(printable(f"phalanx: {error}"), file=sys.stderr)
     sys.exit(2)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 from rich.table import Table
 from typer import Argument, Option
 
+from phalanx.cli.common.options import complete_presets
 from phalanx.cli.common.text import print_line
 from phalanx.cost.exact.flops import forward_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.model_state import Optimizer, model_state_bytes
@@ -37,7 +38,11 @@ STATE_NOTE = "in fp32, before sharding; in bf16 the same sum; twice that for fp6
 
 def info(
     model: Annotated[
-        str | None, Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file.")
+        str | None,
+        Argument(
+            help="A preset, a Hugging Face config.json (or its directory), or a TOML file.",
+            autocompletion=complete_presets("models"),
+        ),
     ] = None,
     sequence: Annotated[int | None, Option(help="Tokens per sequence; default: the model's context.", min=1)] = None,
     list_: Annotated[bool, Option("--list", help="List the presets of models and machines.")] = False,

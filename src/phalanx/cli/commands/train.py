@@ -23,7 +23,6 @@ from phalanx.cli.commands.train_start import (
 )
 from phalanx.cli.common.options import Trust
 from phalanx.launch.jobs.job import parse_nodes
-from phalanx.launch.process import select_device
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
@@ -212,6 +211,8 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comments = [f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"]
     if run.model.implementation is None:
+        from phalanx.launch.process import select_device  # imports torch, which help and completion do not need
+
         device_run = run.on_device(select_device(run))
         comments.append(f"# attention kernel: {describe_attention(device_run)}")
         if device_run.compiles:

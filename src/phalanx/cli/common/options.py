@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
+
+
+def complete_presets(folder: str) -> Callable[[str], list[str]]:
+    """Return the shell completion of the names of presets: "models" or "machines"."""
+
+    def complete(incomplete: str) -> list[str]:
+        from phalanx.spec.files.load import preset_names  # imports pydantic, which the help of a command does not need
+
+        return [name for name in preset_names(folder) if name.startswith(incomplete)]
+
+    return complete
+
 
 RunFile = Annotated[Path, Argument(help="A run file.", metavar="RUN.toml")]
 RunOrConfig = Annotated[Path, Argument(help="A run file, or a Hugging Face config.json.", metavar="RUN.toml")]
@@ -14,7 +27,11 @@ Ranks = Annotated[
 ]
 Machine = Annotated[
     str | None,
-    Option(help="A machine preset (`phalanx info --list`), or a file by `phalanx calibrate`.", metavar="NAME|FILE"),
+    Option(
+        help="A machine preset (`phalanx info --list`), or a file by `phalanx calibrate`.",
+        metavar="NAME|FILE",
+        autocompletion=complete_presets("machines"),
+    ),
 ]
 Nodes = Annotated[int | None, Option(help="Number of nodes; default: cluster.nodes.", min=1)]
 Nproc = Annotated[int | None, Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)]
