@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -86,3 +87,14 @@ def test_environment_variables_of_fields_do_not_change_a_run_spec(monkeypatch: p
     monkeypatch.setenv("PHALANX_TRAINING__STEPS", "5")
     assert "PHALANX_TRAINING__STEPS" in _launcher_environment("run.toml")
     assert "PHALANX_TRAINING__STEPS" not in _launcher_environment(run_from_table({"model": {"preset": "tiny"}}))
+
+
+def test_launcher_environment_has_level_of_program_unless_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("phalanx")
+    monkeypatch.delenv("PHALANX_LOG", raising=False)
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    assert "PHALANX_LOG" not in _launcher_environment("run.toml")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    assert _launcher_environment("run.toml")["PHALANX_LOG"] == "warning"
+    monkeypatch.setenv("PHALANX_LOG", "debug")
+    assert _launcher_environment("run.toml")["PHALANX_LOG"] == "debug"

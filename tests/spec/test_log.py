@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.log import PROGRESS, RESULT, log_to_stderr, parse_levels
+from phalanx.spec.log import PROGRESS, RESULT, level_name, log_to_stderr, parse_levels
 from phalanx.testing.processes import run_python
 
 
@@ -53,7 +53,7 @@ def test_log_to_stderr_prints_messages_from_info_on_and_results_to_stdout(capsys
         ("error", "phalanx: failure\n"),
         ("WARNING", "phalanx: surprise\\x1b[2J\nphalanx: failure\n"),
         ("error,launch=warning", "phalanx: surprise\\x1b[2J\nphalanx: failure\n"),
-        ("launch.supervisor=error", "phalanx: failure\n  its fix\nstep 1/2\n"),
+        ("launch.supervisor=error", "phalanx: failure\nstep 1/2\n"),
     ],
 )
 def test_log_to_stderr_applies_levels_of_environment(
@@ -112,6 +112,11 @@ def test_parse_levels_refuses_unknown_levels_and_modules(text: str, problem: str
     with pytest.raises(UserError) as caught:
         parse_levels(text)
     assert (caught.value.field, caught.value.value, caught.value.problem) == ("PHALANX_LOG", text, problem)
+
+
+def test_level_name_is_that_of_the_level_or_below() -> None:
+    levels = {5: "debug", logging.INFO: "info", logging.INFO + 5: "info", logging.CRITICAL: "error"}
+    assert {level: level_name(level) for level in levels} == levels
 
 
 def test_handler_survives_closed_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

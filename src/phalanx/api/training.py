@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from phalanx.runs.create import RUN_FILE, run_directory
 from phalanx.spec.errors import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX, load_run
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.log import LEVELS_VARIABLE, level_name
 from phalanx.spec.result_tables import html_table
 from phalanx.spec.run import RunSpec
 
@@ -156,6 +158,9 @@ def _launcher_environment(run: RunSpec | str | Path) -> dict[str, str]:
     Variables that set fields apply to run files, not to a RunSpec.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # A level that the program has set for its logger applies to the run too.
+    if level := logging.getLogger("phalanx").level:
+        environment.setdefault(LEVELS_VARIABLE, level_name(level))
     # A checkout may be on sys.path in ways that a new process does not know.
     if PACKAGE_ROOT.name != "site-packages":
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
@@ -179,7 +184,7 @@ def _follow_output(command: Sequence[str], environment: dict[str, str], quiet: b
             for line in process.stdout:
                 last_lines.append(line)
                 if not quiet:
-                    print(line, end="", flush=True)
+                    print(line, end="", flush=True)  # noqa: T201 -- the output of the run
         except BaseException:
             process.send_signal(signal.SIGTERM)  # the ranks save a checkpoint, then end
             process.communicate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +21,8 @@ from phalanx.data.tokenize import Progress, disk_error, write_indexed_pairs
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_without_training, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
+
+logger = logging.getLogger(__name__)
 
 COMPLETE_FILE = "complete.json"
 STREAMING_HELD_OUT_DOCUMENTS = 1000
@@ -48,7 +51,9 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     cache = Path(data.cache).expanduser()
     final_folder = cache / _cache_key(data)
     try:
-        if not (final_folder / COMPLETE_FILE).is_file():
+        if (final_folder / COMPLETE_FILE).is_file():
+            logger.debug("tokens are read from %s", final_folder)
+        else:
             cache.mkdir(parents=True, exist_ok=True)
             temp_folder = Path(tempfile.mkdtemp(prefix=f"{final_folder.name}.", suffix=".partial", dir=cache))
             try:

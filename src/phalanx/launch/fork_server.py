@@ -171,7 +171,7 @@ def _run_module(argv: Sequence[str]) -> NoReturn:
         if end.code is None or isinstance(end.code, int):
             code = end.code or 0
         else:
-            print(end.code, file=sys.stderr)
+            print(end.code, file=sys.stderr)  # noqa: T201 -- as Python does
             code = 1
     except BaseException:
         traceback.print_exc()

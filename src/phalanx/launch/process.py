@@ -25,6 +25,8 @@ from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.open_files import raise_open_files_limit
 from phalanx.spec.run import RunSpec
 
+logger = logging.getLogger(__name__)
+
 FORCE_EXIT_SECONDS = 5.0
 MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
 """Maximum value that mallopt(3) accepts: an int."""
@@ -176,7 +178,10 @@ def init_distributed(
         timeout = timedelta(seconds=timeout_seconds)
         # -1: from the environment
         rank, num_ranks = (-1, -1) if num_ranks is None else (int(os.environ["RANK"]), num_ranks)
+        started_at = time.perf_counter()
         dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=num_ranks)
+        seconds = time.perf_counter() - started_at
+        logger.debug("process group of %d ranks (%s) made in %.2f s", dist.get_world_size(), backend, seconds)
         # Later groups, including those of a mesh, have PyTorch's own timeouts: half an hour on gloo.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout

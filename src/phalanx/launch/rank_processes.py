@@ -36,12 +36,18 @@ class RankStarter:
         options: dict[str, Any] = {"env": {**os.environ, **environment}, "start_new_session": True}
         if self.warm_process is not None:
             try:
-                return ForkedProcess(self.warm_process, command, name=f"rank {environment['RANK']}", **options)
+                forked = ForkedProcess(self.warm_process, command, name=f"rank {environment['RANK']}", **options)
+                logger.debug(
+                    "rank %s is process %d, forked from %d", environment["RANK"], forked.pid, self.warm_process.pid
+                )
+                return forked
             except WarmProcessError as error:
                 logger.warning("the warm process %s; starting ranks without it", error)
                 self.warm_process.close()
                 self.warm_process = None
-        return subprocess.Popen(command, **options)
+        process = subprocess.Popen(command, **options)
+        logger.debug("rank %s is process %d, a new interpreter", environment["RANK"], process.pid)
+        return process
 
 
 class InheritedOutput(LogsSpecs):

@@ -59,6 +59,11 @@ def parse_levels(text: str) -> dict[str, int]:
     return levels
 
 
+def level_name(level: int) -> str:
+    """Return the name of the highest level of `LEVELS` that is not above a level of logging."""
+    return max((name for name in LEVELS if LEVELS[name] <= level), key=LEVELS.__getitem__, default="debug")
+
+
 class StandardStreamHandler(logging.StreamHandler[TextIO]):
     """Handler that writes results to stdout and other messages to stderr, whichever streams these are at the time."""
 

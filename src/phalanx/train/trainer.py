@@ -454,6 +454,7 @@ class Trainer(Learner):
 
         Returns the number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
         Raises UserError if the checkpoint has another model or other data, or all checkpoints are damaged."""
+        started_at = time.perf_counter()
         directory = self.checkpointer.directory
         checkpoint = None
         damaged: dict[str, str] = {}
@@ -464,6 +465,7 @@ class Trainer(Learner):
             restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, self.optimizers)
             set_rng_state(in_memory.manifest["random"])
             self._restore_progress(in_memory.manifest)
+            logger.debug("resumed after step %d from copies in memory", self.step)
             return self.mesh.dims.world_size, damaged
         if checkpoint is None:
             check_not_all_damaged(directory)
@@ -474,6 +476,7 @@ class Trainer(Learner):
         load_checkpoint(checkpoint, self.strategy, self.optimizers)
         restore_rng_state(checkpoint, self.mesh.rank)
         self._restore_progress(manifest)
+        logger.debug("resumed after step %d from %s in %.2f s", self.step, checkpoint, time.perf_counter() - started_at)
         self._skip_bad_steps()
         return int(manifest["world_size"]), damaged
 

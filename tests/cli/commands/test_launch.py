@@ -393,6 +393,7 @@ def expand_kubernetes_variables(argument: str) -> str:
 
 def test_kubernetes_job_does_not_expand_user_values(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_DATA__TRAIN", "['$(NODE_NAME)',\n'$$']")
+    monkeypatch.setenv("PHALANX_LOG", "info,train=debug")
     override = "data.held_out=['$(NODE_NAME)',\r\n'$$']"
     pod = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--set", override, *IMAGE))[
         "Job"
@@ -400,6 +401,7 @@ def test_kubernetes_job_does_not_expand_user_values(run_file: Path, monkeypatch:
     [train], [check] = pod.containers, pod.init_containers
     assert [expand_kubernetes_variables(argument) for argument in train.command[-2:]] == ["--set", override]
     assert [expand_kubernetes_variables(argument) for argument in check.args[-2:]] == ["--set", override]
+    assert {env.name: env.value for env in train.env}["PHALANX_LOG"] == "info,train=debug"
     assert [expand_kubernetes_variables(env.value) for env in train.env if env.name == "PHALANX_DATA__TRAIN"] == [
         "['$(NODE_NAME)',\n'$$']"
     ]

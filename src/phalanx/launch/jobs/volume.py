@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from phalanx.launch.jobs.job import ClusterJob
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX
+from phalanx.spec.log import LEVELS_VARIABLE
 
 WORK = PurePosixPath("/work")
 """Mount point of the volume, and working directory of the job."""
@@ -37,7 +38,7 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
         raise UserError("output_dir", job.run.output_dir, problem, 'set output_dir to a relative path such as "runs"')
     variables = job.environment(str(out / job.run.name))
     for name, text in sorted(os.environ.items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+        if name == LEVELS_VARIABLE or (name.startswith(ENVIRONMENT_PREFIX) and "__" in name):
             variables[name] = (text, "copied from the environment of phalanx launch")
     if "cache" not in job.run.data.model_fields_set:
         reason = "one node prepares the tokens, all nodes read them"

@@ -7,6 +7,7 @@ Why: `docs/design/decisions/checkpoints-dcp.md`."""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
@@ -39,8 +40,11 @@ from phalanx.runs.checkpoints import (
     write_synced,
 )
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_bytes
 from phalanx.train.checkpoint.host_copies import HostCopies
 from phalanx.train.checkpoint.state import rng_state
+
+logger = logging.getLogger(__name__)
 
 FILE_BYTES = 32 * 2**20
 """Approximate size of the files of offloaded tensors: DCP builds each file in memory."""
@@ -108,6 +112,7 @@ class Checkpointer:
             local_files = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
             for file in local_files:
                 sync(file)
+            size = format_bytes(sum(file.stat().st_size for file in local_files))
             record = {"random": random_state, "sha256": {file.name: sha256(file) for file in local_files}}
             write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
             self._wait_for_all_ranks()
@@ -122,6 +127,7 @@ class Checkpointer:
                 publish(path, checksums)
                 self._remove_old_checkpoints()
             self.save_seconds = time.perf_counter() - started_at
+            logger.debug("saved %s of %s in %.2f s", size, path.stem, self.save_seconds)
         except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
             self._error = error
             # On a full disk, the space of the failed checkpoint is needed to report the failure. A rank removes its own
