@@ -43,7 +43,7 @@ from phalanx.parallel.module_tensors import materialize, named_parameters, optim
 from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
-from phalanx.spec.formatting import MIB
+from phalanx.spec.formatting import MIB, plural
 from phalanx.spec.layout import LARGE_MESSAGE_BYTES, MAX_BUCKETS_IN_FLIGHT, Layout
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class ZeRO(Strategy):
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
         buckets = make_buckets(owned_parameters.values(), limit)
         self.buckets = [Bucket(parameters, self.comm_wait) for parameters in buckets]
-        logger.debug("gradients are reduced in %d buckets of at most %.1f MB", len(buckets), limit / 1e6)
+        logger.debug("gradients are reduced in %s of at most %.1f MB", plural(len(buckets), "bucket"), limit / 1e6)
         self._communicates = True
         self._num_started = 0
         self._reducing: deque[Bucket] = deque()
