@@ -152,7 +152,7 @@ class WorkerThreads:
     def _learn(self, name: str) -> None:
         try:
             logs = [_ListLogger(self.steps[name])]
-            self.evaluations[name] = self.nodes[name].participate(logs, _ListLogger(self.rounds[name]), lambda _: None)
+            self.evaluations[name] = self.nodes[name].participate(logs, _ListLogger(self.rounds[name]))
         except BaseException as error:
             self.failed.append(error)
 

@@ -107,7 +107,7 @@ def run_worker_rank(run: RunSpec, folder: Path, port: int, certificate: Path) ->
         link.join_message = {"capacity": 4, "text": "text"}
         link.join(**link.join_message)
     node = SwarmWorker(run, open_training_data(run, prepare(run.data)), folder, torch.device("cpu"), "ann", link)
-    node.participate([], None, lambda message: None)
+    node.participate([], None)
     return [tensor.numel() for tensor in optimizer_state_tensors(node.trainer.optimizers)]
 
 

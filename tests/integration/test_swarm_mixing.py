@@ -131,7 +131,7 @@ class RecordingWorkerThreads(WorkerThreads):
     def _learn(self, name: str) -> None:
         try:
             recorder = RoundRecorder(self.nodes[name], self.seen[name])
-            self.nodes[name].participate([recorder], recorder, lambda message: None)
+            self.nodes[name].participate([recorder], recorder)
         except BaseException as error:
             self.failed.append(error)
 
