@@ -141,9 +141,9 @@ def start_coordinator(folder: Path, run: str) -> tuple[subprocess.Popen[str], st
     file.write_text(run)
     arguments = ["serve", str(file), "--certs", str(folder / "certs" / "lead"), "--listen", "127.0.0.1:0"]
     command = [sys.executable, "-m", "phalanx", "swarm", *arguments, "--set", f"output_dir={folder / 'runs'}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    match = re.search(r"join (127\.0\.0\.1:\d+)", process.stdout.readline())
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    match = next(filter(None, (re.search(r"join (127\.0\.0\.1:\d+)", line) for line in process.stderr)), None)
     assert match is not None
     return process, match[1]
 
