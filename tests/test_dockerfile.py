@@ -61,21 +61,26 @@ class CleanRoot:
         self.environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LC_ALL": "C.UTF-8"}
         self.directory = "/"
         command = [sys.executable, "-m", "pip", "config", "list"]
-        options = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout
+        options = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         self.pip_variables: dict[str, str] = {}
+        # Mounts: what docker provides, in its places; files that pip needs, such as folders of wheels, below /host.
+        self.mounts = {Path(path): Path(path) for path in ("/etc/hosts", "/etc/resolv.conf", "/dev", "/proc")}
         for line in options.splitlines():
             name, value = line.split("=", 1)
-            self.pip_variables["PIP_" + name.rpartition(".")[2].upper().replace("-", "_")] = value.strip("'")
-        values = " ".join(self.pip_variables.values()).replace("file://", "").split()
-        # A folder of wheels, an index in a folder, certificates.
-        self.shared_paths = [Path(value) for value in values if value.startswith("/") and Path(value).exists()]
-        self.shared_paths += [Path("/etc/resolv.conf"), Path("/dev"), Path("/proc")]
+            words = value.strip("'").split()
+            for index, word in enumerate(words):
+                path = Path(word.removeprefix("file://"))
+                if path.is_absolute() and path.exists():
+                    folder = Path(*path.parts[:3])  # an index in a folder may refer to files beside it
+                    self.mounts[folder] = Path(f"/host{folder}")
+                    words[index] = word.replace(str(path), f"/host{path}")
+            self.pip_variables["PIP_" + name.rpartition(".")[2].upper().replace("-", "_")] = " ".join(words)
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         """Run a shell command in the root directory, with mounts that end with the command."""
         mounts = []
-        for path in self.shared_paths:
-            target = self.path / path.relative_to("/")
+        for path, place in self.mounts.items():
+            target = self.path / place.relative_to("/")
             if path.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
             else:
@@ -128,6 +133,7 @@ class CleanRoot:
         return self.path / (Path(self.directory) / path).relative_to("/")
 
 
+@pytest.mark.timeout(2 * STEP_SECONDS)
 def test_dockerfile_builds_image_that_trains(tmp_path: Path) -> None:
     if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
         pytest.skip("a clean root needs root and mmdebstrap: apt-get install mmdebstrap")
