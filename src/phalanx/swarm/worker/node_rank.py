@@ -48,9 +48,9 @@ class NodeRank:
         # A node that receives a signal leaves after its round.
         with handling_signals(lambda _: worker.leave()), OrderGuard(self.directory):
             evaluation = worker.participate(loggers, round_logger)
-        for logger in loggers:
-            logger.write(evaluation)
-            logger.close()
+        for metrics_logger in loggers:
+            metrics_logger.write(evaluation)
+            metrics_logger.close()
         if self.link is not None:
             self.link.leave()
             if self.lock is not None:

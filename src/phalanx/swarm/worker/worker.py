@@ -213,8 +213,8 @@ class SwarmWorker:
             targets_before = trainer.targets
             record = trainer.train_step(self.batches)
             steps_done += 1
-            for logger in loggers:
-                logger.write(record)
+            for metrics_logger in loggers:
+                metrics_logger.write(record)
             is_skipped = self.swarm.sends_gradients and not isfinite(record["grad_norm"])
             if not is_skipped:
                 round_record.tokens += trainer.targets - targets_before
