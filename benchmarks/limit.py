@@ -21,7 +21,7 @@ RLIMIT_SLACK_BYTES = 192 * 2**20
 
 BASE = """
 import torch, phalanx.train.worker
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 layer = torch.nn.Linear(512, 512).bfloat16()
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 layer(torch.ones(512, 512).bfloat16()).float().logsumexp(-1).sum().backward()
