@@ -54,13 +54,14 @@ def test_log_to_stderr_prints_messages_from_info_on_and_results_to_stdout(capsys
         ("WARNING", "phalanx: surprise\\x1b[2J\nphalanx: failure\n"),
         ("error,launch=warning", "phalanx: surprise\\x1b[2J\nphalanx: failure\n"),
         ("launch.supervisor=error", "phalanx: failure\nstep 1/2\n"),
+        ("error,train.progress=info", "phalanx: failure\nstep 1/2\n"),
     ],
 )
 def test_log_to_stderr_applies_levels_of_environment(
     levels: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PHALANX_LOG", levels)
-    module_loggers = [logging.getLogger(name) for name in ("phalanx.launch", "phalanx.launch.supervisor")]
+    module_loggers = [logging.getLogger(name) for name in ("phalanx.launch", "phalanx.launch.supervisor", PROGRESS)]
     log_to_stderr()
     log_one_of_each()
     for logger in module_loggers:

@@ -17,7 +17,7 @@ from phalanx.spec.formatting import printable
 LEVELS_VARIABLE = "PHALANX_LOG"
 """Variable with the minimum level of messages, such as "debug", or "info,train.checkpoint=debug" for one module."""
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
-PROGRESS = "phalanx.progress"
+PROGRESS = "phalanx.train.progress"
 """Logger of the steps of a run. Its lines have no prefix."""
 RESULT = "phalanx.result"
 """Logger of the results that a rank prints, which a command writes to stdout."""
