@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from typer import Argument, Option
@@ -22,7 +23,8 @@ from phalanx.cli.commands.train_start import (
 )
 from phalanx.cli.common.options import Trust
 from phalanx.launch.jobs.job import parse_nodes
-from phalanx.launch.process import select_device
+from phalanx.launch.process import run_in_place, select_device
+from phalanx.launch.starters import kubeflow_options, set_rank_variables
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
@@ -110,6 +112,15 @@ def train(
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
+    if not (nproc or nodes or rendezvous or print_config):
+        if options := kubeflow_options(os.environ):
+            nproc, nodes, rendezvous = options.nproc, options.nodes, options.rendezvous
+        elif set_rank_variables():
+            flags = {"--resume": resume, "--force": force, "--trust": trust, "--profile-memory": profile_memory}
+            words = [flag for flag, is_set in flags.items() if is_set]
+            words += [word for override in set_ or [] for word in ("--set", override)]
+            words += ["--profile-steps", profile_steps] if profile_steps else []
+            _become_rank(run, words, machine)
     run_spec = _load_run_or_directory(run, set_ or [], machine, trust)
     if run_spec.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
@@ -143,6 +154,14 @@ def train(
             endpoint = resolve_rendezvous(rendezvous, run_spec.recovery.rendezvous_timeout_seconds)
             raise typer.Exit(run_on_nodes(run_spec, start, min_nodes, endpoint))
     raise typer.Exit(run_on_one_machine(run_spec, start))
+
+
+def _become_rank(run: Path, words: list[str], machine: str | None) -> NoReturn:
+    """Continue this process as one of the ranks that torchrun, srun or mpirun has started."""
+    if machine is not None:
+        problem = "chooses a layout, which the ranks of torchrun, srun or mpirun cannot do"
+        raise UserError("--machine", machine, problem, fix="write a run file with a layout: phalanx plan --out FILE")
+    run_in_place("phalanx.train", str(run), *words)
 
 
 @contextmanager
