@@ -175,6 +175,9 @@ def init_distributed(
     Returns:
         The device of this rank.
 
+    Raises:
+        UserError: The address of rank 0 is unknown, or the existing process group lacks a backend.
+
     Example:
         >>> phalanx.init_distributed("cpu")
         device(type='cpu')
@@ -208,6 +211,20 @@ def init_distributed(
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     return device
+
+
+@contextmanager
+def leaving_process_group() -> Iterator[None]:
+    """Destroy the process group that this context initializes, once all ranks have left it without an error."""
+    is_callers = dist.is_initialized()
+    try:
+        yield
+        # Rank 0 has written its files, and no rank's messages are under way.
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        if not is_callers and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _check_backends(device_type: str) -> None:
