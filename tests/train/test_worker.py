@@ -64,7 +64,8 @@ def test_torchrun_resumes_run_after_killed_rank(text: Path, tmp_path: Path) -> N
 
 
 def test_torchrun_prints_user_error_once(text: Path, tmp_path: Path) -> None:
-    result = run_torchrun(small_run(text, tmp_path, {"training.tokens_per_step": 3 * 32}), tmp_path)
+    changes = {"training.tokens_per_step": 3 * 32, "layout.data_parallel": "zero3"}
+    result = run_torchrun(small_run(text, tmp_path, changes), tmp_path)
     assert result.returncode == 1, "torchrun's own, for ranks that exit with 2"
     assert result.stderr.count("phalanx: training.tokens_per_step = 96") == result.stderr.count("phalanx: ") == 1
     # The only traceback is torchrun's.

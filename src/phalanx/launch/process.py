@@ -154,8 +154,9 @@ def open_store() -> dist.Store | None:
     if not dist.is_initialized() and not set_rank_variables():
         return None
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else next(dist.rendezvous("env://"))[0]
-    number = store.add(f"phalanx/stores of rank {env_rank()}", 1)
-    return dist.PrefixStore(f"phalanx/{number}", store)
+    # torchrun may keep its store for a restart, with the keys and addresses of ranks that are gone.
+    store = dist.PrefixStore(f"phalanx/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"{store.add(f'stores of rank {env_rank()}', 1)}", store)
 
 
 def init_distributed(
