@@ -22,14 +22,22 @@ from phalanx.api.components import Components, with_components
 from phalanx.api.run_results import Report, report_run
 from phalanx.report.run_data import read_run
 from phalanx.runs.create import RUN_FILE, run_directory
-from phalanx.spec.errors import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
+from phalanx.spec.errors import (
+    ERROR_FILE_VARIABLE,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    KUBEFLOW_EXIT_CODES,
+    UserError,
+    error_from_record,
+)
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX, load_run
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.result_tables import html_table
 from phalanx.spec.run import RunSpec
 
 ExitReason = Literal["finished", "stopped", "failed"]
-EXIT_REASONS: dict[int, ExitReason] = {0: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "stopped"}
+STOPPED_CODES = EXIT_STOPPED, EXIT_INTERRUPTED, KUBEFLOW_EXIT_CODES[EXIT_STOPPED]
+EXIT_REASONS: dict[int, ExitReason] = {0: "finished", **dict.fromkeys(STOPPED_CODES, "stopped")}
 MAX_KEPT_LINES = 50
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch.fork_server import PR_SET_PDEATHSIG
+from phalanx.launch.rendezvous import address_towards, set_socket_interface
 from phalanx.launch.starters import set_rank_variables
 from phalanx.launch.warm_process import WORKER_ENVIRONMENT
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError, UserError
@@ -203,6 +204,13 @@ def init_distributed(
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
+        # torchrun's agent chooses an address of this node. Without it, gloo uses that of the host name.
+        if (
+            "TORCHELASTIC_RUN_ID" not in os.environ
+            and os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
+        ):
+            with suppress(UserError, OSError):
+                set_socket_interface(address_towards(os.environ["MASTER_ADDR"]))
         if store is not None:
             num_ranks = env_world_size()
         # -1: from the environment

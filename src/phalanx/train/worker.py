@@ -40,6 +40,7 @@ from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import load_run, write_effective_layout
+from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
@@ -70,9 +71,11 @@ def run_rank(source: Path, options: RankOptions) -> int:
     session = RankSession(source, options)
     try:
         session.run()
+        code = session.exit_code
     except BaseException as error:
-        return 2 if isinstance(error, UserError) else 1
-    return session.exit_code
+        code = 2 if isinstance(error, UserError) else 1
+    # A launcher decides by our own codes.
+    return code if session.recovery is None or LAUNCHER_PID_ENV in os.environ else session.recovery.exit_code(code)
 
 
 class RankSession:
@@ -88,6 +91,7 @@ class RankSession:
         """Store of the ranks that another program than our launcher started."""
         self.reported_by_rank_0 = False
         """True if rank 0 reports the error of this rank."""
+        self.recovery: RecoverySpec | None = None
         self.trainer: Trainer | None = None
         self.signals: list[int] = []
         self.records_allocations = False
@@ -135,6 +139,7 @@ class RankSession:
             remove_dumps(self.directory, env_rank())
         # The components of a run file were permitted when it was loaded.
         run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
+        self.recovery = run.recovery
 
         # Initialize the process group and the device.
         if run.training.deterministic:

@@ -150,10 +150,23 @@ def train(
     if (seconds := run_spec.training.seconds) is not None and not resume:
         print(f"phalanx: training for {seconds:g} s after the text is prepared, then evaluation", file=sys.stderr)
     if has_nodes:
-        with _exit_on_local_node_error():
+        with exit_codes_of_run(run_spec), _exit_on_local_node_error():
             endpoint = resolve_rendezvous(rendezvous, run_spec.recovery.rendezvous_timeout_seconds)
             raise typer.Exit(run_on_nodes(run_spec, start, min_nodes, endpoint))
-    raise typer.Exit(run_on_one_machine(run_spec, start))
+    with exit_codes_of_run(run_spec):
+        raise typer.Exit(run_on_one_machine(run_spec, start))
+
+
+@contextmanager
+def exit_codes_of_run(run: RunSpec) -> Iterator[None]:
+    """Exit with the codes that the run's scheduler knows."""
+    try:
+        yield
+    except typer.Exit as end:
+        raise typer.Exit(run.recovery.exit_code(end.exit_code)) from None
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise SystemExit(run.recovery.exit_code(code)) from None
 
 
 def _become_rank(run: Path, words: list[str], machine: str | None) -> NoReturn:
