@@ -53,7 +53,8 @@ STARTERS = (
     SRUN,
 )
 """Starters other than torchrun, in order of precedence. mpirun starts its daemons with srun, whose variables the ranks
-then have too. The script of sbatch, which is no rank, has SLURM_PROCID and SLURM_NTASKS, but no variables of a step."""
+then have too. The script of sbatch has SLURM_PROCID and SLURM_NTASKS, but it is not a rank: it has no variables of a
+step."""
 DEFAULT_PORT = 29500
 """torchrun's port of rank 0."""
 
@@ -109,9 +110,11 @@ def kubeflow_options(environment: Mapping[str, str]) -> NodeOptions | None:
     """Return the options by the variables that Kubeflow sets for torchrun; None without them, and under torchrun."""
     if "PET_NNODES" not in environment or "LOCAL_RANK" in environment:
         return None
-    nodes, nproc = environment["PET_NNODES"], environment.get("PET_NPROC_PER_NODE", "1")
-    host, port = environment.get("PET_MASTER_ADDR"), environment.get("PET_MASTER_PORT", str(DEFAULT_PORT))
-    endpoint = environment.get("PET_RDZV_ENDPOINT") or (f"{host}:{port}" if host else None)
+    nodes = environment["PET_NNODES"]
+    nproc = environment.get("PET_NPROC_PER_NODE", "1")
+    endpoint = environment.get("PET_RDZV_ENDPOINT")
+    if not endpoint and (host := environment.get("PET_MASTER_ADDR")):
+        endpoint = f"{host}:{environment.get('PET_MASTER_PORT', DEFAULT_PORT)}"
     return NodeOptions(nodes, int(nproc) if nproc.isdecimal() else None, None if nodes == "1" else endpoint)
 
 

@@ -58,8 +58,12 @@ from phalanx.train.training_data import TrainingData, open_training_data
 
 PREPARED_KEY = "prepared"
 """Store key of the run directory, or of the error of rank 0."""
-REPORTED_KEY, USER_ERROR_KEY, FAILED_KEY = "reported/", "user error", "failed/"
-"""Store keys of a message that a rank has printed, of any UserError, and of a rank that has failed."""
+REPORTED_KEY = "reported/"
+"""Prefix of the store keys of the errors that a rank has printed."""
+USER_ERROR_KEY = "user error"
+"""Store key that is set after any UserError."""
+FAILED_KEY = "failed/"
+"""Prefix of the store keys of the ranks that have failed."""
 REPORT_TIMEOUT = timedelta(seconds=3)
 """Time for other ranks to report the error that rank 0 has."""
 
@@ -201,7 +205,8 @@ class RankSession:
 
     def _prepare(self) -> Path:
         """Create the run directory, or check the existing one."""
-        options, source = self.options, self.source
+        options = self.options
+        source = self.source
         if not self.is_prepared:
             if isinstance(source, Path):
                 source = load_run(source, options.overrides, trust=options.trust or None)

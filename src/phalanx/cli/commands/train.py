@@ -114,7 +114,9 @@ def train(
     """
     if not (nproc or nodes or rendezvous or print_config):
         if options := kubeflow_options(os.environ):
-            nproc, nodes, rendezvous = options.nproc, options.nodes, options.rendezvous
+            nproc = options.nproc
+            nodes = options.nodes
+            rendezvous = options.rendezvous
         elif set_rank_variables():
             flags = {"--resume": resume, "--force": force, "--trust": trust, "--profile-memory": profile_memory}
             words = [flag for flag, is_set in flags.items() if is_set]
