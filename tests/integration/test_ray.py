@@ -24,7 +24,7 @@ def test_workers_of_ray_train_have_losses_of_single_process(text: Path, tmp_path
     file = tmp_path / "run.toml"
     file.write_text(to_toml(small_run(text, tmp_path, {**changes, "name": "ray"})))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [PYTHON, ROOT / "examples" / "ray_train.py", file, "2"]
+    command = [str(PYTHON), str(ROOT / "examples" / "ray_train.py"), str(file), "2"]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     single_process = train_until(make_trainer(small_run(text, tmp_path / "alone", changes)), STEPS)

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from phalanx.launch.fork_server import PR_SET_PDEATHSIG
 from phalanx.launch.rendezvous import address_towards, set_socket_interface
@@ -148,23 +150,23 @@ def env_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def open_store() -> dist.Store | None:
+def open_store() -> Store | None:
     """Return a new store of all ranks that another program started; wait for them. None for a single rank.
 
     All ranks must open the same number of stores."""
     if not dist.is_initialized() and not set_rank_variables():
         return None
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else next(dist.rendezvous("env://"))[0]
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else next(rendezvous("env://"))[0]
     # torchrun may keep its store for a restart, with the keys and addresses of ranks that are gone.
-    store = dist.PrefixStore(f"phalanx/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return dist.PrefixStore(f"{store.add(f'stores of rank {env_rank()}', 1)}", store)
+    store = PrefixStore(f"phalanx/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"{store.add(f'stores of rank {env_rank()}', 1)}", store)
 
 
 def init_distributed(
     device_type: str | None = None,
     timeout_seconds: float = 600.0,
     num_ranks: int | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> torch.device:
     """Initialize the process group of the ranks that torchrun, srun or mpirun started, or use the existing one.
 

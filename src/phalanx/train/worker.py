@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.debug.collective_log import is_peer_loss
@@ -91,7 +92,7 @@ class RankSession:
         self.options = options
         self.is_prepared = isinstance(source, Path) and source.is_dir()
         self.directory = source if isinstance(source, Path) else run_directory(source)
-        self.store: dist.Store | None = None
+        self.store: Store | None = None
         """Store of the ranks that another program than our launcher started."""
         self.reported_by_rank_0 = False
         """True if rank 0 reports the error of this rank."""
@@ -279,7 +280,7 @@ def _report_failure(session: RankSession, error: BaseException) -> None:
                 session.store.wait(others, REPORT_TIMEOUT)
 
 
-def _is_first_report(store: dist.Store | None, message: str, is_user_error: bool) -> bool:
+def _is_first_report(store: Store | None, message: str, is_user_error: bool) -> bool:
     """Return whether no other rank has reported this error, or one that made this rank lose its peers."""
     # If the store is gone, report too much rather than nothing.
     with suppress(RuntimeError):
