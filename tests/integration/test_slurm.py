@@ -137,6 +137,19 @@ def test_each_task_of_srun_is_a_rank(nodes: int, command: str, cluster: LocalSlu
 
 
 @pytest.mark.timeout(400)
+def test_tasks_of_srun_print_user_error_once(cluster: LocalSlurm, tmp_path: Path) -> None:
+    file = write_run_file(tmp_path, "wrong", steps=4)
+    file.write_text(file.read_text().replace("vocab_size = 257", "vocab_size = 200"))
+    batch = tmp_path / "wrong.sbatch"
+    batch.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks=2 --output=wrong.log\nsrun phalanx train wrong.toml\n")
+    info = cluster.wait(cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
+    log = (tmp_path / "wrong.log").read_text()
+    assert (info["JobState"], info["ExitCode"]) == ("FAILED", "2:0"), log
+    assert log.count("phalanx: ") == log.count("phalanx: model.vocab_size") == 1, log
+    assert "Traceback" not in log
+
+
+@pytest.mark.timeout(400)
 def test_slurm_job_excludes_node_that_fails_check(cluster: LocalSlurm, tmp_path: Path) -> None:
     failing_node = cluster.nodes[1]
     batches = [

@@ -211,7 +211,7 @@ def main() -> None:
 
 def rank_main(args: argparse.Namespace) -> int:
     """Run the benchmark on this rank, write its findings or failure, and return the exit code."""
-    set_rank_variables()
+    set_rank_variables(os.environ)
     rank = env_rank()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ def open_store() -> Store | None:
     """Return a new store of all ranks that another program started; wait for them. None for a single rank.
 
     All ranks must open the same number of stores."""
-    if not dist.is_initialized() and not set_rank_variables():
+    if not dist.is_initialized() and not set_rank_variables(os.environ):
         return None
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else next(rendezvous("env://"))[0]
     # torchrun may keep its store for a restart, with the keys and addresses of ranks that are gone.
@@ -187,7 +187,7 @@ def init_distributed(
         device(type='cpu')
     """
     die_with_launcher()
-    set_rank_variables()
+    set_rank_variables(os.environ)
     if device_type is None:
         set_gpu_environment()
         device_type = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,6 @@ pkg/controller.v1/pytorch/elastic.go.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -84,7 +83,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {**variables, "MASTER_ADDR": host, "MASTER_PORT": port}
 
 
-def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bool:
+def set_rank_variables(environment: MutableMapping[str, str]) -> bool:
     """Set torchrun's variables if another program started this process as a rank; return whether it is one of several.
 
     Raises UserError if the address of rank 0 is unknown, or the process is a node's, which has several ranks."""

@@ -210,7 +210,7 @@ class RankSession:
         source = self.source
         if not self.is_prepared:
             if isinstance(source, Path):
-                source = load_run(source, options.overrides, trust=options.trust or None)
+                source = load_run(source, options.overrides, machine=options.machine, trust=options.trust or None)
             return _create_run(source, options.resume or is_restart(os.environ), options.force)
         if options.overrides:
             problem = "has no effect on a run directory"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -117,12 +117,13 @@ def train(
             nproc = options.nproc
             nodes = options.nodes
             rendezvous = options.rendezvous
-        elif set_rank_variables():
+        elif set_rank_variables(os.environ):
             flags = {"--resume": resume, "--force": force, "--trust": trust, "--profile-memory": profile_memory}
             words = [flag for flag, is_set in flags.items() if is_set]
             words += [word for override in set_ or [] for word in ("--set", override)]
             words += ["--profile-steps", profile_steps] if profile_steps else []
-            _become_rank(run, words, machine)
+            words += ["--machine", machine] if machine else []
+            run_in_place("phalanx.train", str(run), *words)
     run_spec = _load_run_or_directory(run, set_ or [], machine, trust)
     if run_spec.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
@@ -169,14 +170,6 @@ def exit_codes_of_run(run: RunSpec) -> Iterator[None]:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise SystemExit(run.recovery.exit_code(code)) from None
-
-
-def _become_rank(run: Path, words: list[str], machine: str | None) -> NoReturn:
-    """Continue this process as one of the ranks that torchrun, srun or mpirun has started."""
-    if machine is not None:
-        problem = "chooses a layout, which the ranks of torchrun, srun or mpirun cannot do"
-        raise UserError("--machine", machine, problem, fix="write a run file with a layout: phalanx plan --out FILE")
-    run_in_place("phalanx.train", str(run), *words)
 
 
 @contextmanager
