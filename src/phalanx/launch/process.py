@@ -153,10 +153,19 @@ def env_world_size() -> int:
 def open_store() -> Store | None:
     """Return a new store of all ranks that another program started; wait for them. None for a single rank.
 
-    All ranks must open the same number of stores."""
-    if not dist.is_initialized() and not set_rank_variables(os.environ):
+    All ranks must open the same number of stores. Raises UserError if another program uses the port of rank 0."""
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    elif not set_rank_variables(os.environ):
         return None
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else next(rendezvous("env://"))[0]
+    else:
+        try:
+            store = next(rendezvous("env://"))[0]
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            fix = "set MASTER_PORT to a free port, the same for all ranks"
+            raise UserError("MASTER_PORT", os.environ["MASTER_PORT"], "is in use on this machine", fix) from None
     # torchrun may keep its store for a restart, with the keys and addresses of ranks that are gone.
     store = PrefixStore(f"phalanx/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return PrefixStore(f"{store.add(f'stores of rank {env_rank()}', 1)}", store)

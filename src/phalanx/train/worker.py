@@ -35,7 +35,7 @@ from phalanx.launch.process import (
 from phalanx.launch.starters import is_restart
 from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
-from phalanx.runs.create import is_run_directory, read_run_directory, run_directory, write_run_directory
+from phalanx.runs.create import is_run_directory, read_run_directory, write_run_directory
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
@@ -91,7 +91,7 @@ class RankSession:
         self.source = source
         self.options = options
         self.is_prepared = isinstance(source, Path) and source.is_dir()
-        self.directory = source if isinstance(source, Path) else run_directory(source)
+        self.directory = source if isinstance(source, Path) else Path(source.output_dir)
         self.store: Store | None = None
         """Store of the ranks that another program than our launcher started."""
         self.reported_by_rank_0 = False
