@@ -108,6 +108,8 @@ def train(
 
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
 
+        srun --ntasks-per-node 8 phalanx train run.toml
+
     Failed ranks are restarted from the newest checkpoint ([recovery]). Exit codes: 0 the last step is done; 1 the run,
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
