@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test test-all test-exports test-null-gpu gpu docs install lint
+.PHONY: demo test test-all test-exports test-ray test-null-gpu gpu docs install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -15,13 +15,17 @@ demo: install
 test: .venv/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: .venv/dev
+test-all: .venv/dev .venv-ray/installed
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile -m 'not alone'
 	$(BIN)/python -m pytest --all -m alone
 
 # Exports to other trainers, read by those trainers' own parsers, from PyPI.
 test-exports: .venv-exports/installed
 	PYTHONPATH=src .venv-exports/bin/python -m pytest -p no:xdist -W ignore tests/plan/export/released_parsers.py
+
+# A run on workers of Ray Train.
+test-ray: .venv-ray/installed
+	$(BIN)/python -m pytest --all tests/integration/test_ray.py
 
 # The CUDA path over the real ProcessGroupNCCL, on a GPU that computes nothing (docs/contributing/tests.md). Needs a C compiler, and 5 GB
 # for PyTorch's CUDA build.
@@ -55,17 +59,26 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-# PyTorch and the tests' packages are those of .venv. Megatron-LM's package is for Python 3.12 and later, and its parser runs
-# on 3.11 too.
+# An environment for this target, in which PyTorch and the tests' packages are those of .venv.
+define venv_beside
+rm -rf $(@D)
+$(BIN)/python -m venv $(@D)
+$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+  $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/phalanx.pth
+endef
+
+# Megatron-LM's package is for Python 3.12 and later, and its parser runs on 3.11 too.
 .venv-exports/installed: .venv/dev tests/plan/export/requirements.txt
-	rm -rf .venv-exports
-	$(BIN)/python -m venv .venv-exports
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  $$(.venv-exports/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/phalanx.pth
+	$(venv_beside)
 	.venv-exports/bin/pip install --quiet --no-deps wheel
 	DS_BUILD_OPS=0 .venv-exports/bin/pip install --quiet --no-deps --no-build-isolation -r tests/plan/export/requirements.txt
 	.venv-exports/bin/pip install --quiet --no-deps --ignore-requires-python --target .venv-exports/megatron \
 	  --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
+	touch $@
+
+.venv-ray/installed: .venv/dev tests/integration/ray_requirements.txt
+	$(venv_beside)
+	.venv-ray/bin/pip install --quiet --no-deps -r tests/integration/ray_requirements.txt
 	touch $@
 
 .venv-docs/installed: pyproject.toml

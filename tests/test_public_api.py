@@ -44,7 +44,7 @@ device = "cpu"
 max_restarts = 0
 """
 FUNCTIONS = [name for name in phalanx.__all__ if inspect.isfunction(getattr(phalanx, name))]
-WITHOUT_ERRORS = {"generate", "init_distributed"}
+WITHOUT_ERRORS = {"generate"}
 """Functions that raise no UserError."""
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from phalanx.api.planning import memory, plan_run, predict, traffic
     from phalanx.api.run_results import Report, diagnose, report_run
     from phalanx.api.trained_model import load_model
-    from phalanx.api.training import TrainResult, train_run
+    from phalanx.api.training import TrainResult, run_rank, train_run
     from phalanx.launch.process import init_distributed
     from phalanx.model.sampling import generate
     from phalanx.parallel.data.distribute import distribute
@@ -66,6 +66,7 @@ __all__ = [
     "read_run",
     "report_run",
     "run_from_table",
+    "run_rank",
     "traffic",
     "train_run",
 ]
@@ -74,7 +75,7 @@ _PUBLIC_NAMES = {
     "phalanx.api.planning": ("memory", "plan_run", "predict", "traffic"),
     "phalanx.api.run_results": ("Report", "diagnose", "report_run"),
     "phalanx.api.trained_model": ("load_model",),
-    "phalanx.api.training": ("TrainResult", "train_run"),
+    "phalanx.api.training": ("TrainResult", "run_rank", "train_run"),
     "phalanx.launch.process": ("init_distributed",),
     "phalanx.model.sampling": ("generate",),
     "phalanx.parallel.data.distribute": ("distribute",),

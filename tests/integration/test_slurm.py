@@ -46,10 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
         os.environ["PATH"] = path
 
 
-def write_batch_script(
-    directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
-) -> Path:
-    """Write a run file and its batch script."""
+def write_run_file(directory: Path, name: str, steps: int) -> Path:
     run = run_from_table(
         {
             "name": name,
@@ -65,6 +62,14 @@ def write_batch_script(
     )
     file = directory / f"{name}.toml"
     file.write_text(to_toml(run))
+    return file
+
+
+def write_batch_script(
+    directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
+) -> Path:
+    """Write a run file and its batch script."""
+    file = write_run_file(directory, name, steps)
     batch = directory / f"{name}.sbatch"
     command_output("launch", file, "--to", "slurm", *options, "--check" if check else "--no-check", "--out", batch)
     return batch
@@ -81,10 +86,15 @@ def mounted_shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator
         subprocess.run([*prefix, "umount", "/dev/shm"], check=True)
 
 
-def recorded_steps(directory: Path, name: str) -> list[int]:
+def recorded_losses(directory: Path, name: str) -> dict[int, float]:
+    """Return the loss of each step."""
     file = directory / name / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    return {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
+
+
+def recorded_steps(directory: Path, name: str) -> list[int]:
+    return list(recorded_losses(directory, name))
 
 
 def is_finished(job: dict[str, str]) -> bool:
@@ -107,6 +117,36 @@ def test_slurm_job_trains_to_completion(cluster: LocalSlurm, tmp_path: Path) -> 
     assert recorded_steps(tmp_path, "whole") == [1, 2, 3, 4]
     [last] = checkpoints(tmp_path / "whole" / "checkpoints")
     assert (last.name, find_damage(last)) == ("step-00000004", None)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("command", ["phalanx train", "python -m phalanx.train"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_each_task_of_srun_is_a_rank(nodes: int, command: str, cluster: LocalSlurm, tmp_path: Path) -> None:
+    """Tasks of srun without a launcher have the losses of `phalanx train --nproc 2`."""
+    for name in ("launcher", "srun"):
+        write_run_file(tmp_path, name, steps=4)
+    command_output("train", tmp_path / "launcher.toml", "--nproc", "2")
+    batch = tmp_path / "srun.sbatch"
+    batch.write_text(f"#!/bin/bash\n#SBATCH --nodes={nodes} --ntasks=2 --output=srun.log\nsrun {command} srun.toml\n")
+    info = cluster.wait(cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
+    log = (tmp_path / "srun.log").read_text()
+    assert (info["JobState"], info["NumNodes"]) == ("COMPLETED", str(nodes)), log
+    assert started_rank_counts(tmp_path, "srun") == [2]
+    assert recorded_losses(tmp_path, "srun") == pytest.approx(recorded_losses(tmp_path, "launcher"), rel=1e-6)
+
+
+@pytest.mark.timeout(400)
+def test_tasks_of_srun_print_user_error_once(cluster: LocalSlurm, tmp_path: Path) -> None:
+    file = write_run_file(tmp_path, "wrong", steps=4)
+    file.write_text(file.read_text().replace("vocab_size = 257", "vocab_size = 200"))
+    batch = tmp_path / "wrong.sbatch"
+    batch.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks=2 --output=wrong.log\nsrun phalanx train wrong.toml\n")
+    info = cluster.wait(cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
+    log = (tmp_path / "wrong.log").read_text()
+    assert (info["JobState"], info["ExitCode"]) == ("FAILED", "2:0"), log
+    assert log.count("phalanx: ") == log.count("phalanx: model.vocab_size") == 1, log
+    assert "Traceback" not in log
 
 
 @pytest.mark.timeout(400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,25 @@ def test_only_visible_gpus_are_queried(
 def test_gpus_of_machine_without_nvidia_smi_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert process.query_gpus("compute_cap") == []
+
+
+def test_port_of_rank_0_that_is_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other_program:
+        port = str(other_program.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_PORT = '{port}': is in use on this machine"):
+            process.open_store()
+
+
+def refuse_process_group_of_gpu() -> str:
+    """Return the error of a process group, here of gloo, for a GPU that it does not send from."""
+    with pytest.raises(UserError) as raised:
+        process._check_backends("xpu")
+    return str(raised.value)
+
+
+def test_process_group_of_caller_without_backend_of_device_is_refused() -> None:
+    for message in rank_pool(2).run(refuse_process_group_of_gpu):
+        assert message.startswith("process group = 'cpu:gloo")
+        assert 'backend="cpu:gloo,cuda:nccl"' in message

@@ -286,6 +286,16 @@ def test_stop_signal_saves_checkpoint_and_sets_exit_code(
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
 
 
+@pytest.mark.parametrize(("nproc", "max_restarts"), [(2, 3), (1, 0)], ids=["launcher", "launcher-is-rank"])
+def test_stopped_run_exits_with_code_of_kubeflow(nproc: int, max_restarts: int, text: Path, tmp_path: Path) -> None:
+    recovery = {"exit_codes": "kubeflow", "max_restarts": max_restarts}
+    process = start_training(small_run(text, tmp_path, {**LONG, "recovery": recovery}), tmp_path, nproc=nproc)
+    wait_for_steps(process, tmp_path / "parity", 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_run_under_nohup_survives_sighup(text: Path, tmp_path: Path) -> None:
     with sighup_disposition(signal.SIG_IGN):
         process = start_training(small_run(text, tmp_path, LONG), tmp_path)

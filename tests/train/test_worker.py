@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from phalanx.launch import process
+from phalanx.runs.events import read_events
+from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.train import create_run, worker
+from phalanx.train.callbacks.callback import Callback
 from phalanx.train.rank_options import RankOptions
-from tests.helpers.small_runs import DENSE, small_run
+from tests.helpers.small_runs import DENSE, make_trainer, small_run, train_until
+
+
+class KillRankOnce(Callback):
+    """A callback that kills a rank after a step, at the first start only."""
+
+    def __init__(self, rank: int, step: int, marker: str) -> None:
+        self.rank = rank
+        self.step = step
+        self.marker = Path(marker)
+
+    def on_step_end(self, trainer: Any, record: Any) -> None:
+        if (trainer.mesh.rank, trainer.step) == (self.rank, self.step) and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_torchrun(run: RunSpec, folder: Path, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Train a run on two ranks of torchrun."""
+    file = folder / "run.toml"
+    file.write_text(to_toml(run))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    return subprocess.run([*torchrun, "-m", "phalanx.train", str(file)], capture_output=True, text=True, timeout=180)
+
+
+def test_torchrun_resumes_run_after_killed_rank(text: Path, tmp_path: Path) -> None:
+    kill = {"class": f"{__name__}:KillRankOnce", "rank": 1, "step": 5, "marker": str(tmp_path / "killed")}
+    changes = {"training.steps": 8, "checkpoint": {"every": 2}}
+    result = run_torchrun(
+        small_run(text, tmp_path, {**changes, "callbacks": {"kill": kill}}), tmp_path, ["--max-restarts", "1"]
+    )
+    assert result.returncode == 0, result.stderr
+    started = [event for event in read_events(tmp_path / "parity") if event["kind"] == "started"]
+    # The checkpoint of step 4 may not have been complete.
+    assert [(event["ranks"], event["step"]) for event in started] in ([(2, 0), (2, 4)], [(2, 0), (2, 2)])
+    undisturbed = train_until(make_trainer(small_run(text, tmp_path / "alone", changes)), 8)
+    records = [record for record in read_metrics(tmp_path / "parity") if "loss" in record]
+    assert [(record["loss"], record["grad_norm"]) for record in records] == [
+        pytest.approx(step, rel=1e-10) for step in undisturbed
+    ]
+
+
+def test_torchrun_prints_user_error_once(text: Path, tmp_path: Path) -> None:
+    changes = {"training.tokens_per_step": 3 * 32, "layout.data_parallel": "zero3"}
+    result = run_torchrun(small_run(text, tmp_path, changes), tmp_path)
+    assert result.returncode == 1, "torchrun's own, for ranks that exit with 2"
+    assert result.stderr.count("phalanx: training.tokens_per_step = 96") == result.stderr.count("phalanx: ") == 1
+    # The only traceback is torchrun's.
+    assert result.stderr.count("Traceback (most recent call last)") == 1
 
 
 def test_rank_that_creates_fp8_run_rejects_gpu_without_float8_products(

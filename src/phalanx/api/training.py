@@ -1,4 +1,7 @@
-"""Train a run from Python: start `phalanx train`, follow its output, and read its result. No torch in this process."""
+"""Train a run from Python, and read its result.
+
+`train_run` starts `phalanx train` and follows its output, without torch in this process. `run_rank` is one rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,14 @@ from phalanx.api.components import Components, with_components
 from phalanx.api.run_results import Report, report_run
 from phalanx.report.run_data import read_run
 from phalanx.runs.create import RUN_FILE, run_directory
-from phalanx.spec.errors import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
+from phalanx.spec.errors import (
+    ERROR_FILE_VARIABLE,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    KUBEFLOW_EXIT_CODES,
+    UserError,
+    error_from_record,
+)
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX, load_run
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.log import LEVELS_VARIABLE, level_name
@@ -28,7 +38,8 @@ from phalanx.spec.result_tables import html_table
 from phalanx.spec.run import RunSpec
 
 ExitReason = Literal["finished", "stopped", "failed"]
-EXIT_REASONS: dict[int, ExitReason] = {0: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "stopped"}
+STOPPED_CODES = EXIT_STOPPED, EXIT_INTERRUPTED, KUBEFLOW_EXIT_CODES[EXIT_STOPPED]
+EXIT_REASONS: dict[int, ExitReason] = {0: "finished", **dict.fromkeys(STOPPED_CODES, "stopped")}
 MAX_KEPT_LINES = 50
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,6 +130,57 @@ def train_run(
     if not (directory / RUN_FILE).is_file():
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
         raise UserError("phalanx train", None, problem, fix="read its output")
+    return _read_result(directory, exit_code)
+
+
+def run_rank(
+    run: RunSpec | str | Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    trust: bool = False,
+    **components: Unpack[Components],
+) -> TrainResult:
+    """Train a run on this process, which is one of the ranks that another program has started.
+
+    The program may be torchrun, srun or mpirun, or a library whose workers are the ranks, such as Ray Train or Monarch.
+    All ranks make this call. A process group that exists is used; otherwise one is initialized by the variables that
+    the program has set, and destroyed at the end. Off the main thread, signals are not handled.
+
+    Args:
+        run: The run; or the path of a run file, which rank 0 reads; or the directory of a run, to continue it.
+        resume: Continue from the latest checkpoint, if there is one.
+        force: Start even if the plan exceeds the machine's memory.
+        trust: Import the components that a run directory names. It runs code: read that of others before.
+        components: Your own model, loss, optimizer, lr_schedule, data and callbacks (`Components`).
+
+    Returns:
+        The run directory, why the run ended, and the metrics of its last step; the same on all ranks.
+
+    Raises:
+        UserError: The run cannot start: a field of the run, the data or the machine must be fixed first. All ranks
+            raise the error of rank 0. Errors during training are raised as they are.
+
+    Example:
+        >>> result = phalanx.run_rank(phalanx.load_run("run.toml", ["training.steps=3", "name=rank"]))
+        held-out loss...
+        >>> result.exit_reason, result.metrics["step"]
+        ('finished', 3)
+    """
+    from phalanx.launch.process import leaving_process_group
+    from phalanx.train.rank_options import RankOptions
+    from phalanx.train.worker import RankSession
+
+    run = with_components(run, components)
+    source = run if isinstance(run, RunSpec) else Path(run)
+    session = RankSession(source, RankOptions(resume=resume, force=force, trust=trust))
+    with leaving_process_group():
+        session.run()
+    return _read_result(session.directory, session.exit_code)
+
+
+def _read_result(directory: Path, exit_code: int) -> TrainResult:
+    """Return the result of a run that has ended."""
     run_data = read_run(directory)
     return TrainResult(
         run_dir=directory,

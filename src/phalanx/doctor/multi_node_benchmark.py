@@ -42,6 +42,7 @@ from phalanx.launch.process import (
     select_device,
     set_worker_environment,
 )
+from phalanx.launch.starters import set_rank_variables
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs import hang_dumps
@@ -213,6 +214,7 @@ def main() -> None:
 
 def rank_main(args: argparse.Namespace) -> int:
     """Run the benchmark on this rank, write its findings or failure, and return the exit code."""
+    set_rank_variables(os.environ)
     rank = env_rank()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.out.mkdir(parents=True, exist_ok=True)

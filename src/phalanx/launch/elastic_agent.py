@@ -41,9 +41,9 @@ from phalanx.launch.rendezvous import (
     Rendezvous,
     RendezvousError,
     expected_nodes,
-    interface_of,
     local_address,
     make_rendezvous_handler,
+    set_socket_interface,
     wait_for_host,
 )
 from phalanx.launch.warm_process import WarmProcess, warm_process
@@ -238,9 +238,7 @@ def run_until_done(
                 handler = make_rendezvous_handler(rendezvous)
                 address = local_address(rendezvous)
                 if rendezvous is not SINGLE_NODE:
-                    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                        if name not in os.environ:
-                            os.environ[name] = interface_of(address)
+                    set_socket_interface(address)
                 spec = WorkerSpec(
                     role="default",
                     local_world_size=nproc,

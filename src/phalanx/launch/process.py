@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,10 +18,14 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from phalanx.launch.fork_server import PR_SET_PDEATHSIG
+from phalanx.launch.rendezvous import address_towards, set_socket_interface
+from phalanx.launch.starters import set_rank_variables
 from phalanx.launch.warm_process import WORKER_ENVIRONMENT
-from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError
+from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.open_files import raise_open_files_limit
 from phalanx.spec.run import RunSpec
@@ -138,28 +143,62 @@ def keep_freed_memory() -> None:
 
 
 def env_rank() -> int:
-    """Return the rank in torchrun's environment, also before ranks have joined; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+    """Return the rank in the process group, or before ranks have joined in torchrun's environment; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def env_world_size() -> int:
+    """Return the number of ranks, as `env_rank` does; 1 without a process group and torchrun's environment."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def open_store() -> Store | None:
+    """Return a new store of all ranks that another program started; wait for them. None for a single rank.
+
+    All ranks must open the same number of stores. Raises UserError if another program uses the port of rank 0."""
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    elif not set_rank_variables(os.environ):
+        return None
+    else:
+        try:
+            store = next(rendezvous("env://"))[0]
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            fix = "set MASTER_PORT to a free port, the same for all ranks"
+            raise UserError("MASTER_PORT", os.environ["MASTER_PORT"], "is in use on this machine", fix) from None
+    # torchrun may keep its store for a restart, with the keys and addresses of ranks that are gone.
+    store = PrefixStore(f"phalanx/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"{store.add(f'stores of rank {env_rank()}', 1)}", store)
 
 
 def init_distributed(
-    device_type: str | None = None, timeout_seconds: float = 600.0, num_ranks: int | None = None
+    device_type: str | None = None,
+    timeout_seconds: float = 600.0,
+    num_ranks: int | None = None,
+    store: Store | None = None,
 ) -> torch.device:
-    """Initialize the process group that the environment of torchrun describes, if there is one.
+    """Initialize the process group of the ranks that torchrun, srun or mpirun started, or use the existing one.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (NCCL). By default "cuda" if PyTorch sees a GPU.
         timeout_seconds: The time that a collective may take, in this group and in those made later.
         num_ranks: The number of ranks, if only the first of those that torchrun started join.
+        store: The store of the ranks, if they have met already (`open_store`).
 
     Returns:
         The device of this rank.
+
+    Raises:
+        UserError: The address of rank 0 is unknown, or the existing process group lacks a backend.
 
     Example:
         >>> phalanx.init_distributed("cpu")
         device(type='cpu')
     """
     die_with_launcher()
+    set_rank_variables(os.environ)
     if device_type is None:
         set_gpu_environment()
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,23 +208,57 @@ def init_distributed(
         # Slurm may expose to each rank only its own GPU.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if dist.is_initialized():
+        _check_backends(device_type)
+    elif env_world_size() > 1:
         # Gloo has a socket for each other rank, in each group. TORCH_GLOO_LAZY_INIT=1 opens a third of them, but with
         # it two of three starts of 32 ranks hung in their first all-reduce (torch 2.13).
         raise_open_files_limit()
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
+        # torchrun's agent chooses an address of this node. Without it, gloo uses that of the host name.
+        if (
+            "TORCHELASTIC_RUN_ID" not in os.environ
+            and os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
+        ):
+            with suppress(UserError, OSError):
+                set_socket_interface(address_towards(os.environ["MASTER_ADDR"]))
+        if store is not None:
+            num_ranks = env_world_size()
         # -1: from the environment
-        rank, num_ranks = (-1, -1) if num_ranks is None else (int(os.environ["RANK"]), num_ranks)
+        rank, num_ranks = (-1, -1) if num_ranks is None else (env_rank(), num_ranks)
         started_at = time.perf_counter()
-        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=num_ranks)
+        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=num_ranks, store=store)
         seconds = time.perf_counter() - started_at
         logger.debug("process group of %d ranks (%s) made in %.2f s", dist.get_world_size(), backend, seconds)
         # Later groups, including those of a mesh, have PyTorch's own timeouts: half an hour on gloo.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     return device
+
+
+@contextmanager
+def leaving_process_group() -> Iterator[None]:
+    """Destroy the process group that this context initializes, once all ranks have left it without an error."""
+    is_callers = dist.is_initialized()
+    try:
+        yield
+        # Rank 0 has written its files, and no rank's messages are under way.
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        if not is_callers and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _check_backends(device_type: str) -> None:
+    """Raise UserError if the caller's process group cannot send tensors of the CPU, or of the device."""
+    backends = dist.get_backend_config()
+    if not all(f"{kind}:" in backends for kind in {"cpu", device_type}):
+        problem = "has no backend for the tensors of the CPU and the device"
+        fix = 'call init_process_group with backend="cpu:gloo,cuda:nccl", or without backend'
+        raise UserError("process group", backends, problem, fix)
 
 
 def use_deterministic_kernels() -> None:
@@ -234,8 +307,11 @@ def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
     """Call `on_signal` on SIGTERM (Slurm, torchrun), Ctrl-C and a closed terminal, for an orderly exit.
 
     A second signal some seconds later ends the process at once. (A rank receives Ctrl-C twice: from the terminal and
-    from torchrun.)
+    from torchrun.) No-op off the main thread, which alone may handle signals.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     first_signal_at: float | None = None
 
     def handle_signal(number: int, _: object) -> None:

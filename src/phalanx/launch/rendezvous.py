@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 import time
@@ -143,16 +144,28 @@ def make_rendezvous_handler(rendezvous: Rendezvous) -> RendezvousHandler:
 
 
 def local_address(rendezvous: Rendezvous) -> str:
-    """Return the address of this node on the network of the other nodes.
+    """Return the address of this node on the network of the other nodes."""
+    return _find_local_address(rendezvous.host) if rendezvous is SINGLE_NODE else address_towards(rendezvous.host)
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this node on the network of another node, or of this node itself.
 
     Host names of nodes often do not resolve or belong to another network. A machine's own name often resolves to its
     loopback (Debian), which others cannot reach.
     """
-    address = _find_local_address(rendezvous.host)
-    if rendezvous is not SINGLE_NODE and ip_address(address).is_loopback:
+    address = _find_local_address(host)
+    if ip_address(address).is_loopback:
         with suppress(OSError):
             return _find_local_address(PROBE_ADDRESS)
     return address
+
+
+def set_socket_interface(address: str) -> None:
+    """Let gloo and NCCL use the network interface of an address, unless the user has chosen one."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name not in os.environ:
+            os.environ[name] = interface_of(address)
 
 
 def _find_local_address(host: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def supervise_training(
     if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:
         if warm_process is not None:
             warm_process.close()
+        # The variables of a program that started several launchers are not this rank's.
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         run_in_place("phalanx.train", str(directory), *options)
     set_worker_environment(nproc)
     if run.recovery.in_memory_checkpoint_every:

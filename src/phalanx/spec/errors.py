@@ -92,3 +92,7 @@ EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped before its last step, with a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 EXIT_INTERRUPTED = 130
 """Exit code of a run that Ctrl-C stopped before its last step, as in shells."""
+KUBEFLOW_EXIT_CODES = {1: 138, EXIT_STOPPED: 143}
+"""Exit codes after which the policy ExitCode of Kubeflow restarts a pod, by our own: 128 + SIGUSR1 or SIGTERM.
+
+Every version of its operator restarts after these two; later ones after any code from 128."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import KUBEFLOW_EXIT_CODES, UserError
 
 
 class RecoverySpec(Spec):
@@ -29,6 +31,14 @@ class RecoverySpec(Spec):
     loss_spike_ratio: float | None = Field(None, gt=1, examples=[2.0])
     """Minimum ratio of a loss spike to the median loss of the 50 steps before it (with `max_rollbacks`). By default
     spikes are not detected."""
+
+    exit_codes: Literal["phalanx", "kubeflow"] = "phalanx"
+    """Exit codes of the run. "kubeflow" has 138 for 1, and 143 for 75, after which a pod with `restartPolicy: ExitCode`
+    is restarted; docs/reference/exit-codes.md."""
+
+    def exit_code(self, code: int) -> int:
+        """Return the exit code for the scheduler, for one of ours."""
+        return KUBEFLOW_EXIT_CODES.get(code, code) if self.exit_codes == "kubeflow" else code
 
     @property
     def restarts_ranks(self) -> bool:

@@ -19,12 +19,13 @@ from phalanx.train.worker import run_rank
 def main() -> None:
     """Parse the command line, train on this rank, and exit."""
     parser = argparse.ArgumentParser(
-        "phalanx.train", description="Train on this rank (started by torchrun or phalanx train)."
+        "phalanx.train", description="Train on this rank (started by torchrun, srun, mpirun or phalanx train)."
     )
     parser.add_argument("run", type=Path, help="a run file, or a run directory to continue")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the run file"
     )
+    parser.add_argument("--machine", metavar="NAME", help="machine description: a preset, or a file")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of training ranks; the others stand by")
@@ -45,6 +46,7 @@ def main() -> None:
     reduced = None if layout is None else ReducedRanks(layout, arguments.ranks)
     options = RankOptions(
         overrides=tuple(arguments.set),
+        machine=arguments.machine,
         resume=arguments.resume,
         measure=arguments.profile_memory,
         window=window,

@@ -21,6 +21,8 @@ class RankOptions:
 
     overrides: tuple[str, ...] = ()
     """Changes of a run file's fields, as "section.field=value"."""
+    machine: str | None = None
+    """Machine description of a run file, instead of the one that it names."""
     resume: bool = False
     """Continue from the newest checkpoint."""
     measure: bool = False

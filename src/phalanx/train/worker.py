@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,27 +14,33 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.debug.collective_log import is_peer_loss
 from phalanx.debug.oom import format_oom_report
 from phalanx.launch.failures import as_user_error, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
     check_fp8_capability,
     env_rank,
+    env_world_size,
     handling_signals,
     init_distributed,
+    open_store,
     select_device,
     use_deterministic_kernels,
 )
+from phalanx.launch.starters import is_restart
 from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import is_run_directory, read_run_directory, write_run_directory
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
-from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import load_run, write_effective_layout
+from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
@@ -49,6 +57,16 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData, open_training_data
 
 logger = logging.getLogger(__name__)
+PREPARED_KEY = "prepared"
+"""Store key of the run directory, or of the error of rank 0."""
+REPORTED_KEY = "reported/"
+"""Prefix of the store keys of the errors that a rank has printed."""
+USER_ERROR_KEY = "user error"
+"""Store key that is set after any UserError."""
+FAILED_KEY = "failed/"
+"""Prefix of the store keys of the ranks that have failed."""
+REPORT_TIMEOUT = timedelta(seconds=3)
+"""Time for other ranks to report the error that rank 0 has."""
 
 
 def run_rank(source: Path, options: RankOptions) -> int:
@@ -57,23 +75,28 @@ def run_rank(source: Path, options: RankOptions) -> int:
     `source` is a run directory, or a run file from which rank 0 creates one."""
     session = RankSession(source, options)
     try:
-        with handling_signals(session.on_signal):
-            session.train()
-    except SystemExit as system_exit:  # rank 0 prints the reason
-        return int(system_exit.code or 0)
+        session.run()
+        code = session.exit_code
     except BaseException as error:
-        return _record_failure(session, error)
-    return session.exit_code
+        code = 2 if isinstance(error, UserError) else 1
+    # A launcher decides by our own codes.
+    return code if session.recovery is None or LAUNCHER_PID_ENV in os.environ else session.recovery.exit_code(code)
 
 
 class RankSession:
     """A rank from its start to its end: join the other ranks, open the run, train."""
 
-    def __init__(self, source: Path, options: RankOptions) -> None:
-        """Start with a run directory, or with a run file from which rank 0 creates one."""
+    def __init__(self, source: RunSpec | Path, options: RankOptions) -> None:
+        """Start with a run directory, or with a run or its file, from which rank 0 creates one."""
+        self.source = source
         self.options = options
-        self.is_prepared = source.is_dir()
-        self.directory = source
+        self.is_prepared = isinstance(source, Path) and source.is_dir()
+        self.directory = source if isinstance(source, Path) else Path(source.output_dir)
+        self.store: Store | None = None
+        """Store of the ranks that another program than our launcher started."""
+        self.reported_by_rank_0 = False
+        """True if rank 0 reports the error of this rank."""
+        self.recovery: RecoverySpec | None = None
         self.trainer: Trainer | None = None
         self.signals: list[int] = []
         self.records_allocations = False
@@ -97,34 +120,42 @@ class RankSession:
         is_interactive = self.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
         return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
 
+    def run(self) -> None:
+        """Train, and report an error before it is raised."""
+        try:
+            with handling_signals(self.on_signal):
+                self.train()
+        except BaseException as error:
+            translated = as_user_error(error, self.directory)
+            _report_failure(self, translated)
+            if translated is error:
+                raise
+            raise translated from error
+
     def train(self) -> None:
         """Join the other ranks, open the run, and train."""
         options = self.options
         reduced = options.reduced
-        # Load the run before the ranks meet.
-        if not self.is_prepared:
-            run = load_run(self.directory, list(options.overrides), trust=options.trust or None)
-        elif options.overrides:
-            problem = "has no effect on a run directory"
-            raise UserError("--set", list(options.overrides), problem, "use the run file instead")
-        else:
+        # Rank 0 alone reads the run file and creates the run directory, so that an error in them is reported once.
+        if LAUNCHER_PID_ENV not in os.environ:
+            self.store = open_store()
+        self.directory = self._prepare_on_rank_0()
+        if self.is_prepared:
             remove_dumps(self.directory, env_rank())
-            run = read_run_directory(self.directory, options.trust)[0]
+        # The components of a run file were permitted when it was loaded.
+        run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
+        self.recovery = run.recovery
 
         # Initialize the process group and the device.
         if run.training.deterministic:
             use_deterministic_kernels()
         device_type = options.device or select_device(run)
         timeout_seconds = run.training.collective_timeout_seconds
-        device = init_distributed(device_type, timeout_seconds, reduced.ranks if reduced else None)
+        device = init_distributed(device_type, timeout_seconds, reduced.ranks if reduced else None, self.store)
         if run.metrics.allocation_history and device.type == "cuda":
             record_allocations()
             self.records_allocations = True
 
-        # Create or open the run directory. The components of a run file were permitted when it was loaded.
-        if not self.is_prepared:
-            self.directory = _set_up_on_rank0(run, options.resume, options.force)
-        run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
         rank, world_size = rank_and_world_size()
         lock = None
         if rank == 0:
@@ -148,10 +179,49 @@ class RankSession:
         if lock is not None:
             lock.close()
 
+    def _prepare_on_rank_0(self) -> Path:
+        """Check the run on rank 0 while the other ranks wait, and return its directory on all of them.
+
+        Raises the UserError of rank 0 on all ranks."""
+        if self.store is None:
+            return self._prepare()
+        # Through the store, not a collective: tokenizing may take longer than the timeout of collectives.
+        if env_rank() == 0:
+            try:
+                directory = self._prepare()
+            except BaseException as error:
+                record = error.to_record() if isinstance(error, UserError) else None
+                self.store.set(PREPARED_KEY, json.dumps({"error": record}))
+                raise
+            self.store.set(PREPARED_KEY, json.dumps({"directory": str(directory.absolute())}))
+            return directory
+        self.store.wait([PREPARED_KEY], timedelta(days=1))
+        message = json.loads(self.store.get(PREPARED_KEY))
+        if "directory" in message:
+            return Path(message["directory"])
+        self.reported_by_rank_0 = True
+        if message["error"] is None:
+            raise RuntimeError("rank 0 failed before training")
+        raise error_from_record(message["error"])
+
+    def _prepare(self) -> Path:
+        """Create the run directory, or check the existing one."""
+        options = self.options
+        source = self.source
+        if not self.is_prepared:
+            if isinstance(source, Path):
+                source = load_run(source, options.overrides, machine=options.machine, trust=options.trust or None)
+            return _create_run(source, options.resume or is_restart(os.environ), options.force)
+        if options.overrides:
+            problem = "has no effect on a run directory"
+            raise UserError("--set", list(options.overrides), problem, "use the run file instead")
+        read_run_directory(self.directory, options.trust)
+        return self.directory
+
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
         options = self.options
-        if self.is_prepared:
+        if self.is_prepared or is_restart(os.environ):
             options = replace(options, resume=True)
         spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
         allowed = run.recovery.max_rollbacks
@@ -180,10 +250,9 @@ class RankSession:
                     watchdog.trainer = self.trainer = None
 
 
-def _record_failure(session: RankSession, error: BaseException) -> int:
-    """Write a failure record for the launcher, or print the error without one; return the exit code."""
+def _report_failure(session: RankSession, error: BaseException) -> None:
+    """Write a failure record for the launcher; without one, print the error, once if all ranks have the same."""
     trainer = session.trainer
-    error = as_user_error(error, session.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
     memory = oom_report(error, trainer)
     if is_run_directory(session.directory):
@@ -192,11 +261,33 @@ def _record_failure(session: RankSession, error: BaseException) -> int:
             memory |= snapshot_entry(session.directory, rank, is_recorded=session.records_allocations)
         final = isinstance(error, DivergenceError | CallbackError)
         write_failure(session.directory, rank, step, error=error, memory=memory, final=final)
-    if LAUNCHER_PID_ENV not in os.environ:
-        is_user_error = isinstance(error, UserError | DivergenceError)
-        reason = format_oom_report(memory) or error
-        logger.error("failed after step %d: %s", step, reason, exc_info=not is_user_error)
-    return 2 if isinstance(error, UserError) else 1
+    if LAUNCHER_PID_ENV in os.environ:
+        return
+    is_user_error = isinstance(error, UserError | DivergenceError)
+    message = format_oom_report(memory) or str(error)
+    if not session.reported_by_rank_0 and _is_first_report(session.store, message, is_user_error):
+        # Rank 0 fails before training for all ranks.
+        origin = "" if is_user_error and trainer is None and rank == 0 else f"failed after step {step}: "
+        logger.error("%s%s", origin, message, exc_info=not is_user_error)
+    if session.store is not None:
+        # The store may be in the process of rank 0.
+        with suppress(RuntimeError):
+            session.store.set(f"{FAILED_KEY}{rank}", "")
+            if rank == 0:
+                others = [f"{FAILED_KEY}{other}" for other in range(1, env_world_size())]
+                session.store.wait(others, REPORT_TIMEOUT)
+
+
+def _is_first_report(store: Store | None, message: str, is_user_error: bool) -> bool:
+    """Return whether no other rank has reported this error, or one that made this rank lose its peers."""
+    # If the store is gone, report too much rather than nothing.
+    with suppress(RuntimeError):
+        if store is not None and is_user_error:
+            store.set(USER_ERROR_KEY, "")
+            return store.add(f"{REPORTED_KEY}{message}", 1) == 1
+        if store is not None and is_peer_loss(message):
+            return not store.check([USER_ERROR_KEY])
+    return True
 
 
 def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
@@ -222,30 +313,9 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
         dist.barrier()
 
 
-def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
-    """Create the run on rank 0 under torchrun, while the other ranks wait."""
-    if not dist.is_initialized():
-        return _create_run(run, 1, resume, force)
-    # Through the store, not a collective: tokenizing may take longer than the timeout of collectives.
-    store = dist.distributed_c10d._get_default_store()
-    key = "phalanx/run directory"
-    if dist.get_rank() == 0:
-        try:
-            directory = _create_run(run, dist.get_world_size(), resume, force)
-        except BaseException:
-            store.set(key, "")
-            raise
-        store.set(key, str(directory))
-        return directory
-    store.wait([key], timedelta(days=1))
-    path = store.get(key).decode()
-    if not path:
-        raise SystemExit(2)
-    return Path(path)
-
-
-def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Path:
+def _create_run(run: RunSpec, resume: bool, force: bool) -> Path:
     check_fp8_capability(run)
+    world_size = env_world_size()
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     run = decide_recomputation(decide_choices(run, resume), world_size, nproc)
     if not force:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,10 @@ from phalanx.launch.process import select_nproc
 from phalanx.spec.errors import LocalNodeError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import run_python
+
+train_command = import_module("phalanx.cli.commands.train")
 
 RUN = """
 name = "first"
@@ -182,3 +187,58 @@ def test_select_nproc_raises_local_node_error_for_too_few_gpus(run_file: Path, m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     with pytest.raises(LocalNodeError, match="exceeds the 7 GPUs of this machine"):
         select_nproc(load_run(run_file), 8)
+
+
+TWO_TASKS = {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+"""srun's variables of a task."""
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "29400",
+}
+"""Kubeflow's variables of a pod."""
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "start"),
+    [
+        (TWO_TASKS, ["--resume"], ("rank", "--resume")),
+        (TWO_TASKS, ["--set", "training.steps=2"], ("rank", "--set", "training.steps=2")),
+        (TWO_TASKS, ["--nproc", "4"], ("launcher", 1, 4)),
+        (TRAIN_JOB, [], ("node", 2, 4, 2, ("127.0.0.1", 29400))),
+        ({**TRAIN_JOB, "PET_NNODES": "1:2"}, [], ("node", 2, 4, 1, ("127.0.0.1", 29400))),
+        ({**TRAIN_JOB, "PET_NNODES": "1"}, [], ("launcher", 1, 4)),
+        (TRAIN_JOB, ["--nproc", "1"], ("launcher", 1, 1)),
+    ],
+    ids=["srun", "srun-set", "srun-nproc", "kubeflow", "kubeflow-elastic", "kubeflow-one-node", "kubeflow-nproc"],
+)
+def test_train_starts_what_variables_of_other_program_say(
+    variables: dict[str, str],
+    options: list[str],
+    start: tuple[object, ...],
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts: list[tuple[object, ...]] = []
+
+    def become_rank(_: str, file: str, *words: str) -> None:
+        starts.append(("rank", *words))
+        sys.exit()
+
+    def launch(kind: str, run: RunSpec, _: object, *nodes: object) -> int:
+        starts.append((kind, run.cluster.nodes, run.cluster.nproc_per_node, *nodes))
+        return 0
+
+    monkeypatch.setattr(train_command, "run_in_place", become_rank)
+    monkeypatch.setattr(train_command, "run_on_one_machine", partial(launch, "launcher"))
+    monkeypatch.setattr(train_command, "run_on_nodes", partial(launch, "node"))
+    monkeypatch.setattr(os, "environ", {**os.environ, **variables})
+    result = CliRunner().invoke(app, ["train", str(run_file), *options])
+    assert result.exit_code == 0, result.output
+    assert starts == [start]

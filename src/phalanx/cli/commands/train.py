@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -23,6 +24,7 @@ from phalanx.cli.commands.train_start import (
 )
 from phalanx.cli.common.options import Trust
 from phalanx.launch.jobs.job import parse_nodes
+from phalanx.launch.starters import kubeflow_options, set_rank_variables
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
@@ -108,10 +110,26 @@ def train(
 
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
 
+        srun --ntasks-per-node 8 phalanx train run.toml
+
     Failed ranks are restarted from the newest checkpoint ([recovery]). Exit codes: 0 the last step is done; 1 the run,
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
+    if not (nproc or nodes or rendezvous or print_config):
+        if options := kubeflow_options(os.environ):
+            nproc = options.nproc
+            nodes = options.nodes
+            rendezvous = options.rendezvous
+        elif set_rank_variables(os.environ):
+            flags = {"--resume": resume, "--force": force, "--trust": trust, "--profile-memory": profile_memory}
+            words = [flag for flag, is_set in flags.items() if is_set]
+            words += [word for override in set_ or [] for word in ("--set", override)]
+            words += ["--profile-steps", profile_steps] if profile_steps else []
+            words += ["--machine", machine] if machine else []
+            from phalanx.launch.process import run_in_place  # imports torch, which help and completion do not need
+
+            run_in_place("phalanx.train", str(run), *words)
     run_spec = _load_run_or_directory(run, set_ or [], machine, trust)
     if run_spec.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
@@ -141,10 +159,23 @@ def train(
     if (seconds := run_spec.training.seconds) is not None and not resume:
         logger.info("training for %g s after the text is prepared, then evaluation", seconds)
     if has_nodes:
-        with _exit_on_local_node_error():
+        with exit_codes_of_run(run_spec), _exit_on_local_node_error():
             endpoint = resolve_rendezvous(rendezvous, run_spec.recovery.rendezvous_timeout_seconds)
             raise typer.Exit(run_on_nodes(run_spec, start, min_nodes, endpoint))
-    raise typer.Exit(run_on_one_machine(run_spec, start))
+    with exit_codes_of_run(run_spec):
+        raise typer.Exit(run_on_one_machine(run_spec, start))
+
+
+@contextmanager
+def exit_codes_of_run(run: RunSpec) -> Iterator[None]:
+    """Exit with the codes that the run's scheduler knows."""
+    try:
+        yield
+    except typer.Exit as end:
+        raise typer.Exit(run.recovery.exit_code(end.exit_code)) from None
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise SystemExit(run.recovery.exit_code(code)) from None
 
 
 @contextmanager

@@ -110,6 +110,10 @@ def check_job(job: ClusterJob) -> None:
         problem = "trains on several sites, but a job file is for one site"
         fix = "start it with phalanx swarm serve, or train on one site only: --set swarm="
         raise UserError("swarm", run.swarm.method, problem, fix)
+    if run.recovery.exit_codes != "phalanx":
+        problem = "has codes by which this job would not be restarted after a stop"
+        fix = "remove it; restartPolicy: ExitCode of Kubeflow needs it, in a job that starts phalanx train itself"
+        raise UserError("recovery.exit_codes", run.recovery.exit_codes, problem, fix)
     # The layout is chosen at the start of the job, for the ranks that are available then.
     if run.auto_layout:
         if run.cluster.preset is None:

@@ -47,6 +47,7 @@ class CollectiveLog:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._numbers: dict[LoggedCall, int] = {}
+        self._training_thread = threading.get_ident()
         # A background thread that saves a checkpoint logs its collectives too.
         self._lock = threading.Lock()
         # A kernel on autograd's key runs before those of every device, and autograd has none for these operations.
@@ -80,7 +81,7 @@ class CollectiveLog:
     ) -> Any:
         if self._file is not None:
             # Optional arguments may be missing.
-            call = _describe_call(name, dict(zip(argument_names, args, strict=False)))
+            call = _describe_call(name, dict(zip(argument_names, args, strict=False)), self._training_thread)
             with self._lock:
                 number = self._numbers.get(call)
                 if number is None:
@@ -90,7 +91,7 @@ class CollectiveLog:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _describe_call(name: str, arguments: dict[str, Any]) -> LoggedCall:
+def _describe_call(name: str, arguments: dict[str, Any], training_thread: int) -> LoggedCall:
     group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
     ranks = ranks_of_group(group)
     size, dtype = _measure_input(arguments)
@@ -107,8 +108,9 @@ def _describe_call(name: str, arguments: dict[str, Any]) -> LoggedCall:
     sent, received = _all_to_all_sizes(arguments, len(ranks)) if name == "all_to_all" else ((), ())
     # Threads that Python started; backward passes on a GPU run in threads of autograd, which PyTorch starts.
     thread = threading.get_ident()
-    is_main = thread == threading.main_thread().ident
-    in_background = not is_main and any(python_thread.ident == thread for python_thread in threading.enumerate())
+    in_background = thread != training_thread and any(
+        python_thread.ident == thread for python_thread in threading.enumerate()
+    )
     return LoggedCall(
         kind=COLLECTIVE,
         group=group,

@@ -16,8 +16,8 @@ GONE = "gone"
 def sibling_process_states() -> dict[int, tuple[int, str]]:
     """Return the process and state of the other ranks on this host.
 
-    A state is a letter as in /proc/PID/stat, or GONE with process 0. The result is empty if the launcher does not
-    identify the ranks, or without /proc."""
+    A state is a letter as in /proc/PID/stat, or GONE with process 0. The result is empty if the starter does not
+    identify the ranks, as torchrun does, or without /proc."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = int(os.environ.get("RANK", "0")) - local
@@ -31,8 +31,8 @@ def sibling_process_states() -> dict[int, tuple[int, str]]:
                 rank = rank_of_process(folder)
                 if rank in states:
                     states[rank] = int(folder.name), state
-    states.pop(first + local)
-    return states
+    is_identified = states.pop(first + local) != (0, GONE)
+    return states if is_identified else {}
 
 
 def resume_stopped(processes: dict[int, tuple[int, str]]) -> None:

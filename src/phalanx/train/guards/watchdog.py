@@ -55,7 +55,7 @@ class Watchdog:
         self.trainer: Trainer | None = None
         """Source of the number of finished steps, once it exists."""
         self._oom_kills_at_start = cgroup_oom_kills() or 0
-        self._main_thread_id = threading.main_thread().ident or 0
+        self._training_thread_id = threading.get_ident()
         self._poll_seconds = min(MAX_POLL_SECONDS, timeout_seconds / MIN_POLLS)
         self._finished = threading.Event()
         self._write_lock = threading.Lock()
@@ -134,7 +134,7 @@ class Watchdog:
                     self._stop_preceded_stall = stop_requested
                     with self._write_lock:
                         if not self._finished.is_set():
-                            self._dump_state(STALLED, _read_thread_stack(self._main_thread_id))
+                            self._dump_state(STALLED, _read_thread_stack(self._training_thread_id))
                 elif stop_requested and not self._stop_preceded_stall:
                     # It hung before the stop request, and would hang until it is killed.
                     os._exit(1)
@@ -143,7 +143,7 @@ class Watchdog:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
         with self._write_lock:
             error = "aborted (SIGABRT) by a library: see its last output"
-            self._dump_state(ABORTED, _read_thread_stack(self._main_thread_id), error)
+            self._dump_state(ABORTED, _read_thread_stack(self._training_thread_id), error)
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 
