@@ -4,7 +4,7 @@
 
 The coordinator is `phalanx swarm serve`. Four processes send and receive as nodes do, without training, over loopback
 with mutual TLS. The model has 0.27 GB in fp32, half of it experts. The page compares the round with that of the
-reference implementation of SPES, which polls every 20 s and has no TLS (measured once, ../shared/SPES.md, B2).
+reference implementation of SPES, which polls every 20 s and has no TLS (measured once).
 """
 
 from __future__ import annotations
