@@ -25,6 +25,7 @@ from benchmarks.calibration import LOOP, LOOP_HEADING
 from benchmarks.fit_planner import fit_time
 from benchmarks.gpu_memory import HEADING as GPU_MEMORY_HEADING
 from benchmarks.gpu_memory import recorded_rows, section
+from benchmarks.pages import write_results
 from benchmarks.planner_choice import best_of_sweeps, sweeps
 from benchmarks.published import ROWS, PublishedRun, format_verdict, read_published_runs, step_time_rows
 from phalanx.cost.estimate.constants import time_constants
@@ -287,7 +288,7 @@ def main(path: Path, leave_out: bool) -> None:
         lines += [f"## {title}", "", *body, ""]
     text = "\n".join(lines)
     print(text)
-    REPORT.write_text(text)
+    write_results(REPORT, text)
 
 
 if __name__ == "__main__":
