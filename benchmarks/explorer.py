@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.pages import write_results
-from phalanx.cli.commands.plan_explorer import PlanArguments
+from phalanx.cli.commands.plan_explorer import PlanArguments, write_page
 from tests.helpers.browser import CHROMIUM, Browser
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "explorer.md"
