@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.pages import write_results
 from phalanx.plan.calibrate.calibrate import Calibration, calibrate, detect_cpu, predict_run, write_machine
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, read_benchmark_file
@@ -446,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not args.few:
         text = page(fitted, calibration, held_out_runs)
         print(text)
-        PAGE.write_text(text)
+        write_results(PAGE, text)
     directories = {args.work / short.name: measured_runs[short] for short in to_predict}
     table = held_out_errors(directories, uncalibrated(calibration.machine), calibration.machine, with_sweeps.machine)
     few = " --few" if args.few else ""

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from statistics import mean, median
 
+from benchmarks.pages import write_results
 from phalanx.report.run_data import read_run
 from phalanx.runs.events import FAILED, STARTED, read_events
 from phalanx.runs.metrics import read_metrics
@@ -124,7 +125,7 @@ Target: a rank that is killed at a random step costs at most one step: {"met" if
 - Written by `python -m benchmarks.copies`.
 """
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

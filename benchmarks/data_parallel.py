@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.overhead import NAMES, OURS, PLAIN, Round, in_turn, peak_bytes, ratio, speed
+from benchmarks.pages import write_results
 from benchmarks.peers.install import PEERS, install
 from benchmarks.peers.launch import Ranks
 from benchmarks.shapes import LAYOUTS, SHAPES
@@ -144,7 +145,7 @@ def main() -> None:
             results.append(measure(shape, layout, data, peers, args.rounds, args.steps))
             print(table(results[-1:]), flush=True)
     args.page.parent.mkdir(parents=True, exist_ok=True)
-    args.page.write_text(page(results, args.rounds, args.steps))
+    write_results(args.page, page(results, args.rounds, args.steps))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.pages import write_results
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
@@ -163,7 +164,7 @@ def main(models: list[str]) -> None:
         *notes,
         "",
     ]
-    PAGE.write_text("\n".join(text))
+    write_results(PAGE, "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.pages import write_results
 from phalanx.cli.commands.plan_explorer import PlanArguments, write_page
 from tests.helpers.browser import CHROMIUM, Browser
 
@@ -138,7 +139,7 @@ def main() -> None:
         measured = measure_page(file)
         table = format_table(file.read_text(encoding="utf-8"), measured, plan_seconds)
     print(table)
-    PAGE.write_text(table)
+    write_results(PAGE, table)
 
 
 def format_table(page: str, measured: Measured, plan_seconds: tuple[float, float] | None) -> str:

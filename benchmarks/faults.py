@@ -33,6 +33,7 @@ from benchmarks.breaking import (
     has_same_bits,
     max_loss_difference,
 )
+from benchmarks.pages import write_results
 from phalanx.launch.elastic_agent import run_until_done, stop_signals_as_exit
 from phalanx.launch.failure_policy import FailurePolicy
 from phalanx.launch.process import exit_rank, set_worker_environment
@@ -368,7 +369,7 @@ def main() -> None:
                 results.append(result)
     text = page(results)
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Writes src/phalanx/cost/estimate/constants.toml.
 
-    python -m benchmarks.fit_planner ../shared/published/runs.csv
+    python -m benchmarks.fit_planner
 
 Step times and memory are fitted by least squares of logarithms. Every source has at most the weight of a dozen rows, so
 that 1,440 runs of one paper do not dominate the fit. Out-of-memory labels are fitted by likelihood.
@@ -10,7 +10,6 @@ that 1,440 runs of one paper do not dominate the fit. Out-of-memory labels are f
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.stats import norm
 
-from benchmarks.published import PublishedRun, read_published_runs, step_time_rows
+from benchmarks.published import ROWS, PublishedRun, read_published_runs, step_time_rows
 from phalanx.cost.estimate import constants
 from phalanx.cost.estimate.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
 from phalanx.cost.estimate.job_table import JobTable, job_table
@@ -140,4 +139,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(ROWS)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.pages import write_results
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.load import load_run
@@ -123,7 +124,7 @@ def main() -> None:
     bf16, fp8 = (train(precision, options.steps, options.tokens) for precision in PRECISIONS)
     text = page(bf16, fp8, options.tokens)
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

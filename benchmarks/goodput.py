@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.pages import write_results
 from phalanx.cost.formulas.reliability import goodput
 from phalanx.runs.events import read_events
 from phalanx.runs.metrics import METRICS_FILE, read_metrics
@@ -358,7 +359,7 @@ def main() -> None:
     print(measured, file=sys.stderr)
     text = page(measured, args.every)
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from benchmarks.pages import write_results
 from benchmarks.recording import LARGER, SMALL, make_run
 from phalanx.data.loader import prefetch
 from phalanx.launch.process import BUFFER_VARIABLE, MAX_RECORDED_COLLECTIVES, init_distributed
@@ -186,7 +187,7 @@ recorded. The replica check (`training.replica_check_interval`) is off by defaul
 Written by `python -m benchmarks.guards`, with one thread per rank.
 """  # noqa: E501
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.ngram import witten_bell
+from benchmarks.pages import write_results
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.data.sources import documents, is_held_out
 from phalanx.runs.create import read_run_directory
@@ -125,8 +126,7 @@ def main() -> None:
     rows.append(demo)
     print(table(rows))
     sizes = (sum(map(len, texts[0])), sum(map(len, texts[1])))
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(rows, run, metrics, sizes, nproc))
+    write_results(PAGE, page(rows, run, metrics, sizes, nproc))
 
 
 if __name__ == "__main__":

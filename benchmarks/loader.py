@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.pages import write_results
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import prepare
@@ -123,8 +124,7 @@ def main() -> None:
         for tokens in TOKENS_PER_STEP
     ]
     print(table(rows))
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(rows))
+    write_results(PAGE, page(rows))
 
 
 if __name__ == "__main__":

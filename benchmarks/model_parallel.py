@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.data_parallel import cpu_ratio, cpu_seconds
 from benchmarks.overhead import NAMES, OURS, Round, in_turn, peak_bytes, ratio, speed
+from benchmarks.pages import write_results
 from benchmarks.peers.install import PEERS, install
 from benchmarks.peers.launch import Ranks
 from benchmarks.shapes import SHAPES
@@ -146,7 +147,7 @@ def main() -> None:
             results.append(measure(shape, layout, data, peers, args.rounds, args.steps))
             print(table(results[-1:]), flush=True)
     args.page.parent.mkdir(parents=True, exist_ok=True)
-    args.page.write_text(page(results, args.rounds, args.steps))
+    write_results(args.page, page(results, args.rounds, args.steps))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limit import Limit, memory_limit
+from benchmarks.pages import write_results
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
@@ -255,8 +256,7 @@ def main() -> None:
         text = page(runs[0], runs[1], total, limit_bytes, args.tokens)
     print(text)
     if not args.no_page:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text)
+        write_results(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+from benchmarks.pages import write_results
 from benchmarks.peers.install import PEERS, install
 from benchmarks.peers.launch import Block, Ranks
 from benchmarks.shapes import LAYOUTS, SHAPES
@@ -203,8 +204,7 @@ def main() -> None:
         for layout in args.layouts:
             results.append(compare(shape, layout, data, peers, args.rounds, args.steps))
             print(f"\n{overhead_table(results[-1:])}\n\n{peers_table(results[-1:])}", flush=True)
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(results, args.rounds, args.steps))
+    write_results(PAGE, page(results, args.rounds, args.steps))
 
 
 if __name__ == "__main__":

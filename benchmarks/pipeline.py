@@ -17,6 +17,7 @@ from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.pages import write_results
 from benchmarks.pipeline_ranks import layout_of, train, wait
 from benchmarks.shapes import SHAPES
 from phalanx.data.prepare import prepare
@@ -133,8 +134,7 @@ def main() -> None:
     for p in (4, 8):
         title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms per forward pass, input half and weight half"
         tables.append((title, waiting_table(p, 2 * p, args.steps)))
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(tables, args.steps))
+    write_results(PAGE, page(tables, args.steps))
 
 
 if __name__ == "__main__":

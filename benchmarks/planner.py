@@ -1,17 +1,19 @@
 """Compare the planner with published runs by source, and write docs/results/accuracy.md.
 
-    python -m benchmarks.planner ../shared/published/runs.csv              # a minute
-    python -m benchmarks.planner ../shared/published/runs.csv --left-out   # also fits without each source
+    python -m benchmarks.planner              # a minute
+    python -m benchmarks.planner --left-out   # also fits without each source
 
-The errors of peers are those of ../shared/PLANNER.md, over rows of the same sources.
+The errors of peers were computed once, over these rows and others of the same sources, without tuning: Calculon
+caa4b11, llm-analysis 0.2.2 and SimuMax 1.2.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +25,12 @@ from benchmarks.calibration import LOOP, LOOP_HEADING
 from benchmarks.fit_planner import fit_time
 from benchmarks.gpu_memory import HEADING as GPU_MEMORY_HEADING
 from benchmarks.gpu_memory import recorded_rows, section
+from benchmarks.pages import write_results
 from benchmarks.planner_choice import best_of_sweeps, sweeps
-from benchmarks.published import PublishedRun, format_verdict, read_published_runs, step_time_rows
+from benchmarks.published import ROWS, PublishedRun, format_verdict, read_published_runs, step_time_rows
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.plan.search.search import search_layouts
+from phalanx.plan.tables.csv_rows import read_rows
 from phalanx.plan.tables.predict import Prediction, predict_jobs
 from phalanx.spec.files.load import run_from_table
 
@@ -227,15 +231,35 @@ def search_speed(layouts: int, seconds: float, limit: float | None) -> str:
     return f"{text}, {rate:,.0f} per second (target {LAYOUTS_A_SECOND:,}): {format_verdict(rate >= LAYOUTS_A_SECOND)}"
 
 
+def source_table(path: Path) -> Iterator[str]:
+    """Yield the publication of each source, as its first row names it."""
+    yield "| source | rows | publication of the first row |"
+    yield "|---|---:|---|"
+    rows_by_source: dict[str, list[str]] = {}
+    for row in read_rows(path):
+        rows_by_source.setdefault(row["id"].rsplit("-", 1)[0], []).append(row["source"])
+    for source, publications in sorted(rows_by_source.items()):
+        yield f"| {source} | {len(publications)} | {publications[0]} |"
+
+
+def recorded_sections() -> dict[str, list[str]]:
+    """Return the sections that other commands and people wrote."""
+    return {
+        "Errors found by dry runs": FOUND.read_text().splitlines(),
+        LOOP_HEADING: LOOP.read_text().splitlines(),
+        GPU_MEMORY_HEADING: section(recorded_rows()).splitlines(),
+    }
+
+
 def head(path: Path, leave_out: bool) -> list[str]:
     """Return the title of the report and the command that wrote it."""
-    arguments = f"{path} --left-out" if leave_out else str(path)
+    arguments = ("" if path == ROWS else f" {path}") + (" --left-out" if leave_out else "")
     return [
         "# Accuracy of the planner",
         "",
-        f"Written by `python -m benchmarks.planner {arguments}`. Rows are published runs in 16-bit",
-        "precision. Errors are absolute percentages of the published step time. The target is half of the best peer's",
-        f"error, and at most {LIMIT:g} %.",
+        f"Written by `python -m benchmarks.planner{arguments}`. Rows are published runs in 16-bit precision, of",
+        "`benchmarks/published_runs.csv`. Errors are absolute percentages of the published step time. The target is",
+        f"half of the best peer's error, and at most {LIMIT:g} %.",
         "",
         "- Left out: the error with constants that were fitted without the source.",
         "- Constant utilization: the error of a baseline with one utilization for each hardware generation.",
@@ -249,24 +273,27 @@ def main(path: Path, leave_out: bool) -> None:
     runs = read_published_runs(path)
     timed = [row for row in step_time_rows(runs) if not row.low_precision]
     rows = rows_with_baseline(timed)
-    sections = {
+    sections: dict[str, Iterable[str]] = {
         "Step time": step_time_table(rows, leave_one_out(timed) if leave_out else {}),
         "Intervals": interval_lines(rows),
         "Choice of layout": sweeps(runs),
         "Best of a sweep": best_of_sweeps(path),
         "Memory": memory_lines(runs),
         "Speed": speed_lines(),
+        "Sources": source_table(path),
     }
     lines = head(path, leave_out)
-    sections["Errors found by dry runs"] = FOUND.read_text().splitlines()
-    sections[LOOP_HEADING] = LOOP.read_text().splitlines()
-    sections[GPU_MEMORY_HEADING] = section(recorded_rows()).splitlines()
+    sections |= recorded_sections()
     for title, body in sections.items():
         lines += [f"## {title}", "", *body, ""]
     text = "\n".join(lines)
     print(text)
-    REPORT.write_text(text)
+    write_results(REPORT, text)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--left-out" in sys.argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="table of runs like published_runs.csv")
+    parser.add_argument("--left-out", action="store_true", help="fit also without each source")
+    args = parser.parse_args()
+    main(args.rows, args.left_out)

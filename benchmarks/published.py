@@ -1,4 +1,10 @@
-"""Published runs and their results, for fitting and testing the constants of the planner."""
+"""Published runs and their results, for fitting and testing the constants of the planner.
+
+`published_runs.csv` has 2,269 rows of papers, model cards and repositories, which the column `source` names. Columns up
+to `schedule`, and `facts`, are known before a run. `step_time_s`, `tflops_per_gpu`, `mfu` and `memory_gib` are results,
+which `notes` explains: some step times were computed from published tokens or FLOP/s. A `memory_gib` such as ">80"
+without a step time is a run that did not fit.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,8 @@ from phalanx.plan.tables.csv_rows import Row, read_rows
 from phalanx.plan.tables.row_to_job import TableJob, job_from_row
 from phalanx.plan.tables.trainer_behavior import is_low_precision
 from phalanx.spec.errors import UserError
+
+ROWS = Path(__file__).with_name("published_runs.csv")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 
 from benchmarks.calibration import STEPS, ShortRun, train
+from benchmarks.pages import write_results
 from phalanx.plan.calibrate.calibrate import calibrate, detect_cpu, predict_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "recomputation.md"
@@ -66,7 +67,7 @@ def main() -> None:
         )
     page = TEXT.format(rows="\n".join(rows), steps=STEPS)
     print(page)
-    PAGE.write_text(page)
+    write_results(PAGE, page)
 
 
 if __name__ == "__main__":

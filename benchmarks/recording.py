@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.pages import write_results
 from phalanx.data.loader import prefetch
 from phalanx.runs.create import read_run_directory
 from phalanx.spec.files.load import run_from_table
@@ -155,7 +156,7 @@ computed ratio adds their time to that of a step without recording.
 Written by `python -m benchmarks.recording`, with {torch.get_num_threads()} thread per rank.
 """
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.copies import count_events
+from benchmarks.pages import write_results
 from phalanx.runs.events import STARTED, read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.load import run_from_table
@@ -132,7 +133,7 @@ Target: a restart within 1.0 s: {"met" if median(warm) <= 1 else "missed"}.
 - Written by `python -m benchmarks.restart`.
 """
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

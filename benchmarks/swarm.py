@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.pages import write_results
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import WEIGHT_BYTES, node_share, round_bytes, round_time, state_bytes
 from phalanx.data.prepare import prepare
@@ -299,7 +300,7 @@ def main() -> None:
                     file.write(json.dumps(row) + "\n")
     text = page()
     print(text)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 def page() -> str:

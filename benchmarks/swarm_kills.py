@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import write_results
 from benchmarks.swarm import PAGE, write_run_file
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
@@ -306,7 +307,7 @@ def main() -> None:
         figures = soak(Path(folder) / "one", args.seconds, args.seed)
     print(json.dumps(figures, indent=1))
     if args.page:
-        KILLS_PAGE.write_text(page(figures))
+        write_results(KILLS_PAGE, page(figures))
     raise SystemExit(bool(figures["violations"]))
 
 

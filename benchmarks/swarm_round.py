@@ -4,7 +4,7 @@
 
 The coordinator is `phalanx swarm serve`. Four processes send and receive as nodes do, without training, over loopback
 with mutual TLS. The model has 0.27 GB in fp32, half of it experts. The page compares the round with that of the
-reference implementation of SPES, which polls every 20 s and has no TLS (measured once, ../shared/SPES.md, B2).
+reference implementation of SPES, which polls every 20 s and has no TLS (measured once).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks.pages import write_results
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.spec.files.load import load_run, run_from_table
@@ -321,7 +322,7 @@ def main() -> None:
     text = page(results, measure_wire(), *measure_model_transfer())
     print(text)
     print(json.dumps([result["parts"] for result in results]), file=sys.stderr)
-    PAGE.write_text(text)
+    write_results(PAGE, text)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import write_results
 from benchmarks.swarm import EVERY, NODES, PAGE, held_out_loss, write_run_file
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.load import load_run
@@ -198,7 +199,7 @@ def main() -> None:
             pairs.append((replication, seed, calm, rough))
     text = page(pairs)
     print(text)
-    SOAK_PAGE.write_text(text)
+    write_results(SOAK_PAGE, text)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.pages import write_results
 from phalanx.model.init import DrawnWeights
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply_layout
@@ -82,7 +83,7 @@ extrapolated from one block, the embedding and the head. The values are equal in
 - Written by `python -m benchmarks.weights`.
 """
     print(page)
-    PAGE.write_text(page)
+    write_results(PAGE, page)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Hooks of the documentation site (mkdocs.yml): links to files outside docs/, and examples in docstrings."""
+"""Hooks of the documentation site (mkdocs.yml): links out of docs/, mathematics, and examples in docstrings."""
 
 from __future__ import annotations
 
+import html
+import importlib.resources
 import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from griffe import Extension, Object
+from math_core import LatexToMathML
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)\)")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -25,6 +30,25 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
 
     return LINK.sub(replacement, markdown)
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the font of mathematics: few systems have one with stretched roots and brackets."""
+    font = importlib.resources.files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf"
+    files.append(File.generated(config, "stylesheets/STIXTwoMath-Regular.ttf", content=font.read_bytes()))
+    return files
+
+
+def on_page_content(page_html: str, **_: Any) -> str:
+    """Replace TeX by MathML, which browsers show without scripts. Unknown TeX is an error."""
+    mathml = LatexToMathML()
+
+    def replacement(match: re.Match[str]) -> str:
+        tag, tex = match.groups()
+        formula = mathml.convert_with_local_state(html.unescape(tex), displaystyle=tag == "div")
+        return f'<{tag} class="arithmatex">{formula}</{tag}>'
+
+    return FORMULA.sub(replacement, page_html)
 
 
 class DocstringExamples(Extension):

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Protocol, cast
 
+from benchmarks.pages import write_results
+
 PARTS = {
     "kernels": "each kernel of a step, compared with fp64 on the CPU",
     "attention": "errors and times of attention kernels",
@@ -79,8 +81,7 @@ def run_part(name: str, folder: Path) -> list[str]:
     page = "\n\n".join([f"# {part.TITLE}", "\n".join(table.lines), part.NOTES.strip(), took]) + "\n"
     print(page, flush=True)
     if not IS_DRY:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"gpu-{name}.md").write_text(page)
+        write_results(folder / f"gpu-{name}.md", page)
     return table.failures
 
 

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import head, interval_lines, memory_lines, rows_with_baseline, search_speed, step_time_table
+from benchmarks.planner import (
+    REPORT,
+    head,
+    interval_lines,
+    memory_lines,
+    recorded_sections,
+    rows_with_baseline,
+    search_speed,
+    source_table,
+    step_time_table,
+)
 from benchmarks.planner_choice import sweeps
-from benchmarks.published import PublishedRun, read_published_runs, step_time_rows
+from benchmarks.published import ROWS, PublishedRun, read_published_runs, step_time_rows
 from phalanx.plan.tables.predict import Prediction, predict_rows
 from tests.helpers.published_rows import MEGATRON_22B_ROW
 
@@ -97,3 +107,18 @@ def test_accuracy_report_header_contains_command_line():
     with_left_out, quick = (head(Path("runs.csv"), leave_out)[2] for leave_out in (True, False))
     assert "planner runs.csv --left-out`" in with_left_out
     assert "planner runs.csv`" in quick
+    assert head(ROWS, True)[2].startswith("Written by `python -m benchmarks.planner --left-out`.")
+
+
+def test_accuracy_page_is_that_of_the_published_rows():
+    page = REPORT.read_text()
+    runs = read_published_runs(ROWS)
+    mean_error = [
+        line.strip()
+        for line in step_time_table(
+            rows_with_baseline([row for row in step_time_rows(runs) if not row.low_precision]), {}
+        )
+        if "The mean error" in line
+    ]
+    for lines in (mean_error, memory_lines(runs), source_table(ROWS), *recorded_sections().values()):
+        assert "\n".join(lines) in page, "python -m benchmarks.planner --left-out writes the page"
