@@ -35,7 +35,7 @@ def browser():
 def pages(tmp_path_factory):
     """Return each page and the output of `--json` that was written with it."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()]}
+    runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()], "many": [two_rank_run()] * 5}
     return {
         name: (
             (folder / f"{name}.html").as_uri(),
@@ -114,7 +114,7 @@ def test_report_page_tables_equal_report_json(opened_page):
     )
     assert rows == [
         [
-            formatting.row_label(row),
+            formatting.row_label(row, facts["run"]["ranks"]),
             *(formatting.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
             format_ratio(row["ratio"]),
         ]
@@ -133,7 +133,7 @@ def test_report_page_fetches_no_external_resources(opened_page):
     assert browser.errors == []
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1280, 420])
 @pytest.mark.parametrize("dark", [False, True])
 def test_report_page_fits_viewport_with_readable_contrast(opened_page, width, dark):
     browser, _ = opened_page
@@ -142,6 +142,28 @@ def test_report_page_fits_viewport_with_readable_contrast(opened_page, width, da
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
     assert browser.evaluate(FIND_LOW_CONTRAST_TEXT) == []
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("dark", [False, True])
+def test_report_page_of_many_runs_sorts_and_opens_reports(browser, pages, width, dark):
+    browser.open(pages["many"][0])
+    browser.set_viewport(width, dark)
+    names = "[...document.querySelectorAll('.sortable tbody tr')].map(row => row.cells[0].textContent)"
+    click = "document.querySelector('.sortable th button').click()"
+    first = [f"two ({number})" for number in range(1, 6)]
+    assert browser.evaluate(names) == first
+    browser.evaluate(f"{click}; {click}")
+    assert browser.evaluate(names) == first[::-1]
+    assert browser.evaluate("document.querySelector('.sortable th').ariaSort") == "descending"
+    assert browser.evaluate("document.querySelectorAll('main > details[open]').length") == 0
+    browser.evaluate("document.querySelector('.sortable a').click()")
+    browser.wait_until("document.querySelector('main > details[open] .main-svg')")
+    assert browser.evaluate("document.querySelectorAll('main > details[open]').length") == 1
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
+    assert browser.evaluate(FIND_LOW_CONTRAST_TEXT) == []
+    assert browser.errors == []
 
 
 def test_watch_page_updates_figures_during_training(browser):
