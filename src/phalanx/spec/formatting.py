@@ -51,6 +51,12 @@ def perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
+def format_perplexity(loss: float | None) -> str:
+    """Format the perplexity of a loss in nats per token with three digits: "35.9", or "-" if there is none."""
+    value = perplexity(loss)
+    return UNKNOWN if value is None else format_digits(value)
+
+
 def format_optional(value: float | None) -> str:
     """Format a number with up to three digits, or return "-" for None."""
     return UNKNOWN if value is None else f"{value:.3g}"

@@ -100,9 +100,10 @@ def test_report_page_figures_in_browser_equal_report_json(opened_page):
 
 def test_report_page_curves_contain_every_run(opened_page):
     browser, report = opened_page
-    lines = [trace for trace in plotly_traces(browser, "curves") if trace["type"] == "scatter"]
+    figure = "curves" if report["comparison"] else "curves-0"
+    lines = [trace for trace in plotly_traces(browser, figure) if trace["type"] == "scatter"]
     for facts in report["runs"]:
-        for curve in ("loss", "tokens_per_second"):
+        for curve in ("loss", "learning_rate", "grad_norm", "tokens_per_second"):
             assert facts["curves"][curve] in [trace["y"] for trace in lines]
 
 
@@ -180,12 +181,12 @@ def test_watch_page_updates_figures_during_training(browser):
             browser.set_viewport(1280)
             step = "JSON.parse(document.getElementById('facts').textContent).runs[0].run.step"
             first = browser.evaluate(step)
-            browser.evaluate("void (window.place = document.getElementById('curves'))")
+            browser.evaluate("void (window.place = document.getElementById('curves-0'))")
             browser.wait_until(f"{step} > {first + 5}")
-            browser.wait_until(f"document.getElementById('curves').data[0].x.at(-1) > {first + 5}")
-            assert browser.evaluate("window.place === document.getElementById('curves')")
+            browser.wait_until(f"document.getElementById('curves-0').data[0].x.at(-1) > {first + 5}")
+            assert browser.evaluate("window.place === document.getElementById('curves-0')")
             assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
-            assert browser.evaluate(f"{step} === document.getElementById('curves').data[0].x.at(-1)")
+            assert browser.evaluate(f"{step} === document.getElementById('curves-0').data[0].x.at(-1)")
             assert {f"{address}main.html"} <= set(browser.requested_urls)
             assert all(url.startswith((address, "data:")) for url in browser.requested_urls)
     finally:

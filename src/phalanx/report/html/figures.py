@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.report import formatting
 from phalanx.report.drawing import heatmap, step_breakdown
 from phalanx.report.profiled_steps import Facts
-from phalanx.spec.formatting import format_bytes, format_seconds, perplexity
+from phalanx.spec.formatting import format_bytes, format_perplexity, format_seconds
 
 Figure = dict[str, Any]
 HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
@@ -142,7 +142,7 @@ def _build_held_out_traces(facts: Facts, name: str, is_single: bool, run_color: 
         yield _build_line_trace(steps, losses, template) | {
             "mode": "markers",
             "marker": {"color": color, "size": 8, "symbol": symbol},
-            "customdata": [formatting.format_number(perplexity(loss), "perplexity") for loss in losses],
+            "customdata": [format_perplexity(loss) for loss in losses],
             "name": text,
             "showlegend": is_single,
         }

@@ -14,7 +14,7 @@ from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
-from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_ratio, format_seconds, perplexity, plural
+from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_perplexity, format_ratio, format_seconds, plural
 
 TILES = {
     "step": "step",
@@ -25,7 +25,7 @@ TILES = {
 }
 PLOTLY = "plotly-cartesian.min.js"
 """plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
-PROFILE_HINT = "For the passes of a step and the memory over it, train with --profile-steps FIRST:LAST."
+PROFILE_HINT = "For the passes of a step and the memory over it, train with <code>--profile-steps FIRST:LAST</code>."
 MAX_OPEN_MARKS = 5
 """Maximum number of marks in the curves whose lines are visible at first."""
 Column = tuple[str, Facts, str]
@@ -232,8 +232,7 @@ def _render_tiles(facts: Facts) -> str:
     if held_out and held_out[-1]["loss"][-1][1] is not None:
         loss = held_out[-1]["loss"][-1][1]
         text = f" over {formatting.format_tokens(held_out[-1]['held_out_tokens'])}" if len(held_out) > 1 else ""
-        perplexity_text = formatting.format_number(perplexity(loss), "perplexity")
-        tiles.append(("validation loss", f"{loss:.3f}", f"perplexity {perplexity_text}{text}"))
+        tiles.append(("validation loss", f"{loss:.3f}", f"perplexity {format_perplexity(loss)}{text}"))
     tiles += formatting.round_totals(facts)
     return "".join(
         f"<div><dt>{title}</dt><dd>{value}<small>{detail}</small></dd></div>" for title, value, detail in tiles
