@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from pathlib import Path
 
 import tomli_w
 
-from benchmarks.explorer import NODES, RUN
 from tests.helpers.browser import CHROMIUM, Browser
 from tests.helpers.doc_commands import fenced_blocks
 from tests.helpers.watch_server import serving
@@ -50,8 +50,8 @@ READY = "document.body.dataset.ready === 'true'"
 
 
 def phalanx(*arguments: object) -> None:
-    """Run a command of this checkout in `FOLDER`; fail if it does."""
-    subprocess.run([sys.executable, "-m", "phalanx", *map(str, arguments)], cwd=FOLDER, check=True)
+    """Run a command of this checkout; fail if it does."""
+    subprocess.run([sys.executable, "-m", "phalanx", *map(str, arguments)], check=True)
 
 
 def train_hybrid_run() -> Path:
@@ -62,9 +62,7 @@ def train_hybrid_run() -> Path:
         commands = [command for block in fenced_blocks(guide) for command in block.commands]
         command = next(command for command in commands if "name=hybrid" in command)
         _, _, options = command.replace("\\\n", " ").partition("phalanx train examples/demo.toml")
-        subprocess.run(
-            f"{sys.executable} -m phalanx train {ROOT}/examples/demo.toml {options}", shell=True, cwd=FOLDER, check=True
-        )
+        subprocess.run(f"{sys.executable} -m phalanx train {ROOT}/examples/demo.toml {options}", shell=True, check=True)
     return run
 
 
@@ -92,10 +90,12 @@ def copy_runs(run: Path, count: int) -> list[Path]:
         table["optimizer"]["learning_rate"] = learning_rate
         (copy / "run.toml").write_text(tomli_w.dumps(table))
         records = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
-        slower = 1 + 0.1 * abs(math.log2(learning_rate / 0.01)) + 0.02 * seed
+        slower = 1 + 0.03 * abs(math.log2(learning_rate / 0.01)) + 0.005 * seed
         for record in records:
             for field in record.keys() & {"loss", "held_out_loss"}:
-                record[field] = 5.5 + (record[field] - 5.5) / slower
+                record[field] *= slower
+            if "learning_rate" in record:
+                record["learning_rate"] *= learning_rate / 0.01
         (copy / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         copies.append(copy)
     return copies
@@ -119,12 +119,15 @@ def take_shots(browser: Browser, begin: str, shots: dict[str, tuple[int, bool]])
         file = Path(f"{begin}-{suffix}.png")
         browser.screenshot(file)
         scrolled = browser.evaluate("document.documentElement.scrollWidth")
-        print(f"{file.relative_to(ROOT)}{f': {scrolled} pixels wide' if scrolled > width else ''}")
+        print(f"{file.relative_to(ROOT)}{f': {scrolled} pixels wide' if scrolled > width else ''}", flush=True)
 
 
-def explore(browser: Browser, begin: str, shots: dict[str, tuple[int, bool]], run: Path, nodes: int) -> None:
-    """Take pictures of the explorer; in the dark ones, two layouts are compared."""
-    with serving("plan", "explore", run, "--machine", "h100", "--nodes", nodes, "--port", 0) as address:
+def explore(browser: Browser, begin: str, shots: dict[str, tuple[int, bool]]) -> None:
+    """Take pictures of the explorer with the run of its guide; in the dark ones, two layouts are compared."""
+    guide = (DOCS / "guides" / "explorer.md").read_text()
+    run = FOLDER / "llama3-8b.toml"
+    run.write_text("\n".join(next(block.body for block in fenced_blocks(guide) if block.title == run.name)))
+    with serving("plan", "explore", run.name, "--machine", "h100", "--nodes", 8, "--port", 0) as address:
         browser.navigate(address, READY)
         for suffix, (width, dark) in shots.items():
             if dark:
@@ -132,7 +135,7 @@ def explore(browser: Browser, begin: str, shots: dict[str, tuple[int, bool]], ru
                     "state.comparing = true; select(state.facts.ranked[3]); "
                     "byId('color-by').value = 'data_parallel'; paint()"
                 )
-                browser.wait_until("document.querySelectorAll('#details article').length !== 1")
+                browser.wait_until("document.getElementById('details').dataset.row === String(state.selected[1])")
             take_shots(browser, begin, {suffix: (width, dark)})
 
 
@@ -144,15 +147,14 @@ def main() -> None:
     if CHROMIUM is None:
         parser.error("chromium is not installed: apt-get install chromium")
     FOLDER.mkdir(exist_ok=True)
-    run_file = FOLDER / "llama3-405b.toml"
-    run_file.write_text(RUN)
+    os.chdir(FOLDER)
     hybrid = train_hybrid_run()
     with Browser() as browser:
         if not is_review:
             shots = {"wide": (1280, False), "narrow": (420, False), "dark": (1280, True)}
             browser.open(write_report("hybrid", [hybrid]))
             take_shots(browser, f"{DOCS}/report", shots)
-            explore(browser, f"{DOCS}/explorer", shots, run_file, NODES)
+            explore(browser, f"{DOCS}/explorer", shots)
             subprocess.run([sys.executable, DOCS / "course" / "images" / "make.py"], check=True)
             return
         shots = {"420": (420, False), "1280": (1280, False), "1280-dark": (1280, True)}
@@ -162,7 +164,7 @@ def main() -> None:
         for name, runs in reports.items():
             browser.open(write_report(name, runs))
             take_shots(browser, f"{FOLDER}/report-{name}", shots)
-        explore(browser, f"{FOLDER}/explorer", shots, run_file, 2)
+        explore(browser, f"{FOLDER}/explorer", shots)
         for page in SITE_PAGES if (ROOT / "site").is_dir() else ():
             file = ROOT / "site" / (f"{page}.html" if page == "index" else f"{page}/index.html")
             browser.navigate(file.as_uri(), "document.fonts.status === 'loaded'")

@@ -19,7 +19,7 @@ HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
 """Markers of losses on different held-out texts."""
 RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
-CURVES = (
+CURVES: tuple[tuple[str, str, str, Figure], ...] = (
     ("loss", "loss", ".4f", {}),
     ("learning_rate", "learning rate", ".3g", {"exponentformat": "e", "rangemode": "tozero"}),
     ("grad_norm", "gradient norm", ".3g", {"rangemode": "tozero"}),
