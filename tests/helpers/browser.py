@@ -1,6 +1,4 @@
-"""Headless Chromium over the pipe of its DevTools protocol, with the standard library only.
-
-python -m tests.helpers.browser REPORT.html docs/report     # three screenshots: -wide.png, -narrow.png, -dark.png"""
+"""Headless Chromium over the pipe of its DevTools protocol, with the standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -109,7 +106,10 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Open a page, and wait until its figures are drawn."""
-        is_drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
+        is_drawn = (
+            "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg') || "
+            "place.closest('details:not([open])'))"
+        )
         self.navigate(address, f"!!document.getElementById('figures') && {is_drawn}")
 
     def navigate(self, address: str, ready: str) -> None:
@@ -158,15 +158,6 @@ class Browser:
         self.evaluate(frames)  # plotly resizes figures a moment after the window
 
     def screenshot(self, file: Path) -> None:
-        """Return a PNG of the whole page."""
+        """Write a PNG of the whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, optimizeForSpeed=False)
         file.write_bytes(base64.b64decode(shot["data"]))
-
-
-if __name__ == "__main__":
-    report, begins = sys.argv[1:]
-    with Browser() as shown:
-        shown.open(Path(report).resolve().as_uri())
-        for name, width, in_the_dark in (("wide", 1280, False), ("narrow", 400, False), ("dark", 1280, True)):
-            shown.set_viewport(width, in_the_dark)
-            shown.screenshot(Path(f"{begins}-{name}.png"))

@@ -16,7 +16,7 @@ FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(elem
 which chooses their color by that of the bar."""
 FIND_OVERFLOWING_ELEMENTS = """[...document.querySelectorAll('main *')].filter(one => {
   const figure = one.closest('.main-svg');
-  if (figure && !one.matches('.annotation-text')) return false;
+  if ((figure && !one.matches('.annotation-text')) || one.closest('.scroll table')) return false;
   return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
 }).map(one => one.outerHTML)"""
-"""Elements that exceed the right edge of the page, and titles that exceed that of their figure."""
+"""Elements that exceed the right edge of the page, and titles that exceed that of their figure. Tables may scroll."""

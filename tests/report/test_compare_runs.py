@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from phalanx.report.compare_runs import compare_runs, report_data, run_labels
@@ -49,9 +51,55 @@ def test_compare_runs_rows_have_ratios_to_first_run(two_rank_facts, hybrid_facts
 def test_compare_runs_reports_different_models_and_world_sizes(two_rank_facts, hybrid_facts):
     comparison = compare_runs([two_rank_facts, hybrid_facts])
     assert comparison["same_model"] is False
-    assert comparison["differences"][0].startswith("These are different models (moe the default and num_experts 4")
+    assert comparison["differences"][0] == (
+        "These are different models: their losses, times and bytes are not comparable."
+    )
     assert comparison["loss_apart"] is None
-    assert "The runs have different numbers of ranks: two 2; hybrid 4." in comparison["differences"]
+    assert comparison["settings"]["ranks"] == [2, 4]
+    assert comparison["settings"]["model.moe.num_experts"] == [None, 4]
+    assert comparison["settings"]["layout.pp"] == [1, 2]
+
+
+def with_settings(facts, name, **settings):
+    return {**facts, "run": {**facts["run"], "name": name, "settings": {**facts["run"]["settings"], **settings}}}
+
+
+def test_compare_runs_titles_say_what_differs(two_rank_facts):
+    runs = [
+        with_settings(two_rank_facts, "a", **{"training.seed": 1, "layout.offload": None}),
+        with_settings(two_rank_facts, "b", **{"training.seed": 2, "layout.offload": "cpu"}),
+    ]
+    comparison = compare_runs(runs)
+    assert comparison["titles"] == ["a: seed=1", "b: seed=2, offload=cpu"]
+    assert comparison["settings"] == {"training.seed": [1, 2], "layout.offload": [None, "cpu"]}
+    assert comparison["same_model"] is True
+
+
+def test_compare_runs_titles_have_at_most_three_settings_with_unique_names(two_rank_facts):
+    fields = ("training.seed", "checkpoint.every", "metrics.every", "optimizer.weight_decay")
+    runs = [with_settings(two_rank_facts, name, **dict.fromkeys(fields, name)) for name in "ab"]
+    assert sorted(compare_runs(runs)["titles"]) == [
+        "a: seed=a, weight_decay=a, checkpoint.every=a, and 1 more",
+        "b: seed=b, weight_decay=b, checkpoint.every=b, and 1 more",
+    ]
+
+
+def test_compare_runs_has_perplexity_and_last_steps_that_differ(two_rank_facts):
+    behind = {**two_rank_facts, "run": {**two_rank_facts["run"], "step": 5}}
+    rows = {row["quantity"]: row["measured"] for row in compare_runs([two_rank_facts, behind])["rows"]}
+    assert rows["last step"] == [8, 5]
+    assert rows["perplexity"] == [pytest.approx(math.exp(loss)) for loss in rows["held-out loss"]]
+    assert "last step" not in [row["quantity"] for row in compare_runs([two_rank_facts] * 2)["rows"]]
+
+
+def test_report_of_many_runs_prints_one_table_with_a_row_per_run(tmp_path):
+    runs = [copy_run(two_rank_run(), tmp_path / str(number)) for number in range(4)]
+    output = command_output("report", *runs, "--html", tmp_path / "page.html", width=100)
+    rows = [line for line in output.splitlines() if line.startswith("two in ")]
+    assert len(rows) == 4
+    assert "validation" in output
+    assert "First change" not in output
+    assert "change first" not in output
 
 
 def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):

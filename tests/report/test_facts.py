@@ -92,7 +92,7 @@ def test_page_and_text_mark_change_of_held_out_text(tmp_path: Path) -> None:
     assert first["marker"]["symbol"] != second["marker"]["symbol"]
     assert first["marker"]["color"] != second["marker"]["color"]
     page = main(report_data([facts]))
-    assert "held out 4.400 over 4,096 tokens" in page
+    assert "<dt>validation loss</dt><dd>4.400<small>perplexity 81.5 over 4,096 tokens</small>" in page
     assert "the held-out text changed once" in page
     assert "the held-out text changed once" in command_output("report", directory, width=400)
 
@@ -101,8 +101,10 @@ def test_one_held_out_text_needs_no_number(tmp_path: Path) -> None:
     facts = report_facts(read_run(evaluated_run(tmp_path, *CHANGED[:2])))
     figure = figures.curves([facts], ["one"])
     assert figure is not None
-    assert [trace["name"] for trace in figure["data"] if "held-out" in trace.get("name", "")] == ["held-out text"]
-    assert "held out 4.000<" in main(report_data([facts]))
+    assert [trace["name"] for trace in figure["data"] if "held-out" in trace.get("name", "")] == [
+        "held-out text (validation)"
+    ]
+    assert "<dd>4.000<small>perplexity 54.6</small>" in main(report_data([facts]))
     assert facts["problems"] == []
 
 
@@ -117,8 +119,6 @@ def test_runs_with_other_held_out_text_are_not_compared(tmp_path: Path) -> None:
     assert row["ratio"] == [1.0, None, None]
     (sentence,) = [line for line in format_comparison(comparison) if "held-out" in line]
     assert sentence.startswith("The runs were last evaluated on different held-out text, so that these losses are not")
-    assert sentence.endswith(
-        "1,024 tokens; two in " + f"{tmp_path / '1'} 4,096 tokens; two in {tmp_path / '2'} 4,096 tokens."
-    )
+    assert sentence.endswith(": 1,024 tokens and 4,096 tokens.")
     (row,) = [row for row in compare_runs(runs[1:])["rows"] if row["quantity"] == "held-out loss"]
     assert row["ratio"] == [1.0, 1.0]

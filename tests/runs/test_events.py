@@ -16,6 +16,7 @@ from phalanx.runs.events import (
     STARTED,
     active_seconds_until,
     append_event,
+    changed_settings,
     describe_failures,
     failure_count_and_uptime,
     read_events,
@@ -23,6 +24,15 @@ from phalanx.runs.events import (
 
 EVENT_FIELDS = {"ranks": 2, "rank": 0, "step": 0, "after": 0, "to": 0, "reason": "was killed"}
 """Fields of every kind of event."""
+
+
+def test_changed_settings_are_those_of_no_start_before(tmp_path: Path) -> None:
+    first, second = {"layout.pp": 1}, {"layout.pp": 2}
+    assert changed_settings(tmp_path, first) == {"settings": first}
+    append_event(tmp_path, STARTED, ranks=2, step=0, settings=first)
+    append_event(tmp_path, STARTED, ranks=2, step=4)
+    assert changed_settings(tmp_path, first) == {}
+    assert changed_settings(tmp_path, second) == {"settings": second}
 
 
 def test_active_seconds_until_excludes_time_between_finish_and_restart() -> None:

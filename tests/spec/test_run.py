@@ -46,3 +46,16 @@ def test_replace_keeps_parts_and_unset_fields_and_accepts_lists() -> None:
     assert changed.cluster.replace(cores=4).model_fields_set == {"nodes", "cores"}
     assert "learning_rate" not in changed.optimizer.model_fields_set
     assert layout.replace(pp=2, recomputed_blocks=[1, 2]).recomputed_blocks == (1, 2)
+
+
+def test_settings_have_dotted_names_without_places_machines_and_undecided_steps() -> None:
+    run = run_from_table(
+        {"training": {"seconds": 60}, "callbacks": {"stop": {"class": "mine:Stop", "named_in": "run.toml"}}}
+    )
+    settings = run.settings
+    assert settings["layout.pp"] == 1
+    assert settings["optimizer.learning_rate"] == run.optimizer.learning_rate
+    assert settings["callbacks.stop.class"] == "mine:Stop"
+    assert not [name for name in settings if name.split(".")[0] in ("name", "output_dir", "cluster")]
+    assert not {"training.steps", "callbacks.stop.named_in", "data.cache"} & settings.keys()
+    assert run_from_table({"training": {"steps": 7}}).settings["training.steps"] == 7

@@ -28,6 +28,8 @@ from phalanx.spec.run import RunSpec
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
 MIN_SHARE = 0.1
 """Minimum share of a step for a cause to count as a bottleneck."""
+MIN_SHOWN_SHARE = 0.005
+"""Minimum share of a step for a cause to be listed: less is 0 % of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,8 @@ def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
     bottlenecks += _find_communication_wait(run_data, times, timeline)
     bottlenecks.sort(key=lambda finding: -finding.share)
     significant = [finding for finding in bottlenecks if finding.share >= MIN_SHARE]
-    return [*significant, _describe_compute(run_data, times), *bottlenecks[len(significant) :]]
+    minor = [finding for finding in bottlenecks if MIN_SHOWN_SHARE <= finding.share < MIN_SHARE]
+    return [*significant, _describe_compute(run_data, times), *minor]
 
 
 def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
@@ -254,10 +257,10 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
     if has_gpu and (run is None or run.training.precision not in BF16_PRECISIONS):
         settings.append("lower precision")
+    average = ", averaged over ranks" if len(times.ranks) > 1 else ""
     return Bottleneck(
         kind="compute",
         share=times.share(seconds),
-        evidence=f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks"
-        f"{mfu_note}",
+        evidence=f"forward and backward passes take {np.median(seconds):.3g} s of a step{average}{mfu_note}",
         suggestion=f"use {', '.join(settings)}{'; otherwise ' if settings else ''}more or faster devices",
     )

@@ -10,19 +10,25 @@ from typing import Any
 from phalanx.report import formatting
 from phalanx.report.profiled_steps import Facts
 from phalanx.runs.metrics import have_same_held_out_text
+from phalanx.spec.formatting import perplexity
 
-COMPARED_SETTINGS = {
-    "layout": "layouts",
-    "ranks": "numbers of ranks",
-    "device": "devices",
-    "precision": "precisions",
-    "tokens_per_step": "batches (tokens per step)",
-    "sequence": "lengths of sequences",
-    "steps": "numbers of steps, over which learning rates change",
-    "optimizer": "optimizers",
-    "seed": "seeds",
-}
-"""Facts that may explain a difference between runs, with their names in the plural."""
+MAX_SIDE_BY_SIDE = 3
+"""Maximum number of runs whose reports stand side by side; the reports of more runs follow each other."""
+MAX_TITLE_SETTINGS = 3
+"""Maximum number of differing settings in the title of a run."""
+MEASURE_ORDER = (
+    "last step",
+    "loss",
+    "held-out loss",
+    "perplexity",
+    "tokens_per_second",
+    "targets_per_second",
+    "step",
+    "mfu",
+    "peak memory of a rank",
+    "goodput",
+)
+"""Measures at the beginning of a table of runs."""
 
 
 def report_data(runs: Sequence[Facts]) -> Facts:
@@ -33,23 +39,56 @@ def report_data(runs: Sequence[Facts]) -> Facts:
 def compare_runs(runs: Sequence[Facts]) -> Facts:
     """Return the comparison of runs.
 
-    It has names, whether the runs have one model (None if unknown), differences as text, measures with ratios to
-    the first run, and the maximum difference of losses of the same steps.
+    It has names, titles that say what differs, the differing settings with the value of each run, whether the runs have
+    one model (None if unknown), differences as text, measures with ratios to the first run, and the maximum difference
+    of losses of the same steps.
     """
-    names = run_labels([facts["run"] for facts in runs])
-    models = [facts["run"].get("model") for facts in runs]
-    same_model = None if None in models else all(model == models[0] for model in models)
+    run_facts = [facts["run"] for facts in runs]
+    names = run_labels(run_facts)
+    settings = _find_differing_settings(run_facts)
+    unknown = [name for name, run in zip(names, run_facts, strict=True) if "settings" not in run]
+    same_model = None if unknown else not any(name.startswith("model.") for name in settings)
+    rows = sorted(_compare_measures(runs), key=lambda row: (*MEASURE_ORDER, row["quantity"]).index(row["quantity"]))
     return {
         "names": names,
+        "titles": _make_titles(names, settings),
+        "settings": settings,
         "same_model": same_model,
         "differences": [
-            *_describe_models(names, models, same_model),
-            *_describe_settings(names, [facts["run"] for facts in runs]),
-            *_describe_held_out(names, [_last_held_out_curve(facts) for facts in runs]),
+            *_describe_models(unknown, same_model),
+            *_describe_peaks(run_facts),
+            *_describe_held_out([_last_held_out_curve(facts) for facts in runs]),
         ],
-        "rows": list(_compare_measures(runs)),
+        "rows": rows,
         "loss_apart": _max_loss_difference(runs) if same_model else None,
     }
+
+
+def _find_differing_settings(runs: Sequence[Facts]) -> dict[str, list[Any]]:
+    """Return the value of each run, or None, for each setting that is not equal in all runs with known ones."""
+    settings = [
+        {"ranks": run["ranks"], "device": run["device"], **run["settings"]} if "settings" in run else None
+        for run in runs
+    ]
+    known = [fields for fields in settings if fields is not None]
+    return {
+        name: [fields.get(name) if fields else None for fields in settings]
+        for name in dict.fromkeys(name for fields in known for name in fields)
+        if any(fields.get(name) != known[0].get(name) for fields in known)
+    }
+
+
+def _make_titles(names: Sequence[str], settings: dict[str, list[Any]]) -> list[str]:
+    """Return the name of each run with the first of its settings that differ, such as "a: seed=1, pp=2"."""
+    short_names = formatting.short_names(settings)
+    titles = []
+    for index, name in enumerate(names):
+        own = [
+            f"{short_names[field]}={values[index]}" for field, values in settings.items() if values[index] is not None
+        ]
+        more = [f"and {len(own) - MAX_TITLE_SETTINGS} more"] if len(own) > MAX_TITLE_SETTINGS else []
+        titles.append(f"{name}: {', '.join([*own[:MAX_TITLE_SETTINGS], *more])}" if own else name)
+    return titles
 
 
 def run_labels(runs: Sequence[Facts]) -> list[str]:
@@ -63,52 +102,20 @@ def run_labels(runs: Sequence[Facts]) -> list[str]:
     return names
 
 
-def _describe_models(names: Sequence[str], models: Sequence[Facts | None], same_model: bool | None) -> Iterator[str]:
-    unknown = [name for name, model in zip(names, models, strict=True) if model is None]
+def _describe_models(unknown: Sequence[str], same_model: bool | None) -> Iterator[str]:
     if unknown:
         yield f"These runs may have different models: no usable run.toml in {', '.join(unknown)}."
     elif not same_model:
-        known_models = [model for model in models if model is not None]
-        fields = [
-            field
-            for field in dict.fromkeys(name for model in known_models for name in model)
-            if _models_differ(known_models, field)
-        ]
-        differences = "; ".join(
-            f"{field} {' and '.join(_format_value(model.get(field)) for model in known_models)}" for field in fields[:6]
-        )
-        yield f"These are different models ({differences}): their losses, times and bytes are not comparable."
+        yield "These are different models: their losses, times and bytes are not comparable."
 
 
-def _models_differ(models: Sequence[Facts], field: str) -> bool:
-    return any(model.get(field) != models[0].get(field) for model in models)
-
-
-def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[str]:
-    for setting, plural in COMPARED_SETTINGS.items():
-        values = [run.get(setting) for run in runs]
-        if None in values or all(value == values[0] for value in values):
-            continue
-        value_texts = [
-            formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values
-        ]
-        pairs = "; ".join(f"{name} {value}" for name, value in zip(names, value_texts, strict=True))
-        yield f"The runs have different {plural}: {pairs}."
+def _describe_peaks(runs: Sequence[Facts]) -> Iterator[str]:
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
-    if len(peaks) == len(runs) and any(peak != peaks[0] for peak in peaks):
-        pairs = "; ".join(f"{name} {peak / 1e9:,.4g} G" for name, peak in zip(names, peaks, strict=True))
+    if len(peaks) == len(runs) and min(peaks) != max(peaks):
         yield (
-            f"MFU and predictions refer to different peaks (FLOP/s of a rank): {pairs}. Each start measures the peak; "
-            "other load on the machine lowers it."
+            f"MFU and predictions refer to different peaks: {min(peaks) / 1e9:,.4g} to {max(peaks) / 1e9:,.4g} GFLOP/s "
+            "of a rank. Each start measures the peak; other load on the machine lowers it."
         )
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items())
-    if value is None:
-        return "the default"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
@@ -121,18 +128,24 @@ def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
     ):
         rows = [formatting.measured_row(facts, name) for facts in runs]
         measure_row = _build_comparison_row(name, unit, [row["measured"] if row else None for row in rows])
-        if name == "mfu" and _models_differ([facts["run"] for facts in runs], "peak_flops"):
+        if name == "mfu" and len({facts["run"].get("peak_flops") for facts in runs}) > 1:
             measure_row["ratio"] = [None] * len(runs)  # shares of different peaks
         yield measure_row
+    last_steps = [facts["run"]["step"] for facts in runs]
+    if len(set(last_steps)) > 1:
+        yield _build_comparison_row("last step", "steps", last_steps) | {"ratio": [None] * len(runs)}
     yield _build_comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
     curves = [_last_held_out_curve(facts) for facts in runs]
     losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
-    held_out_row = _build_comparison_row("held-out loss", "loss", losses)
-    held_out_row["ratio"] = [
-        ratio if have_same_held_out_text(curves[0], curve) else None
-        for ratio, curve in zip(held_out_row["ratio"], curves, strict=True)
-    ]
-    yield held_out_row
+    for held_out_row in (
+        _build_comparison_row("held-out loss", "loss", losses),
+        _build_comparison_row("perplexity", "perplexity", [perplexity(loss) for loss in losses]),
+    ):
+        held_out_row["ratio"] = [
+            ratio if have_same_held_out_text(curves[0], curve) else None
+            for ratio, curve in zip(held_out_row["ratio"], curves, strict=True)
+        ]
+        yield held_out_row
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
     yield _build_comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
 
@@ -143,12 +156,14 @@ def _last_held_out_curve(facts: Facts) -> Facts:
     return dict(curves[-1]) if curves else {"loss": []}
 
 
-def _describe_held_out(names: Sequence[str], curves: Sequence[Facts]) -> Iterator[str]:
-    evaluated = [(name, curve) for name, curve in zip(names, curves, strict=True) if curve["loss"]]
-    if all(have_same_held_out_text(evaluated[0][1], curve) for _, curve in evaluated):
-        return
-    pairs = "; ".join(f"{name} {formatting.format_tokens(curve['held_out_tokens'])}" for name, curve in evaluated)
-    yield f"The runs were last evaluated on different held-out text, so that these losses are not comparable: {pairs}."
+def _describe_held_out(curves: Sequence[Facts]) -> Iterator[str]:
+    evaluated = [curve for curve in curves if curve["loss"]]
+    if not all(have_same_held_out_text(evaluated[0], curve) for curve in evaluated):
+        counts = dict.fromkeys(formatting.format_tokens(curve["held_out_tokens"]) for curve in evaluated)
+        yield (
+            "The runs were last evaluated on different held-out text, so that these losses are not comparable: "
+            f"{' and '.join(counts)}."
+        )
 
 
 def _build_comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:

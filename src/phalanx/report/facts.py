@@ -27,6 +27,7 @@ from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.formatting import format_times, format_tokens
 from phalanx.report.gpu_profile.facts import gpu_facts
 from phalanx.report.gpu_samples import gpu_sample_facts
+from phalanx.report.marks import run_marks
 from phalanx.report.measured_machine import measured_peak
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData
@@ -36,7 +37,6 @@ from phalanx.runs.jsonl import JsonRecord
 from phalanx.runs.metrics import has_ignored_targets, have_same_held_out_text
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.components import changed_fields
 from phalanx.spec.errors import UserError
 
 CURVES = (
@@ -206,13 +206,11 @@ def _summarize_run(run_data: RunData) -> Facts:
     if run.training.has_decided_steps:
         summary["steps"] = run.training.steps
     return summary | {
-        "model": changed_fields(run.model),
+        "settings": run.settings,
         "parameters": count_parameters(run.model).total,
         "precision": run.training.precision,
         "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
         "tokens_per_step": run.training.tokens_per_step,
-        "optimizer": changed_fields(run.optimizer),
-        "seed": run.training.seed,
         "peak_flops": measured_peak(run, run_data.step_metrics, run_data.world_size),
         "sequence": run.training.seq_len,
     }
@@ -265,7 +263,7 @@ def _break_down_ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]
 
 
 def _collect_curves(run_data: RunData) -> Facts:
-    """Return the metrics of each step and a curve per held-out text, the last evaluated text last."""
+    """Return the metrics of each step, a curve per held-out text, the last evaluated text last, and marks of starts."""
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
     has_targets = any(map(has_ignored_targets, step_metrics))
@@ -284,7 +282,7 @@ def _collect_curves(run_data: RunData) -> Facts:
         curve["held_out_set"] = line.get("held_out_set") or curve["held_out_set"]
         curve["loss"].append([line["step"], line["held_out_loss"]])
         held_out.append(curve)
-    return curves | {"held_out": held_out}
+    return curves | {"held_out": held_out, "marks": run_marks(run_data.run_events)}
 
 
 def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[str]:

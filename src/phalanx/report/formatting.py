@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.report.swarm_rounds import ALL_ROUNDS, PER_ROUND
-from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_percent, format_seconds, plural
+from phalanx.spec.formatting import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_digits,
+    format_percent,
+    format_ratio,
+    format_seconds,
+    plural,
+)
 
 DISPLAY_NAMES = {
     "tokens_per_second": "tokens per second",
@@ -20,6 +30,7 @@ DISPLAY_NAMES = {
     "communication": "exposed communication",
     "optimizer": "update",
     "step": "whole step",
+    "held-out loss": "validation loss",
 }
 """Names in text that differ from those of facts."""
 RANK_OF_STEP_PART = {"compute": "slowest rank", "exposed communication": "rank that waits least"}
@@ -58,23 +69,25 @@ def format_times(count: int) -> str:
 def format_number(value: float | None, unit: str) -> str:
     """Return a number with three digits and its unit, or a dash if it is None.
 
-    Units are "s" (seconds), "B" (bytes), "tokens/s", "loss", and "" (a share).
+    Units are "s" (seconds), "B" (bytes), "tokens/s", "steps", "loss", "perplexity", and "" (a share).
     """
     if value is None:
         return UNKNOWN
+    if unit == "perplexity":
+        return format_digits(value)
     if unit == "loss":
         return f"{value:.3f}"
     if unit == "B":
         return format_bytes(value, trailing_zeros=True)
     if unit == "s":
         return format_seconds(value)
-    return f"{value:,.0f}" if unit == "tokens/s" else format_percent(value)
+    return f"{value:,.0f}" if unit in ("tokens/s", "steps") else format_percent(value)
 
 
-def row_label(row: Mapping[str, Any]) -> str:
+def row_label(row: Mapping[str, Any], num_ranks: int) -> str:
     """Return the label of a row of `comparison`."""
     name = str(row["quantity"])
-    if not row["role"] and name in RANK_OF_STEP_PART:
+    if not row["role"] and name in RANK_OF_STEP_PART and num_ranks > 1:
         return f"{name}, {RANK_OF_STEP_PART[name]}"
     return name if row["role"] and name in STATE else DISPLAY_NAMES.get(name, name)
 
@@ -136,8 +149,8 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
     device = f" ({run['device']})" if run["device"] else ""
     lines = [f"{plural(ranks, 'rank')}{hosts_text}{device}" if ranks else "an unknown number of ranks"]
     if "layout" in run:
-        implementation = run["model"].get("implementation")
-        source = f" as [model] describes {implementation['class']}" if implementation else ""
+        implementation = run["settings"].get("model.implementation.class")
+        source = f" as [model] describes {implementation}" if implementation else ""
         lines += [
             format_layout(run["layout"]),
             f"{format_count(run['parameters'])} parameters{source} in {run['precision']}",
@@ -177,6 +190,30 @@ def format_comparison(comparison: Mapping[str, Any]) -> list[str]:
         *comparison["differences"],
         f"Over the {loss_difference['steps']} steps of all runs, losses differ by at most {largest}.",
     ]
+
+
+def comparison_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[tuple[Any, str, str]]]]:
+    """Return the rows of a comparison: label and a cell per run, with the value, its text and its ratio to the first.
+
+    The first rows are the differing settings. Measures that no run has, or that are 0 in all of them, are left out.
+    """
+    rows = []
+    names = short_names(comparison["settings"])
+    for name, values in comparison["settings"].items():
+        rows.append((names[name], [(value, UNKNOWN if value is None else str(value), "") for value in values]))
+    for row in comparison["rows"]:
+        if any(row["measured"]):
+            texts = [format_number(value, row["unit"]) for value in row["measured"]]
+            ratios = ["", *("" if ratio is None else format_ratio(ratio) for ratio in row["ratio"][1:])]
+            label = DISPLAY_NAMES.get(row["quantity"], row["quantity"])
+            rows.append((label, list(zip(row["measured"], texts, ratios, strict=True))))
+    return rows
+
+
+def short_names(fields: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each dotted name, or the whole name if several end in this part."""
+    counts = Counter(field.rpartition(".")[2] for field in fields)
+    return {field: last if counts[last := field.rpartition(".")[2]] == 1 else field for field in fields}
 
 
 def seconds_left(facts: Mapping[str, Any]) -> float | None:

@@ -57,6 +57,8 @@ class Started(Event):
     host: NotRequired[str]
     launcher: NotRequired[int]
     alive_until: NotRequired[Timestamp | None]
+    settings: NotRequired[dict[str, Any]]
+    """`RunSpec.settings`, unless they are those of the start before."""
 
 
 class Failed(Event):
@@ -211,6 +213,12 @@ def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[st
 
 def _format_time(event: Mapping[str, Any]) -> str:
     return datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def changed_settings(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the `settings` of a start's event, without the field if the last start that has it has the same ones."""
+    recorded = next((event["settings"] for event in reversed(read_events(directory)) if "settings" in event), None)
+    return {} if recorded == settings else {"settings": settings}
 
 
 def read_events(directory: Path, problems: list[str] | None = None) -> list[Mapping[str, Any]]:

@@ -99,15 +99,6 @@ def mark_components(table: dict[str, Any], file: str | None) -> None:
         section[field] = arguments if file is None else {**arguments, "named_in": file}
 
 
-def changed_fields(spec: Spec) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, without the files that name components."""
-    table = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
-    for value in table.values():
-        if isinstance(value, dict):
-            value.pop("named_in", None)
-    return table
-
-
 def require_trusted(field: str, component: ComponentSpec, fix: str = "") -> None:
     """Raise UserError for a component that only a run directory names.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -43,6 +44,17 @@ def number_fix(name: str, value: object) -> str:
 def format_digits(value: float) -> str:
     """Format a number with three digits, trailing zeros included: "12.0"."""
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
+
+
+def perplexity(loss: float | None) -> float | None:
+    """Return e to the power of a loss in nats per token; None without a loss, and beyond the range of floats."""
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def format_perplexity(loss: float | None) -> str:
+    """Format the perplexity of a loss in nats per token with three digits: "35.9", or "-" if there is none."""
+    value = perplexity(loss)
+    return UNKNOWN if value is None else format_digits(value)
 
 
 def format_optional(value: float | None) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -291,6 +292,24 @@ class RunSpec(Spec):
         by_default = self.cluster.uses_cuda and self.model.implementation is None
         return by_default if self.training.compile is None else self.training.compile
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields that may explain a difference between runs, by dotted name, such as "layout.pp".
+
+        Names, places and machines are left out, and so is what is not set or not decided yet.
+        """
+        table = self.model_dump(mode="json", exclude_none=True, exclude={"name", "output_dir", "cluster"})
+        left_out = {
+            "auto_layout",
+            "training.auto_precision",
+            "training.seconds",
+            "layout.auto_checkpointing",
+            "data.cache",
+        }
+        if not self.training.has_decided_steps:
+            left_out.add("training.steps")
+        return {name: value for name, value in _flatten(table) if name not in left_out}
+
     @model_validator(mode="after")
     def _complete_and_check(self) -> RunSpec:
         optimizer = self.optimizer
@@ -322,6 +341,15 @@ class RunSpec(Spec):
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
         return self
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested table with their dotted names, without the files that name components."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif name != "named_in":
+            yield f"{prefix}{name}", value
 
 
 def require_settings_of_weights(run: RunSpec) -> None:

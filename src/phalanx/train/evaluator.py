@@ -17,6 +17,7 @@ from phalanx.data.loader import evaluation_batches
 from phalanx.data.packing import IGNORE_INDEX
 from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.formatting import format_perplexity
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
@@ -65,8 +66,9 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
 
 def evaluation_message(evaluation: MetricsRecord) -> str:
     """Return a line about an evaluation."""
+    loss = evaluation["held_out_loss"]
     return (
-        f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
+        f"held-out loss (validation) {loss:.4f} nats/token, perplexity {format_perplexity(loss)}, "
         f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
     )
 

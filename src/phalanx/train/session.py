@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from phalanx.data.packing import Batch
 from phalanx.launch.process import LAUNCHER_PID_ENV
-from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
+from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, changed_settings, mtime_or_none
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.log import RESULT
 from phalanx.train.callbacks.callback import build_callbacks
@@ -44,6 +44,7 @@ def train_session(
             step=trainer.step,
             launcher=int(os.environ.get(LAUNCHER_PID_ENV, "0")),
             alive_until=mtime_or_none(trainer.directory / METRICS_FILE),
+            **changed_settings(trainer.directory, trainer.run.settings),
         )
     steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
     with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:

@@ -106,10 +106,44 @@ def test_report_page_escapes_untrusted_text(two_run_report):
     assert "<img" not in json.dumps(parse_embedded_json(text, "figures"))
 
 
-def test_report_page_explains_missing_profiled_steps(two_run_report):
+def test_report_page_has_no_empty_sections_and_one_hint(two_run_report):
     text = main(report_data([two_run_report["runs"][1]]))
-    assert "No step was profiled: train with --profile-steps FIRST:LAST." in text
-    assert "How much each expert" not in text
+    titles = re.findall("<h2>(.*?)</h2>", text)[1:]  # after the verdict
+    assert titles == ["Predicted and measured", "Time of each rank's step", "Loss and speed", "Traffic between ranks"]
+    assert text.count("train with <code>--profile-steps FIRST:LAST</code>.") == 1
+    assert "--profile-steps" not in main(report_data([two_run_report["runs"][0]]))
+
+
+def test_report_page_curves_have_learning_rate_gradient_norm_and_marks(two_run_report):
+    facts = copy.deepcopy(two_run_report["runs"][1])
+    facts["curves"]["marks"] = [{"step": 4, "kind": "change", "text": "step 4: resumed; layout.pp: 2 (before: <1>)"}]
+    text = main(report_data([facts]))
+    figure = parse_embedded_json(text, "figures")["curves-0"]
+    axes = [figure["layout"][f"yaxis{number}"] for number in ("", 2, 3, 4)]
+    assert [axis["title"]["text"] for axis in axes] == ["loss", "learning rate", "gradient norm", "tokens/s"]
+    assert all(below["domain"][1] < above["domain"][0] for above, below in pairwise(axes))
+    lines = {trace["yaxis"]: trace["y"] for trace in figure["data"] if trace["mode"] == "lines"}
+    assert [lines[axis] for axis in ("y2", "y3")] == [facts["curves"][name] for name in ("learning_rate", "grad_norm")]
+    (mark,) = figure["layout"]["shapes"]
+    assert (mark["x0"], mark["x1"]) == (4.5, 4.5)
+    assert "</span>step 4: resumed; layout.pp: 2 (before: &lt;1&gt;)</li>" in text
+
+
+def test_report_page_of_many_runs_begins_with_a_sortable_table(two_run_report):
+    runs = []
+    for number in range(5):
+        facts = copy.deepcopy(two_run_report["runs"][1])
+        facts["run"] |= {"name": f"run-{number}", "settings": {**facts["run"]["settings"], "training.seed": number}}
+        runs.append(facts)
+    text = main(report_data(runs))
+    assert text.startswith('<main class="several">\n<section><h1>5 runs</h1><div class="scroll"><table class="sort')
+    assert re.findall(r'<td data-value="(\d)">', text) == ["0", "1", "2", "3", "4"]
+    assert re.findall("<summary>(run-.*?)</summary>", text) == [f"run-{number}: seed={number}" for number in range(5)]
+    figures = parse_embedded_json(text, "figures")
+    assert {f"curves-{number}" for number in range(5)} | {"curves"} <= set(figures)
+    colors = {trace["line"]["color"] for trace in figures["curves"]["data"] if trace["mode"] == "lines"}
+    assert len(colors) == 5
+    assert "<title>5 runs - Phalanx</title>" in page(report_data(runs))
 
 
 def test_group_rows_omits_zero_rows(two_run_report):
@@ -132,7 +166,7 @@ def test_report_page_has_table_of_gpus_if_a_run_has_their_figures(two_run_report
     report["runs"][0]["gpu"] = {"step": 6, "ranks": [{"rank": 0, **profile}]}
     text = main(report)
     assert "<td>exposed communication of mesh_tp</td><td>50.0 µs  5.0 %</td>" in text
-    assert "No step was profiled on a GPU" in text  # note of the second run
+    assert "No data." in text  # of the second run
 
 
 def test_report_page_has_sensors_of_gpus_if_a_run_recorded_them(two_run_report):
@@ -143,4 +177,4 @@ def test_report_page_has_sensors_of_gpus_if_a_run_recorded_them(two_run_report):
     text = main(report)
     assert "<td>SM clock, median</td><td>1,755 MHz</td><td>1,200 MHz</td>" in text
     assert "<p>Rank 1 on node0: SM clock of 1,200 MHz" in text
-    assert "No sensors were recorded" in text  # note of the second run
+    assert "No data." in text  # of the second run

@@ -35,7 +35,7 @@ def browser():
 def pages(tmp_path_factory):
     """Return each page and the output of `--json` that was written with it."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()]}
+    runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()], "many": [two_rank_run()] * 5}
     return {
         name: (
             (folder / f"{name}.html").as_uri(),
@@ -100,9 +100,10 @@ def test_report_page_figures_in_browser_equal_report_json(opened_page):
 
 def test_report_page_curves_contain_every_run(opened_page):
     browser, report = opened_page
-    lines = [trace for trace in plotly_traces(browser, "curves") if trace["type"] == "scatter"]
+    figure = "curves" if report["comparison"] else "curves-0"
+    lines = [trace for trace in plotly_traces(browser, figure) if trace["type"] == "scatter"]
     for facts in report["runs"]:
-        for curve in ("loss", "tokens_per_second"):
+        for curve in ("loss", "learning_rate", "grad_norm", "tokens_per_second"):
             assert facts["curves"][curve] in [trace["y"] for trace in lines]
 
 
@@ -114,7 +115,7 @@ def test_report_page_tables_equal_report_json(opened_page):
     )
     assert rows == [
         [
-            formatting.row_label(row),
+            formatting.row_label(row, facts["run"]["ranks"]),
             *(formatting.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
             format_ratio(row["ratio"]),
         ]
@@ -133,7 +134,7 @@ def test_report_page_fetches_no_external_resources(opened_page):
     assert browser.errors == []
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1280, 420])
 @pytest.mark.parametrize("dark", [False, True])
 def test_report_page_fits_viewport_with_readable_contrast(opened_page, width, dark):
     browser, _ = opened_page
@@ -142,6 +143,28 @@ def test_report_page_fits_viewport_with_readable_contrast(opened_page, width, da
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
     assert browser.evaluate(FIND_LOW_CONTRAST_TEXT) == []
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("dark", [False, True])
+def test_report_page_of_many_runs_sorts_and_opens_reports(browser, pages, width, dark):
+    browser.open(pages["many"][0])
+    browser.set_viewport(width, dark)
+    names = "[...document.querySelectorAll('.sortable tbody tr')].map(row => row.cells[0].textContent)"
+    click = "document.querySelector('.sortable th button').click()"
+    first = [f"two ({number})" for number in range(1, 6)]
+    assert browser.evaluate(names) == first
+    browser.evaluate(f"{click}; {click}")
+    assert browser.evaluate(names) == first[::-1]
+    assert browser.evaluate("document.querySelector('.sortable th').ariaSort") == "descending"
+    assert browser.evaluate("document.querySelectorAll('main > details[open]').length") == 0
+    browser.evaluate("document.querySelector('.sortable a').click()")
+    browser.wait_until("document.querySelector('main > details[open] .main-svg')")
+    assert browser.evaluate("document.querySelectorAll('main > details[open]').length") == 1
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
+    assert browser.evaluate(FIND_LOW_CONTRAST_TEXT) == []
+    assert browser.errors == []
 
 
 def test_watch_page_updates_figures_during_training(browser):
@@ -158,12 +181,12 @@ def test_watch_page_updates_figures_during_training(browser):
             browser.set_viewport(1280)
             step = "JSON.parse(document.getElementById('facts').textContent).runs[0].run.step"
             first = browser.evaluate(step)
-            browser.evaluate("void (window.place = document.getElementById('curves'))")
+            browser.evaluate("void (window.place = document.getElementById('curves-0'))")
             browser.wait_until(f"{step} > {first + 5}")
-            browser.wait_until(f"document.getElementById('curves').data[0].x.at(-1) > {first + 5}")
-            assert browser.evaluate("window.place === document.getElementById('curves')")
+            browser.wait_until(f"document.getElementById('curves-0').data[0].x.at(-1) > {first + 5}")
+            assert browser.evaluate("window.place === document.getElementById('curves-0')")
             assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
-            assert browser.evaluate(f"{step} === document.getElementById('curves').data[0].x.at(-1)")
+            assert browser.evaluate(f"{step} === document.getElementById('curves-0').data[0].x.at(-1)")
             assert {f"{address}main.html"} <= set(browser.requested_urls)
             assert all(url.startswith((address, "data:")) for url in browser.requested_urls)
     finally:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from phalanx.cli.common.text import text_table
 from phalanx.report import formatting, gpu_samples
+from phalanx.report.compare_runs import MAX_SIDE_BY_SIDE
 from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.spec.formatting import format_ratio, format_seconds
 from phalanx.spec.terminal import Terminal
@@ -40,14 +41,14 @@ MAX_RANKS_SHOWN = 16
 def print_report(report: Facts, file: Path) -> None:
     """Print the full report: each run, the differences between runs, and the location of the page."""
     console = Terminal(width=max(Terminal().width, 80), highlight=False)
-    for facts in report["runs"]:
+    comparison = report["comparison"]
+    is_overview = len(report["runs"]) > MAX_SIDE_BY_SIDE
+    for part in () if comparison is None else (*_render_run_table(comparison, as_rows=is_overview), Text()):
+        console.print(part, soft_wrap=isinstance(part, Text))
+    for facts in () if is_overview else report["runs"]:
         for part in _render_report(facts):
             console.print(part, soft_wrap=isinstance(part, Text))
             console.print()
-    if report["comparison"]:
-        for part in _render_comparison(report["comparison"]):
-            console.print(part, soft_wrap=isinstance(part, Text))
-        console.print()
     console.print(f"page: {file}", soft_wrap=True, markup=False)
 
 
@@ -102,6 +103,7 @@ def _render_report(facts: Facts) -> Iterator[RenderableType]:
     yield Text.assemble((run["name"], "bold"), f"  {ranks}\n", "  ".join(details), (problems, "yellow"))
     if facts["verdict"]:
         yield format_bottleneck(facts["verdict"])
+    if facts["findings"][1:]:
         yield Text("\n").join(
             Text.assemble(
                 (formatting.bottleneck_headline(finding), "bold"),
@@ -111,10 +113,11 @@ def _render_report(facts: Facts) -> Iterator[RenderableType]:
             for finding in facts["findings"][1:]
         )
     if facts["comparison"]:
-        yield _build_prediction_table(facts["comparison"])
+        yield _build_prediction_table(facts["comparison"], run["ranks"])
     if facts["ranks"]:
         yield rank_time_table(facts["ranks"])
-        yield Text(formatting.TABLE_NOTE, "dim")
+        if len(facts["ranks"]) > 1:
+            yield Text(formatting.TABLE_NOTE, "dim")
     if facts["gpu"]:
         yield gpu_table(gpu_profile.table_title(facts["gpu"]), gpu_profile.table_rows(facts["gpu"]))
         yield Text(gpu_profile.TABLE_NOTE, "dim")
@@ -142,7 +145,7 @@ def format_bottleneck(finding: Facts) -> Text:
     )
 
 
-def _build_prediction_table(rows: Sequence[Facts]) -> Table:
+def _build_prediction_table(rows: Sequence[Facts], num_ranks: int) -> Table:
     table = _make_table("", "predicted", "measured", "ratio")
     for title, section_rows in formatting.group_rows(rows):
         if table.rows:
@@ -151,7 +154,7 @@ def _build_prediction_table(rows: Sequence[Facts]) -> Table:
         for row in section_rows:
             values = [formatting.format_number(row[name], row["unit"]) for name in ("predicted", "measured")]
             off = "yellow" if formatting.is_off(row["ratio"]) else ""
-            table.add_row(f"  {formatting.row_label(row)}", *values, Text(format_ratio(row["ratio"]), off))
+            table.add_row(f"  {formatting.row_label(row, num_ranks)}", *values, Text(format_ratio(row["ratio"]), off))
     return table
 
 
@@ -178,16 +181,24 @@ def gpu_table(title: str, rows: Sequence[Sequence[str]]) -> Group:
     return Group(Text(title, "bold"), table)
 
 
-def _render_comparison(comparison: Facts) -> Iterator[RenderableType]:
-    for sentence in formatting.format_comparison(comparison):
-        yield Text(sentence)
-    table = _make_table("", *comparison["names"])
-    for row in comparison["rows"]:
-        values = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
-        ratios = ["", *(f"  {format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
-        cells = [value + ratio for value, ratio in zip(values, ratios, strict=True)]
-        table.add_row(formatting.DISPLAY_NAMES.get(row["quantity"], row["quantity"]), *cells)
+def _render_run_table(comparison: Facts, as_rows: bool) -> Iterator[RenderableType]:
+    """Yield the differing settings and the measures of runs; each run is a column with ratios, or a row without."""
+    rows = formatting.comparison_rows(comparison)
+    if as_rows:
+        table = _make_table("run")
+        width = max(map(len, comparison["names"])) + 2
+        for label, cells in rows:
+            width += 2 + max(map(len, [*label.split(), *(text for _, text, _ in cells)]))
+            if width <= max(Terminal().width, 80):
+                table.add_column(Text(label), justify="right")
+        for index, name in enumerate(comparison["names"]):
+            table.add_row(Text(name), *(Text(cells[index][1]) for _, cells in rows[: len(table.columns) - 1]))
+    else:
+        table = _make_table("", *comparison["names"])
+        for label, cells in rows:
+            table.add_row(label, *(Text(f"{text}  {ratio:>8}" if ratio else text) for _, text, ratio in cells))
     yield table
+    yield from map(Text, formatting.format_comparison(comparison))
 
 
 def _make_table(*columns: str) -> Table:

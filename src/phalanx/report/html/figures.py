@@ -12,13 +12,25 @@ from typing import Any
 from phalanx.report import formatting
 from phalanx.report.drawing import heatmap, step_breakdown
 from phalanx.report.profiled_steps import Facts
-from phalanx.spec.formatting import format_bytes, format_seconds
+from phalanx.spec.formatting import format_bytes, format_perplexity, format_seconds
 
 Figure = dict[str, Any]
 HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
 """Markers of losses on different held-out texts."""
 RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
+CURVES: tuple[tuple[str, str, str, Figure], ...] = (
+    ("loss", "loss", ".4f", {}),
+    ("learning_rate", "learning rate", ".3g", {"exponentformat": "e", "rangemode": "tozero"}),
+    ("grad_norm", "gradient norm", ".3g", {"rangemode": "tozero"}),
+    ("tokens_per_second", "tokens/s", ",.0f", {"rangemode": "tozero"}),
+)
+"""Plots over steps, from top to bottom: metric, title, format of a value, and fields of the axis."""
+LOSS_HEIGHT = 220
+CURVE_HEIGHT = 110
+"""Pixels of the plot of the loss, and of each one below it."""
+MARK_COLORS = {"restart": "#d62728", "rollback": "#e69f00", "resume": "#7f8c8d", "change": "#8e5bd0"}
+"""Colors of the marks of starts (`marks.run_marks`)."""
 STEP_PART_COLORS = {
     "compute": "compute",
     "communication": "data_parallel",
@@ -71,47 +83,66 @@ def legend(figure: Figure) -> dict[str, str]:
 
 def make_axis(title: str = "", **more: Any) -> Figure:
     """Return an axis with a title and further fields of plotly."""
-    return {"title": {"text": title}, "automargin": True, "fixedrange": True, "zeroline": False} | more
+    return {"title": {"text": title, "standoff": 8}, "automargin": True, "fixedrange": True, "zeroline": False} | more
+
+
+def run_color(index: int, num_runs: int) -> str:
+    """Return the color of a run: one of `RUN_COLORS`, or a hue in the order of the runs if there are more."""
+    if num_runs <= len(RUN_COLORS):
+        return RUN_COLORS[index]
+    return f"hsl({round(230 - 280 * index / (num_runs - 1)) % 360},65%,47%)"
 
 
 def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
-    """Return two plots of all runs: loss (held-out loss as diamonds) and, below it, speed. None without a step."""
-    data = [
-        trace
-        for index, facts in enumerate(runs)
-        for trace in _build_curve_traces(facts, _escape_plotly(names[index]), index, is_single=len(runs) == 1)
-    ]
-    if not data:
+    """Return plots over the steps of all runs: the loss with held-out losses, and below it further metrics.
+
+    A single run has marks at its starts. None without a step.
+    """
+    plots = [plot for plot in CURVES if any(plot[0] in facts["curves"] for facts in runs)]
+    if not plots:
         return None
-    return make_figure(
-        data,
-        420,
-        xaxis=make_axis("step", anchor="y2", fixedrange=False),
-        yaxis=make_axis("loss", domain=[0.45, 1]),
-        yaxis2=make_axis("tokens/s", domain=[0, 0.38], rangemode="tozero"),
-    )
+    is_single = len(runs) == 1
+    data: list[Figure] = []
+    layout: Figure = {"shapes": []}
+    heights = [LOSS_HEIGHT if metric == "loss" else CURVE_HEIGHT for metric, *_ in plots]
+    bottom = sum(heights)
+    for number, (metric, title, number_format, axis) in enumerate(plots, 1):
+        suffix = str(number) if number > 1 else ""
+        top, bottom = bottom, bottom - heights[number - 1]
+        layout[f"yaxis{suffix}"] = make_axis(title, domain=[bottom / sum(heights), (top - 18) / sum(heights)], **axis)
+        for index, facts in enumerate(runs):
+            color, name = run_color(index, len(runs)), _escape_plotly(names[index])
+            if metric in facts["curves"]:
+                template = f"step %{{x}}: %{{y:{number_format}}}<extra>{name}</extra>"
+                data.append(
+                    _build_line_trace(facts["curves"]["step"], facts["curves"][metric], template)
+                    | {"mode": "lines", "line": {"color": color, "width": 2}, "yaxis": f"y{suffix}"}
+                    | {"name": "training text" if is_single else name, "showlegend": number == 1}
+                )
+            if metric == "loss":
+                data += _build_held_out_traces(facts, name, is_single, color)
+    for mark in runs[0]["curves"]["marks"] if is_single else ():
+        place = {"x0": mark["step"] + 0.5, "x1": mark["step"] + 0.5, "y0": 0, "y1": 1, "yref": "paper"}
+        line = {"color": MARK_COLORS[mark["kind"]], "width": 1.5, "dash": "dot"}
+        layout["shapes"].append({"type": "line", **place, "line": line})
+    steps = make_axis("step", anchor=f"y{suffix}", fixedrange=False)
+    return make_figure(data, sum(heights) + AXIS_HEIGHT, xaxis=steps, **layout)
 
 
-def _build_curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
-    curve = facts["curves"]
-    line = {"mode": "lines", "line": {"color": RUN_COLORS[index % len(RUN_COLORS)], "width": 2}}
-    if "loss" in curve:
-        template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
-        trace = _build_line_trace(curve["step"], curve["loss"], template)
-        yield trace | line | {"name": "training text" if is_single else name}
-    if "tokens_per_second" in curve:
-        template = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
-        trace = _build_line_trace(curve["step"], curve["tokens_per_second"], template)
-        yield trace | line | {"yaxis": "y2", "showlegend": False}
-    for number, held_out in enumerate(curve["held_out"], 1):
+def _build_held_out_traces(facts: Facts, name: str, is_single: bool, run_color: str) -> Iterator[Figure]:
+    """Yield the losses on each held-out text as markers."""
+    for number, held_out in enumerate(facts["curves"]["held_out"], 1):
         steps, losses = map(list, zip(*held_out["loss"], strict=True))
-        color = RUN_COLORS[(index + is_single * number) % len(RUN_COLORS)]
-        text = "held-out text"
-        if len(curve["held_out"]) > 1:
-            text += f" {number} ({formatting.format_tokens(held_out['held_out_tokens'])})"
-        yield _build_line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, {text}</extra>") | {
+        text = "held-out text (validation)"
+        if len(facts["curves"]["held_out"]) > 1:
+            text = f"held-out text {number} ({formatting.format_tokens(held_out['held_out_tokens'])})"
+        template = f"step %{{x}}: %{{y:.4f}}, perplexity %{{customdata}}<extra>{name}, {text}</extra>"
+        symbol = HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]
+        color = RUN_COLORS[number % len(RUN_COLORS)] if is_single else run_color
+        yield _build_line_trace(steps, losses, template) | {
             "mode": "markers",
-            "marker": {"color": color, "size": 8, "symbol": HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]},
+            "marker": {"color": color, "size": 8, "symbol": symbol},
+            "customdata": [format_perplexity(loss) for loss in losses],
             "name": text,
             "showlegend": is_single,
         }
@@ -126,7 +157,7 @@ def ranks(facts: Facts) -> Figure | None:
     rank_facts = facts["ranks"]
     if not rank_facts:
         return None
-    names = [f"rank {rank['rank']}" for rank in rank_facts]
+    names = [f"rank {rank['rank']}" for rank in rank_facts] if len(rank_facts) > 1 else [""]
     data = [
         {
             "type": "bar",
@@ -143,7 +174,7 @@ def ranks(facts: Facts) -> Figure | None:
     ]
     return make_figure(
         data,
-        AXIS_HEIGHT + ROW_HEIGHT * len(names),
+        AXIS_HEIGHT + ROW_HEIGHT * max(2, len(names)),
         barmode="stack",
         bargap=0.25,
         xaxis=make_axis("seconds", rangemode="tozero"),

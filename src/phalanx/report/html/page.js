@@ -19,9 +19,24 @@ function dressed({ data, layout }) {
   ];
 }
 
-function draw() {
+/** Draw the figures of a part of the page; those of a closed report have no width yet, and follow when it opens. */
+function draw(part = document) {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  for (const [id, figure] of Object.entries(figures)) Plotly.react(id, ...dressed(figure));
+  for (const place of part.querySelectorAll(".figure"))
+    if (!place.closest("details:not([open])")) Plotly.react(place, ...dressed(figures[place.id]));
+}
+
+/** Sort a table by a column: numbers before texts, the first click ascending, the second descending. */
+function sort(head) {
+  const body = head.closest("table").tBodies[0];
+  const direction = head.ariaSort === "ascending" ? "descending" : "ascending";
+  const value = (row) => JSON.parse(row.cells[head.cellIndex].dataset.value);
+  const order = ([a], [b]) =>
+    (a === null) - (b === null) ||
+    (direction === "ascending" ? 1 : -1) *
+      (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+  for (const other of head.parentElement.cells) other.ariaSort = other === head ? direction : null;
+  body.append(...[...body.rows].map((row) => [value(row), row]).sort(order).map(([, row]) => row));
 }
 
 /** What the run is now; figures that are drawn stay where they are and get new numbers. */
@@ -48,6 +63,12 @@ function keepFresh(seconds) {
     .finally(() => setTimeout(keepFresh, 1000 * seconds, seconds));
 }
 
-dark.addEventListener("change", draw);
+dark.addEventListener("change", () => draw());
+document.addEventListener("toggle", ({ target }) => target.open && draw(target), true);
+document.addEventListener("click", ({ target }) => {
+  if (target.closest(".sortable th")) sort(target.closest("th"));
+  const link = target.closest(".sortable a");
+  if (link) document.querySelector(link.hash).closest("details").open = true;
+});
 draw();
 if (document.body.dataset.every) keepFresh(Number(document.body.dataset.every));

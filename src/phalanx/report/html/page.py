@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from phalanx.report import formatting, gpu_samples
+from phalanx.report.compare_runs import MAX_SIDE_BY_SIDE
 from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
-from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_ratio, format_seconds
+from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_perplexity, format_ratio, format_seconds, plural
 
 TILES = {
     "step": "step",
@@ -24,19 +25,20 @@ TILES = {
 }
 PLOTLY = "plotly-cartesian.min.js"
 """plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
-PROFILE_HINT = "train with --profile-steps FIRST:LAST"
-FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
-    "ranks": ("Time of each rank's step", figures.ranks, "Too few steps were recorded for a time breakdown."),
-    "timeline": ("Passes of a step", timeline_figures.passes, f"No step was profiled: {PROFILE_HINT}."),
-    "rounds": ("Rounds of the swarm", figures.rounds, ""),
-    "memory": ("Memory over a step", figures.memory, f"No step has memory samples: {PROFILE_HINT}."),
-    "traffic": ("Traffic between ranks", figures.traffic, ""),
-    "experts": ("Load of the experts", figures.experts, ""),
+PROFILE_HINT = "For the passes of a step and the memory over it, train with <code>--profile-steps FIRST:LAST</code>."
+MAX_OPEN_MARKS = 5
+"""Maximum number of marks in the curves whose lines are visible at first."""
+Column = tuple[str, Facts, str]
+"""A run of a section: its number in ids of elements, its facts, and its title."""
+FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None]]] = {
+    "ranks": ("Time of each rank's step", figures.ranks),
+    "timeline": ("Passes of a step", timeline_figures.passes),
+    "rounds": ("Rounds of the swarm", figures.rounds),
+    "memory": ("Memory over a step", figures.memory),
+    "traffic": ("Traffic between ranks", figures.traffic),
+    "experts": ("Load of the experts", figures.experts),
 }
-"""Sections with a figure for each run: title, figure, and a placeholder without a figure.
-
-A section without figures and placeholder is omitted.
-"""
+"""Sections with a figure for each run: title and figure. A section without figures is omitted."""
 
 
 def page(report: Facts, every_seconds: float | None = None) -> str:
@@ -47,14 +49,16 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
     """
     folder = Path(__file__).parent
     css, plotly, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", PLOTLY, "page.js"))
-    names = ", ".join(facts["run"]["name"] for facts in report["runs"])
+    runs = report["runs"]
+    few_names = ", ".join(facts["run"]["name"] for facts in runs)
+    title = few_names if len(runs) <= MAX_SIDE_BY_SIDE else f"{len(runs)} runs"
     live = f' data-every="{every_seconds:g}"' if every_seconds else ""
     state = '<p class="quiet" id="state">live</p>\n' if every_seconds else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><!-- {WRITTEN_BY} --><meta charset="utf-8">\n'
         '<link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(names)} - Phalanx</title>\n<style>\n{css}</style></head>\n"
+        f"<title>{escape(title)} - Phalanx</title>\n<style>\n{css}</style></head>\n"
         f"<body{live}>\n{state}{main(report)}\n<script>{plotly}</script>\n"
         f"<script>\n{script}</script></body></html>\n"
     )
@@ -64,32 +68,60 @@ def main(report: Facts) -> str:
     """Return the part of the page that changes while a run is active, without scripts that draw it."""
     runs = report["runs"]
     comparison = report["comparison"]
-    names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
     figures_by_id: dict[str, Figure] = {}
-    parts = [_render_run_columns([_render_header(facts, name) for facts, name in zip(runs, names, strict=True)])]
+    titles = comparison["titles"] if comparison else [runs[0]["run"]["name"]]
+    parts = []
     if comparison:
         parts.append(_render_run_comparison(comparison))
-    parts.append(_render_section("", names, [_render_verdict(facts) for facts in runs]))
-    parts.append(_render_section("Predicted and measured", names, [_render_comparison_tables(facts) for facts in runs]))
-    parts += [_render_figure_section(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
-    if any(facts["gpu"] for facts in runs):
-        parts.append(_render_section("Step on the GPU", names, [_render_gpu_step(facts["gpu"]) for facts in runs]))
-    if any(facts["gpu_samples"] for facts in runs):
-        parts.append(
-            _render_section("GPUs during the run", names, [_render_gpu_samples(facts["gpu_samples"]) for facts in runs])
-        )
-    curves = figures.curves(runs, names)
-    if curves:
-        figures_by_id["curves"] = curves
-        held_out = '<p class="quiet">Markers are held-out text.</p>' if comparison else ""
-        parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_render_figure_slot('curves', curves)}</section>")
-    parts += [
-        _render_figure_section(section, runs, names, figures_by_id)
-        for section in ("rounds", "memory", "traffic", "experts")
-    ]
+        parts.append(_render_curves("curves", runs, titles, figures_by_id))
+    columns = [(str(index), facts, title) for index, (facts, title) in enumerate(zip(runs, titles, strict=True))]
+    if len(runs) <= MAX_SIDE_BY_SIDE:
+        parts += _render_runs(columns, figures_by_id)
+    else:
+        parts += [
+            f"<details><summary>{escape(column[2])}</summary>{''.join(_render_runs([column], figures_by_id))}</details>"
+            for column in columns
+        ]
     css_class = ' class="several"' if comparison else ""
     scripts = f"{_render_json_script('facts', report)}\n{_render_json_script('figures', figures_by_id)}"
     return f"<main{css_class}>\n{''.join(parts)}\n{scripts}\n</main>"
+
+
+def _render_runs(columns: Sequence[Column], figures_by_id: dict[str, Figure]) -> Iterator[str]:
+    """Yield the sections of a run, or of a few runs side by side; figures get the id of their element."""
+    runs = [facts for _, facts, _ in columns]
+    yield f"<section>{_render_columns([_render_header(*column) for column in columns])}</section>"
+    yield _render_section("", columns, [_render_verdict(facts) for facts in runs])
+    yield _render_section("Predicted and measured", columns, [_render_comparison_tables(facts) for facts in runs])
+    yield from (_render_figure_section(section, columns, figures_by_id) for section in ("ranks", "timeline"))
+    yield _render_section("Step on the GPU", columns, [_render_gpu_step(facts["gpu"]) for facts in runs])
+    yield _render_section("GPUs during the run", columns, [_render_gpu_samples(facts["gpu_samples"]) for facts in runs])
+    if len(columns) == 1:
+        (index, facts, title) = columns[0]
+        yield _render_curves(f"curves-{index}", [facts], [title], figures_by_id)
+    sections = ("rounds", "memory", "traffic", "experts")
+    yield from (_render_figure_section(section, columns, figures_by_id) for section in sections)
+    if all(facts["timeline"] is None and facts["memory"] is None and "swarm" not in facts for facts in runs):
+        yield f'<p class="quiet hint">{PROFILE_HINT}</p>'
+
+
+def _render_curves(name: str, runs: Sequence[Facts], titles: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
+    """Return the section of the curves, with a line on each mark of a single run."""
+    figure = figures.curves(runs, titles)
+    if figure is None:
+        return ""
+    figures_by_id[name] = figure
+    note = '<p class="quiet">Markers are validation losses, on held-out text.</p>' if len(runs) > 1 else ""
+    slot = _render_figure_slot(name, figure, has_legend=len(runs) <= MAX_SIDE_BY_SIDE)
+    marks = runs[0]["curves"]["marks"] if len(runs) == 1 else ()
+    lines = "".join(
+        f'<li><span style="background:{figures.MARK_COLORS[mark["kind"]]}"></span>{escape(mark["text"])}</li>'
+        for mark in marks
+    )
+    is_open = " open" if len(marks) <= MAX_OPEN_MARKS else ""
+    summary = f"<summary>{plural(len(marks), 'later start')}</summary>"
+    mark_list = f'<details{is_open}>{summary}<ul class="marks">{lines}</ul></details>' if lines else ""
+    return f"<section><h2>Loss and speed</h2>{note}{slot}{mark_list}</section>\n"
 
 
 def _render_json_script(name: str, value: Any) -> str:
@@ -98,48 +130,50 @@ def _render_json_script(name: str, value: Any) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def _render_figure_slot(name: str, figure: Figure) -> str:
+def _render_figure_slot(name: str, figure: Figure, has_legend: bool = True) -> str:
     """Return the element for a figure, below its legend."""
     # The names are already escaped for plotly.
-    colors = "".join(
-        f'<li><span style="background:{color}"></span>{label}</li>' for label, color in figures.legend(figure).items()
-    )
-    legend_list = f'<ul class="legend">{colors}</ul>' if colors else ""
+    colors = figures.legend(figure) if has_legend else {}
+    items = "".join(f'<li><span style="background:{color}"></span>{label}</li>' for label, color in colors.items())
+    legend_list = f'<ul class="legend">{items}</ul>' if items else ""
     max_width = f";max-width:{figure['widest']}px" if "widest" in figure else ""
     return (
         f'{legend_list}<div class="figure" id="{name}" style="height:{figure["layout"]["height"]}px{max_width}"></div>'
     )
 
 
-def _render_run_columns(cells: Sequence[str]) -> str:
+def _render_columns(cells: Sequence[str]) -> str:
     return f'<div class="runs">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
 
-def _render_section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
-    """Return a section with a cell for each run, with the runs' names if there are several."""
-    if len(cells) > 1:
-        cells = [f"<h3>{escape(name)}</h3>{cell}" for name, cell in zip(names, cells, strict=True)]
-    heading = f"<h2>{title}</h2>" if title else ""
-    return f"<section>{heading}{_render_run_columns(cells)}</section>\n"
-
-
-def _render_figure_section(
-    section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]
-) -> str:
-    """Return a section with a figure for each run; figures are added to `figures_by_id` by element id."""
-    title, make_figure, placeholder = FIGURE_SECTIONS[section]
-    run_figures = [make_figure(facts) for facts in runs]
-    if not any(run_figures) and (not placeholder or all("swarm" in facts for facts in runs)):  # swarms profile no steps
+def _render_section(title: str, columns: Sequence[Column], cells: Sequence[str]) -> str:
+    """Return a section with a cell for each run, with titles if there are several runs; "" if no cell has content."""
+    if not any(cells):
         return ""
+    if len(cells) > 1:
+        cells = [
+            f"<h3>{escape(run_title)}</h3>{cell or '<p class=quiet>No data.</p>'}"
+            for (_, _, run_title), cell in zip(columns, cells, strict=True)
+        ]
+    heading = f"<h2>{title}</h2>" if title else ""
+    return f"<section>{heading}{_render_columns(cells)}</section>\n"
+
+
+def _render_figure_section(section: str, columns: Sequence[Column], figures_by_id: dict[str, Figure]) -> str:
+    """Return a section with a figure for each run."""
+    title, make_figure = FIGURE_SECTIONS[section]
+    if section == "ranks" and all(len(facts["ranks"]) <= 1 for _, facts, _ in columns):
+        title = "Time of a step"
     cells = []
-    for index, (facts, run_figure) in enumerate(zip(runs, run_figures, strict=True)):
-        if run_figure is None:
-            cells.append(f'<p class="quiet">{placeholder or "No data."}</p>')
+    for index, facts, _ in columns:
+        figure = make_figure(facts)
+        if figure is None:
+            cells.append("")
             continue
-        figures_by_id[f"{section}-{index}"] = run_figure
+        figures_by_id[f"{section}-{index}"] = figure
         note = escape(_describe_figure(section, facts))
-        cells.append(f'<p class="quiet">{note}</p>{_render_figure_slot(f"{section}-{index}", run_figure)}')
-    return _render_section(title, names, cells)
+        cells.append(f'<p class="quiet">{note}</p>{_render_figure_slot(f"{section}-{index}", figure)}')
+    return _render_section(title, columns, cells)
 
 
 def _describe_figure(section: str, facts: Facts) -> str:
@@ -171,16 +205,16 @@ def _describe_figure(section: str, facts: Facts) -> str:
             return f"Step {facts['experts']['step']}: tokens of each expert as a multiple of an even share."
 
 
-def _render_header(facts: Facts, name: str) -> str:
+def _render_header(index: str, facts: Facts, title: str) -> str:
     summary = "".join(f"<li>{escape(line)}</li>" for line in formatting.run_summary(facts["run"]))
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in facts["problems"])
     problem_list = f'<ul class="problems">{problems}</ul>' if problems else ""
     tiles = f'<dl class="tiles">{_render_tiles(facts)}</dl>'
-    return f'<h1>{escape(name)}</h1><ul class="facts">{summary}</ul>{problem_list}{tiles}'
+    return f'<h1 id="run-{index}">{escape(title)}</h1><ul class="facts">{summary}</ul>{problem_list}{tiles}'
 
 
 def _render_tiles(facts: Facts) -> str:
-    """Return the most important numbers; the held-out loss has its tokens if the run evaluated several texts."""
+    """Return the most important numbers; the validation loss has its tokens if the run evaluated several texts."""
     tiles = []
     for name, title in TILES.items():
         row = formatting.measured_row(facts, name)
@@ -188,13 +222,17 @@ def _render_tiles(facts: Facts) -> str:
             predicted = formatting.format_number(row["predicted"], row["unit"])
             detail = f"predicted {predicted}" if row["predicted"] is not None else ""
             tiles.append((title, formatting.format_number(row["measured"], row["unit"]), detail))
+    if facts["ranks"]:
+        peak = max(rank["peak_memory_bytes"] for rank in facts["ranks"])
+        tiles.append(("peak memory", format_bytes(peak), "of a rank" if len(facts["ranks"]) > 1 else ""))
     loss = formatting.last_value(facts["curves"].get("loss"))
     if loss is not None:
-        held_out = facts["curves"]["held_out"]
-        held_out_loss = held_out[-1]["loss"][-1][1] if held_out else None
+        tiles.append(("training loss", f"{loss:.3f}", ""))
+    held_out = facts["curves"]["held_out"]
+    if held_out and held_out[-1]["loss"][-1][1] is not None:
+        loss = held_out[-1]["loss"][-1][1]
         text = f" over {formatting.format_tokens(held_out[-1]['held_out_tokens'])}" if len(held_out) > 1 else ""
-        detail = "" if held_out_loss is None else f"held out {held_out_loss:.3f}{text}"
-        tiles.append(("loss", f"{loss:.3f}", detail))
+        tiles.append(("validation loss", f"{loss:.3f}", f"perplexity {format_perplexity(loss)}{text}"))
     tiles += formatting.round_totals(facts)
     return "".join(
         f"<div><dt>{title}</dt><dd>{value}<small>{detail}</small></dd></div>" for title, value, detail in tiles
@@ -204,10 +242,8 @@ def _render_tiles(facts: Facts) -> str:
 def _render_verdict(facts: Facts) -> str:
     """Return the main bottleneck with its reason and the first change to try, then the others."""
     verdict = facts["verdict"]
-    if verdict is None and "swarm" in facts:
-        return ""
     if verdict is None:
-        return '<p class="quiet">No verdict is possible: too few steps were recorded.</p>'
+        return ""
     items = [
         f"<li><b>{escape(formatting.bottleneck_headline(finding))}.</b> "
         f"{escape(formatting.as_sentence(finding['evidence']))} "
@@ -227,25 +263,24 @@ def _render_verdict(facts: Facts) -> str:
 def _render_comparison_tables(facts: Facts) -> str:
     """Return a table for each group of rows."""
     if not facts["comparison"]:
-        message = "A coordinator does not train." if facts["run"].get("leads") else "Nothing was measured yet."
-        return f'<p class="quiet">{message}</p>'
+        return ""
     columns = "<th>predicted</th><th>measured</th><th>ratio</th>"
     tables = "".join(
         f"<table><thead><tr><th>{escape(title)}</th>{columns}</tr></thead>"
-        f"<tbody>{''.join(map(_render_comparison_row, rows))}</tbody></table>"
+        f"<tbody>{''.join(_render_comparison_row(row, facts['run']['ranks']) for row in rows)}</tbody></table>"
         for title, rows in formatting.group_rows(facts["comparison"])
     )
     return f'<div class="comparison">{tables}</div>'
 
 
-def _render_comparison_row(row: Mapping[str, Any]) -> str:
+def _render_comparison_row(row: Mapping[str, Any], num_ranks: int) -> str:
     predicted, measured, low, high = (
         formatting.format_number(row.get(name), row["unit"]) for name in ("predicted", "measured", "low", "high")
     )
     band = f"<small>{low} to {high}</small>" if row.get("low") else ""
     css_class = ' class="off"' if formatting.is_off(row["ratio"]) else ""
     return (
-        f"<tr><td>{escape(formatting.row_label(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"
+        f"<tr><td>{escape(formatting.row_label(row, num_ranks))}</td><td>{predicted}{band}</td><td>{measured}</td>"
         f"<td{css_class}>{format_ratio(row['ratio'])}</td></tr>"
     )
 
@@ -253,7 +288,7 @@ def _render_comparison_row(row: Mapping[str, Any]) -> str:
 def _render_gpu_step(gpu: Facts | None) -> str:
     """Return the table of the GPUs' times in a profiled step."""
     if gpu is None:
-        return f'<p class="quiet">No step was profiled on a GPU: {PROFILE_HINT}.</p>'
+        return ""
     note = escape(f"{formatting.as_sentence(gpu_profile.table_title(gpu))} {gpu_profile.TABLE_NOTE}")
     return f'<p class="quiet">{note}</p>{_render_gpu_table(gpu_profile.table_rows(gpu))}'
 
@@ -261,7 +296,7 @@ def _render_gpu_step(gpu: Facts | None) -> str:
 def _render_gpu_samples(samples: Facts | None) -> str:
     """Return what the sensors of the GPUs showed during the run."""
     if samples is None:
-        return '<p class="quiet">No sensors were recorded.</p>'
+        return ""
     lines = "".join(f"<p>{escape(formatting.as_sentence(line))}</p>" for line in gpu_samples.summary_lines(samples))
     title = escape(formatting.as_sentence(gpu_samples.table_title(samples)))
     return f'{lines}<p class="quiet">{title}</p>{_render_gpu_table(gpu_samples.table_rows(samples))}'
@@ -275,19 +310,32 @@ def _render_gpu_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _render_run_comparison(comparison: Facts) -> str:
-    """Return the differences between runs in sentences, and the measures of all runs with ratios."""
+    """Return the differences between runs in sentences, and a table of differing settings and measures.
+
+    A few runs are columns, with ratios to the first one. More runs are rows, which a click on a column's title sorts.
+    """
+    names = comparison["names"]
+    rows = formatting.comparison_rows(comparison)
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
-    head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
-    labels = [formatting.DISPLAY_NAMES.get(row["quantity"], row["quantity"]) for row in comparison["rows"]]
-    body = "".join(
-        f"<tr><td>{escape(label)}</td>{_render_measures(row)}</tr>"
-        for label, row in zip(labels, comparison["rows"], strict=True)
-    )
-    table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f"<section><h2>Side by side</h2>{sentences}{table}</section>\n"
-
-
-def _render_measures(row: Facts) -> str:
-    cells = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
-    ratios = ["", *(f" <small>{format_ratio(ratio)}</small>" for ratio in row["ratio"][1:])]
-    return "".join(f"<td>{value}{ratio}</td>" for value, ratio in zip(cells, ratios, strict=True))
+    if len(names) <= MAX_SIDE_BY_SIDE:
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join(
+            f"<tr><td>{escape(label)}</td>"
+            f"{''.join(f'<td>{escape(text)} <small>{ratio}</small></td>' for _, text, ratio in cells)}</tr>"
+            for label, cells in rows
+        )
+        table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
+        return f"<section><h1>{len(names)} runs</h1>{table}{sentences}</section>\n"
+    labels = ("run", *(label for label, _ in rows))
+    head = "".join(f'<th scope="col"><button type="button">{escape(label)}</button></th>' for label in labels)
+    body = ""
+    for index, name in enumerate(names):
+        swatch = f'<span style="background:{figures.run_color(index, len(names))}"></span>'
+        cells = "".join(
+            f'<td data-value="{escape(json.dumps(value))}">{escape(text)}</td>'
+            for value, text, _ in (row_cells[index] for _, row_cells in rows)
+        )
+        link = f'<a href="#run-{index}">{escape(name)}</a>'
+        body += f'<tr><td data-value="{escape(json.dumps(name))}">{swatch}{link}</td>{cells}</tr>'
+    table = f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<section><h1>{len(names)} runs</h1><div class="scroll">{table}</div>{sentences}</section>\n'

@@ -74,6 +74,7 @@ def _build_pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Fi
             "marker": {"color": colors},
             "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= MAX_LABELED_PASSES else None,
             "textposition": "inside",
+            "textangle": 0,
             "insidetextanchor": "middle",
             "customdata": [[stage, micro, format_seconds(end - start)] for *_, stage, micro, start, end in kind_spans],
             "hovertemplate": f"{label}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: "
