@@ -47,7 +47,11 @@ def make_trainer(layout: dict[str, Any], ranks: int, warmup_steps: int = 10, **t
         (1, {}, "1 rank (cpu)"),
         (2, {}, "2 ranks (cpu), ddp"),
         (2, {"data_parallel": "zero2", "offload": "cpu"}, "2 ranks (cpu), zero2, state in CPU memory"),
-        (1, {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/scratch"}, "1 rank (cpu), state in files"),
+        (
+            1,
+            {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/scratch"},
+            "1 rank (cpu), state in files",
+        ),
         (2, {"data_parallel": "parameter_server"}, "2 ranks (cpu), parameter_server"),
         (2, {"tp": 2}, "2 ranks (cpu), tensor x 2"),
         (4, {"cp": 2, "data_parallel": "zero3"}, "4 ranks (cpu), ring x 2, zero3"),

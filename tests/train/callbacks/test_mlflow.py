@@ -119,9 +119,7 @@ def test_mlflow_run_has_settings_numbers_and_state_of_two_starts(
     assert stored.status == ["RUNNING", "RUNNING", "FAILED", "RUNNING", "FINISHED"]
 
 
-def test_mlflow_adds_second_run_to_its_experiment(
-    fake_mlflow: type[FakeClient], text: Path, tmp_path: Path
-) -> None:
+def test_mlflow_adds_second_run_to_its_experiment(fake_mlflow: type[FakeClient], text: Path, tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(run=small_run(text, tmp_path, {}))
     for _ in range(2):
         MLflow("tests", "http://mlflow:5000").open(trainer)

@@ -120,9 +120,7 @@ def test_wandb_run_has_settings_records_and_end_of_two_starts(
         assert (opened["resume"], opened["config"]["training"]["steps"]) == ("allow", 4)
 
 
-def test_wandb_names_project_that_it_cannot_open(
-    fake_wandb: list[dict[str, Any]], text: Path, tmp_path: Path
-) -> None:
+def test_wandb_names_project_that_it_cannot_open(fake_wandb: list[dict[str, Any]], text: Path, tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(run=small_run(text, tmp_path, {}), directory=tmp_path)
     with pytest.raises(UserError, match=r"metrics\.wandb = 'a/b': cannot be opened: no slash in a project"):
         Wandb("a/b").open(trainer)
