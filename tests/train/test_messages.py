@@ -74,7 +74,9 @@ def test_start_message_describes_batch_and_says_if_shares_are_uneven() -> None:
 
 
 def test_start_message_names_each_surprising_setting() -> None:
-    assert len(start_message(make_trainer({}, 1), resumed=0).splitlines()) == 2
+    longest = make_trainer({}, 1, seq_len=1024, tokens_per_step=1024)
+    assert longest.run.model.max_seq_len == 1024
+    assert len(start_message(longest, resumed=0).splitlines()) == 2
     for surprise, changes in {
         "sequences of 8,192 are longer than model.max_seq_len": {"seq_len": 8192, "tokens_per_step": 8192},
         "warms up in 100 steps, half of the run": {"warmup_steps": 200},
