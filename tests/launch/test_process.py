@@ -147,7 +147,7 @@ def test_port_of_rank_0_that_is_in_use_is_refused(monkeypatch: pytest.MonkeyPatc
         port = str(other_program.getsockname()[1])
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"MASTER_PORT = '{port}': is in use on this machine"):
+        with pytest.raises(UserError, match=f"MASTER_PORT = '{port}' is in use on this machine"):
             process.open_store()
 
 

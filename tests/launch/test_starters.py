@@ -88,7 +88,7 @@ def test_shell_in_terminal_of_srun_is_no_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unknown_address_of_rank_0_is_refused() -> None:
-    with pytest.raises(UserError, match="MASTER_ADDR: is not set, and Open MPI does not say where rank 0 is"):
+    with pytest.raises(UserError, match="MASTER_ADDR is not set, and Open MPI does not say where rank 0 is"):
         rank_variables(OPEN_MPI)
 
 

@@ -58,10 +58,13 @@ def test_steps_in_time_decides_earlier_where_steps_are_long() -> None:
     assert steps_in_time(100, 40, [10.0, 10.0, 10.0]) == 50
 
 
-@pytest.mark.parametrize("step_seconds", [[8.0], [3.0, 5.0], [2.0, 2.0, 2.0]])
-def test_steps_in_time_refuses_time_for_fewer_than_three_steps(step_seconds: list[float]) -> None:
-    with pytest.raises(UserError, match=r"training\.seconds = 5 is too short for 3 steps"):
+@pytest.mark.parametrize(("step_seconds", "enough"), [([8.0], 32), ([3.0, 5.0], 16), ([2.0, 2.0, 2.1], 9)])
+def test_steps_in_time_refuses_time_for_fewer_than_three_steps(step_seconds: list[float], enough: int) -> None:
+    """The proposed time is enough for three steps and the first one's start."""
+    message = rf"training\.seconds = 5 is too short for 3 steps: the first .* use at least {enough} with --resume"
+    with pytest.raises(UserError, match=f"(?s){message}"):
         steps_in_time(5, 0, step_seconds)
+    steps_in_time(enough, 0, step_seconds)
 
 
 def test_run_has_either_steps_or_seconds() -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
+from phalanx.cli.views.dryrun import print_dry_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.verify.dry_run_report import DryRunReport, PlanMismatchError, dry_run
@@ -69,6 +70,35 @@ def test_dryrun_command_prints_each_traced_rank_on_stderr_without_a_terminal(
         "rank 7: differs from the plan (2 of 2)",
     ]
     assert [rank["agrees"] for rank in json.loads(done.stdout)["ranks"]] == [True, False]
+
+
+@pytest.mark.parametrize("works", [[(4, 1), (2, 6), (8, 12)], [(8, 12), (2, 6), (4, 1)]], ids=str)
+def test_printed_note_has_counts_of_rank_with_least_traced_work(
+    works: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 8 micro-batches and 12 blocks, 4 x 1 are less work than 2 x 6."""
+    report = DryRunReport(4, [])
+    for rank, (micro_batches, blocks) in enumerate(works):
+        tracing = {"micro_batches": 8, "blocks": 12, "traced_micro_batches": micro_batches, "traced_blocks": blocks}
+        is_full = (micro_batches, blocks) == (8, 12)
+        traced = {"rank": rank, "tracing": {**tracing, "full": is_full, "seconds": 1.0}}
+        report.results.append((traced, make_report(agrees=True).checks))
+    print_dry_run(run_from_table({"model": {"preset": "tiny"}}), report)
+    note = "equal work ran once: 4 of 8 micro-batches, 1 of 12 blocks, few chunks of rows (--full runs all)"
+    assert note in capsys.readouterr().out.splitlines()
+
+
+def test_printed_report_names_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    tracing = {"full": True, "seconds": 1.0}
+    results = [({"rank": rank, "tracing": tracing}, make_report(agrees=rank != 2).checks) for rank in range(3)]
+    run = run_from_table({"model": {"preset": "tiny"}})
+    print_dry_run(run, DryRunReport(4, results))
+    differing = capsys.readouterr().out
+    assert "plan and program disagree on ranks 2\n" in differing
+    assert "rank 2: differences" in differing
+    assert "equal work ran once" not in differing
+    print_dry_run(run, DryRunReport(4, results[:2]))
+    assert "plan and program agree on all 2 traced ranks of 4\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", [[], [2], [-1, 0]], ids=str)

@@ -84,6 +84,13 @@ def test_memory_uses_cluster_rank_count_unless_ranks_option_is_given(run):
     assert memory_json(run, *cluster, "--ranks", "2")["ranks"] == 2
 
 
+@pytest.mark.parametrize(("nodes", "ranks", "ranks_per_node"), [(1, 4, 4), (2, 8, 4), (2, 7, 4), (4, 4, 1)])
+def test_memory_of_cpu_node_is_shared_by_its_own_ranks_only(run, nodes, ranks, ranks_per_node):
+    node = ["--set", "cluster.cores=4", "--set", "cluster.memory_bytes=48e9"]
+    facts = memory_json(run, "--ranks", ranks, "--set", f"cluster.nodes={nodes}", *node)
+    assert facts["memory_bytes"] == 48e9 / ranks_per_node
+
+
 def test_memory_prints_single_process_row_for_one_rank(run):
     text = memory_output(run)
     assert "one process" in text

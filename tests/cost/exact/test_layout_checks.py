@@ -1,8 +1,13 @@
+import json
+import re
+from typing import Any
+
 import pytest
 
 from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.tables import set_path
 
 FULL = {"activation_checkpointing": "full"}
 
@@ -58,3 +63,50 @@ def test_check_layout_accepts_compilation_of_every_layout(layout):
     run = make_run(**layout)
     run = run.model_copy(update={"training": run.training.model_copy(update={"compile": True})})
     check_layout(run, 2)
+
+
+MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 8}
+STEP = {"seq_len": 64, "tokens_per_step": 64 * 10}
+
+
+@pytest.mark.parametrize(
+    ("tables", "world_size", "fields"),
+    [
+        ({"model": {"moe": {**MOE, "top_k": 5}}}, 1, ["model.moe.top_k"]),
+        ({"model": {"moe": {**MOE, "num_leading_dense_layers": 7}}}, 1, ["model.moe.num_leading_dense_layers"]),
+        ({"model": {"position_embedding": "learned", "max_seq_len": 32}}, 1, ["training.seq_len"]),
+        ({"training": {"tokens_per_step": 650}}, 1, ["training.tokens_per_step"]),
+        ({"training": {"tokens_per_step": 20}}, 1, ["training.tokens_per_step"]),
+        ({"layout": {"data_parallel": "parameter_server", "num_servers": 4}}, 3, ["layout.num_servers"]),
+        ({"layout": {"data_parallel": "zero2"}}, 4, ["training.tokens_per_step"]),
+        ({"layout": {"data_parallel": "ddp"}}, 32, ["training.tokens_per_step"]),
+        ({"layout": {"micro_batch_size": 3}}, 2, ["layout.micro_batch_size"]),
+        ({"layout": {"ddp_static_graph": True, "micro_batch_size": 1}}, 2, ["layout.ddp_static_graph"]),
+        ({"layout": {"cp": 3}}, 3, ["layout.cp", "training.tokens_per_step"]),
+        ({"layout": {"cp": 40}}, 40, ["layout.cp"]),
+        ({"layout": {**FULL, "recomputed_blocks": 9}}, 1, ["layout.recomputed_blocks"]),
+        ({"swarm": {"method": "diloco", "every": 10, "fragments": 2, "delay": 7}}, 1, ["swarm.delay"]),
+    ],
+    ids=str,
+)
+def test_proposed_fixes_make_the_run_valid(tables: dict[str, Any], world_size: int, fields: list[str]) -> None:
+    """The numbers of a fix are computed; each is set as a user would, until nothing is wrong."""
+    table: dict[str, Any] = {"model": {"preset": "tiny", "num_layers": 5}, "training": {**STEP}}
+    for name, values in json.loads(json.dumps(tables)).items():
+        table.setdefault(name, {}).update(values)
+    refused = []
+    for _ in range(len(fields) + 1):
+        try:
+            check_layout(run_from_table(table), world_size)
+        except UserError as error:
+            first = error.errors[0] if isinstance(error, UserErrorGroup) else error
+            refused.append(first.field)
+            apply_fix(table, first)
+    assert refused == fields
+
+
+def apply_fix(table: dict[str, Any], error: UserError) -> None:
+    """Set the number that the fix proposes for a field: by default that of the error."""
+    proposed = re.search(r"(?:use|set) (?:at most |one of )?(?:([a-z_.]+) = )?(\d+)", error.fix or "")
+    assert proposed is not None, str(error)
+    set_path(table, (proposed[1] or error.field).split("."), proposed[2], "--set")

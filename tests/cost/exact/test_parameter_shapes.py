@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes, strip_block_index
 from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 from tests.helpers.model_specs import model_specs
@@ -60,3 +60,13 @@ def test_parameter_shapes_of_gpt2_match_explicit_list():
     ]
     assert shapes["embedding.weight"] == (11, 6)
     assert shapes["blocks.0.mlp.down.weight"] == (6, 5)
+
+
+def test_strip_block_index_removes_number_of_block_and_nothing_else():
+    assert strip_block_index("blocks.13.mlp.experts.up") == "blocks.mlp.experts.up"
+    outside = ["embedding.weight", "positions.weight", "norm.weight", "norm.bias"]
+    names = list(map(strip_block_index, parameter_shapes(GPT2)))
+    assert [name for name in names if not name.startswith("blocks.")] == outside
+    blocks = [name for name in names if name.startswith("blocks.")]
+    assert blocks[: len(blocks) // 2] == blocks[len(blocks) // 2 :], "both blocks have the same names"
+    assert len({*blocks}) == len(blocks) // 2

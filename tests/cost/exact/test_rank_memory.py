@@ -17,7 +17,7 @@ from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
-from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.formatting import MIB
@@ -463,6 +463,16 @@ def test_rank_memory_rejects_invalid_rank_count():
         rank_memory(make_run("parameter_server"), 1)
     with pytest.raises(UserError, match="ranks cannot divide"):
         rank_memory(make_run("zero2"), 5)
+
+
+@pytest.mark.parametrize("model", [ODD_SHAPES_MODEL, ODD_SHAPES_MOE], ids=["dense", "moe"])
+def test_pipeline_ranks_that_differ_in_block_indices_only_have_one_signature(model):
+    """The memory of ranks with one signature is counted once; the first and the last stage have other tensors."""
+    run = make_run(model={**model, "num_layers": 8, "vocab_size": 64}, layout={"pp": 4, "micro_batch_size": 1})
+    ranks = rank_tensors(run, 4)
+    assert [len({name.split(".")[1] for name in rank.names if name.startswith("blocks.")}) for rank in ranks] == [2] * 4
+    signatures = [rank.signature for rank in ranks]
+    assert [signatures.index(signature) for signature in signatures] == [0, 1, 1, 3]
 
 
 def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():

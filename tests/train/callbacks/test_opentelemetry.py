@@ -7,13 +7,15 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.train import worker
-from phalanx.train.callbacks.opentelemetry import OpenTelemetry
+from phalanx.train.callbacks.opentelemetry import OpenTelemetry, OpenTelemetryLogger
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import numbers
 from phalanx.train.rank_options import RankOptions
@@ -25,6 +27,25 @@ def test_missing_exporter_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(UserError, match=r"requires opentelemetry.*\n.*phalanx\[opentelemetry\]"):
         OpenTelemetry()
+
+
+def test_opentelemetry_gauges_have_last_number_of_each_name() -> None:
+    """The provider is a dictionary of gauges, so that the calls are tested where OpenTelemetry is not installed."""
+    gauges: dict[str, list[float]] = {}
+
+    def create_gauge(name: str) -> Any:
+        assert name not in gauges
+        return SimpleNamespace(set=gauges.setdefault(name, []).append)
+
+    ended: list[bool] = []
+    meter = SimpleNamespace(create_gauge=create_gauge)
+    logger = OpenTelemetryLogger(SimpleNamespace(get_meter=lambda name: meter, shutdown=lambda: ended.append(True)))
+    logger.write({"step": 1, "loss": 2.5, "time": 7.0})
+    logger.write({"step": 2, "loss": 2.0, "grad_norm": float("inf")})
+    assert gauges == {"phalanx.step": [1, 2], "phalanx.loss": [2.5, 2.0]}
+    assert not ended
+    logger.close()
+    assert ended
 
 
 def test_collector_receives_last_numbers_of_metrics_file(text: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +90,53 @@ def test_wandb_receives_records_of_metrics_file_across_restart(text: Path, tmp_p
     assert (2, "held_out_loss") in expected
     numbers = {key: value for key, value in expected.items() if isinstance(value, int | float) and key[1] != "time"}
     assert {key: received[key] for key in numbers} == {key: pytest.approx(value) for key, value in numbers.items()}
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Replace W&B by a list of the runs that were opened, so that the calls are tested where W&B is not installed."""
+    opened: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        if "/" in options["project"]:
+            raise module.Error("no slash in a project")
+        opened.append({**options, "records": [], "exit_code": None})
+        return SimpleNamespace(
+            log=lambda record, step: opened[-1]["records"].append((step, record["loss"])),
+            finish=lambda exit_code: opened[-1].update(exit_code=exit_code),
+        )
+
+    module: Any = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None, origin="wandb/__init__.py")
+    module.init, module.Error = init, type("Error", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return opened
+
+
+def test_wandb_run_has_settings_records_and_end_of_two_starts(
+    fake_wandb: list[dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    run = small_run(text, tmp_path, {"training.steps": 4})
+    trainer: Any = SimpleNamespace(run=run, is_main=True, directory=tmp_path)
+    callback = Wandb("project")
+    callback.on_train_start(trainer)
+    callback.on_step_end(trainer, {"step": 1, "loss": 2.5})
+    callback.on_exception(trainer, RuntimeError())
+    callback.on_train_start(trainer)
+    callback.on_step_end(trainer, {"step": 2, "loss": 2.0})
+    callback.on_train_end(trainer, {})
+    assert [opened["records"] for opened in fake_wandb] == [[(1, 2.5)], [(2, 2.0)]]
+    assert [opened["exit_code"] for opened in fake_wandb] == [1, 0]
+    for opened in fake_wandb:
+        assert (opened["project"], opened["name"], opened["id"]) == ("project", run.name, wandb_id(tmp_path))
+        assert (opened["resume"], opened["config"]["training"]["steps"]) == ("allow", 4)
+
+
+def test_wandb_names_project_that_it_cannot_open(fake_wandb: list[dict[str, Any]], text: Path, tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(run=small_run(text, tmp_path, {}), directory=tmp_path)
+    with pytest.raises(UserError, match=r"metrics\.wandb = 'a/b' cannot be opened: no slash in a project"):
+        Wandb("a/b").open(trainer)
+    assert not fake_wandb
 
 
 def test_wandb_refuses_invalid_project(text: Path, tmp_path: Path) -> None:

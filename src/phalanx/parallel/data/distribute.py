@@ -57,7 +57,7 @@ def distribute(
         torch.Size([8, 2])
         >>> phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(tp=2))
         Traceback (most recent call last):
-        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer..."""
+        phalanx.spec.errors.UserError: layout.tp = 2 is for Phalanx's own transformer..."""
     for field, value, default in transformer_only_options(layout):
         applied = f"to {type(module).__name__}, distribute() applies only data parallelism"
         problem = f"is supported for Phalanx's transformer only: {applied}"
