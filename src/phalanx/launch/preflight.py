@@ -30,7 +30,7 @@ from phalanx.spec.components import named_components
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
-from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_settings_of_weights
+from phalanx.spec.run import BYTES_VOCAB, KeepSpec, RunSpec, require_settings_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
 
 MIN_SEQ_LEN = 16
@@ -231,11 +231,12 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
     needed_bytes = checkpoint_space_needed_bytes(run, len(saved_checkpoints))
     free_bytes = shutil.disk_usage(existing_parent).free
     if needed_bytes > free_bytes:
-        lower = "lower checkpoint.keep, " if run.checkpoint.keep > 1 else ""
+        kept = run.checkpoint.keep
+        fewer = "keep fewer checkpoints (checkpoint.keep), " if kept != KeepSpec(last=1) else ""
         free = f"{existing_parent} has {format_gb_or_mb(free_bytes)} free"
         problem = f"needs {format_gb_or_mb(needed_bytes)} for checkpoints, but {free}"
-        fix = f"free space, {lower}or set output_dir to another disk"
-        raise UserError("checkpoint.keep", run.checkpoint.keep, problem, fix)
+        fix = f"free space, {fewer}or set output_dir to another disk"
+        raise UserError("checkpoint.keep", kept.model_dump(exclude_defaults=True) or None, problem, fix)
 
 
 def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
