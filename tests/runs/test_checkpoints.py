@@ -168,7 +168,9 @@ def test_find_checkpoint_names_the_existing_steps(saved_checkpoints: Path, tmp_p
     directory = tmp_path / "checkpoints"
     write_manifests(directory, saved_checkpoints / "step-00000004", dict.fromkeys(range(10, 400, 10)))
     assert find_checkpoint(tmp_path, 20) == directory / "step-00000020"
-    with pytest.raises(UserError, match=r"--step = 25: is not a checkpoint of .*\n  fix: use one of 10, 20, 30, .*, 120 "):
+    with pytest.raises(
+        UserError, match=r"--step = 25: is not a checkpoint of .*\n  fix: use one of 10, 20, 30, .*, 120 "
+    ):
         find_checkpoint(tmp_path, 25)
     with pytest.raises(UserError, match=r"use one of 280, 290, .*, 390 \(the nearest of 39\), or set evaluation.every"):
         find_checkpoint(tmp_path, "best")

@@ -72,7 +72,11 @@ def test_checkpoint_keep_reads_a_number_as_the_last_ones_and_writes_a_table() ->
 @pytest.mark.parametrize(
     ("checkpoint", "evaluation_every", "message"),
     [
-        ({"keep": {"every": 750}}, 0, r"keep.every = 750: is not a multiple of checkpoint.every \(500\)\n  fix: use 1000"),
+        (
+            {"keep": {"every": 750}},
+            0,
+            r"keep.every = 750: is not a multiple of checkpoint.every \(500\)\n  fix: use 1000",
+        ),
         ({"keep": {"every": 10}, "every": 0}, 0, "keep.every = 10: needs checkpoints at known steps"),
         ({"keep": {"best": 1}, "every": "auto"}, 100, "keep.best = 1: needs checkpoints at known steps"),
         ({"keep": {"best": 1}}, 0, "the run is evaluated at its end only\n  fix: set evaluation.every = 500"),

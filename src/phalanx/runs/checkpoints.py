@@ -139,10 +139,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, newest first, without unfinished ones (.tmp)."""
+def checkpoints(directory: Path, last_step: int | None = None) -> list[Path]:
+    """Return the checkpoints in a directory up to `last_step`, newest first, without unfinished ones (.tmp)."""
     paths = [path for path in directory.glob("step-*") if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(paths, reverse=True)
+    return sorted((path for path in paths if last_step is None or step_of(path) <= last_step), reverse=True)
 
 
 def sha256(path: Path) -> str:
@@ -299,9 +299,7 @@ def best_checkpoints(saved: Iterable[Path]) -> list[Path]:
     return [checkpoint for checkpoint, _ in sorted(same_text, key=lambda item: item[1]["held_out_loss"])]
 
 
-def quarantine(
-    directory: Path, damaged: Iterable[str], intact: Path | None, suffix: str = DAMAGED_SUFFIX
-) -> None:
+def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None, suffix: str = DAMAGED_SUFFIX) -> None:
     """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one.
 
     Quarantined checkpoints of these names are replaced. Without an intact one, `latest` remains unchanged.

@@ -419,7 +419,8 @@ def test_run_keeps_its_best_checkpoint_by_held_out_loss(text: Path, tmp_path: Pa
     losses = {2: 3.0, 4: 1.0, 6: math.nan, 8: 2.0, 10: 2.5}
     kept = {"every": 2, "keep": {"last": 1, "best": 1}}
     trainer = make_trainer(small_run(text, tmp_path, {**SHORT, "evaluation.every": 2, "checkpoint": kept}))
-    trainer.evaluate = lambda: {"step": trainer.step, "held_out_loss": losses[trainer.step], "held_out_set": "a"}  # type: ignore[method-assign]
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda: evaluate() | {"held_out_loss": losses[trainer.step]}  # type: ignore[method-assign]
     train_to_end(trainer)
     assert [path.name for path in checkpoints(trainer.checkpointer.directory)] == ["step-00000010", "step-00000004"]
     assert require_valid_checkpoint(trainer.directory, "best").name == "step-00000004"

@@ -45,7 +45,13 @@ def export(
     end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
-            trained.run.model, parameters, directory, trained.tokenizer_file, eos_id=end, dtype=dtype, source=source if source.is_dir() else None
+            trained.run.model,
+            parameters,
+            directory,
+            trained.tokenizer_file,
+            eos_id=end,
+            dtype=dtype,
+            source=source if source.is_dir() else None,
         )
     except OSError as error:
         raise disk_error("directory", directory, error) from None
