@@ -122,7 +122,7 @@ def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp
 
 
 def write_manifests(directory: Path, manifest: Path, evaluations: dict[int, tuple[float, str] | None]) -> list[Path]:
-    """Write checkpoints that are manifests only, with a held-out loss and its text by step; return them newest first."""
+    """Write checkpoints of manifests only, with a held-out loss and its text by step; return them newest first."""
     for step, evaluation in evaluations.items():
         folder = directory / f"step-{step:08d}"
         folder.mkdir(parents=True)

@@ -31,7 +31,8 @@ def load_model(
         a network of that class.
 
     Raises:
-        UserError: `run_dir` is not a run directory, has no intact checkpoint of this step, or names a network without `trust`.
+        UserError: `run_dir` is not a run directory, has no intact checkpoint of this step, or names a network without
+            `trust`.
 
     Example:
         >>> model, tokenizer = phalanx.load_model("runs/first")

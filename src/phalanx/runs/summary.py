@@ -6,9 +6,11 @@ Nothing of a directory has to be valid: other programs, other versions and full 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +28,8 @@ SPEED_STEPS = 20
 """Number of last steps whose median speed is shown."""
 SIZES = ("tp", "pp", "cp", "ep")
 UNREADABLE = "unreadable"
+EVALUATION = re.compile(rb'"held_out_loss"')
+"""The text by which lines of evaluations are found without decoding the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +112,16 @@ def summarize_run(directory: Path) -> RunSummary:
 
 
 def _last_metrics(directory: Path, problems: list[str]) -> list[Mapping[str, Any]]:
-    """Return the last records of steps, newest first, up to the last evaluation."""
+    """Return the last `SPEED_STEPS` records, newest first, and the last evaluation."""
     records: list[Mapping[str, Any]] = []
     try:
-        for line in lines_from_end(directory / METRICS_FILE):
-            is_evaluation = b'"held_out_loss"' in line
-            # Far from the end, only the last evaluation is wanted.
-            if is_evaluation or len(records) < SPEED_STEPS:
-                with suppress(ValueError):
-                    records.append(decode_metrics(line))
-            if len(records) >= SPEED_STEPS and any("held_out_loss" in record for record in records):
-                break
+        lines = lines_from_end(directory / METRICS_FILE)
+        for line in islice(lines, SPEED_STEPS):
+            with suppress(ValueError):
+                records.append(decode_metrics(line))
+        if not any("held_out_loss" in record for record in records):
+            with suppress(ValueError):
+                records += [decode_metrics(line) for line in islice(filter(EVALUATION.search, lines), 1)]
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -200,13 +200,12 @@ class EvaluationSpec(Spec):
 
 
 def _keep_table(value: Any) -> Any:
-    """Return the table of `checkpoint.keep`, of which a number is the short form (and the only one until 2026-11-28)."""
+    """Return the table of `checkpoint.keep`; a number is its short form, and the only one until 2026-11-28."""
     return {"last": value} if type(value) is int else value
 
 
 class KeepSpec(Spec):
-    """Checkpoints that are kept; the others are removed after the next save. `keep = 3` is short for
-    `keep = { last = 3 }`."""
+    """Checkpoints that outlive the next save; `keep = 3` is short for `keep = { last = 3 }`."""
 
     last: int = Field(2, gt=0)
     """Number of newest checkpoints."""

@@ -69,11 +69,11 @@ def test_generate_and_export_take_a_checkpoint_by_step_and_by_path(finished_trai
     create_run(run, 1, resume=False)
     train_to_end(make_trainer(run))
     directory = tmp_path / run.name
-    greedy = ("--prompt", "def ", "--tokens", 30, "--temperature", 0)
-    newest = command_output("generate", directory, *greedy)
-    first = command_output("generate", directory, *greedy, "--step", 8)
-    assert first == command_output("generate", directory / "checkpoints" / "step-00000008", *greedy) != newest
-    assert newest == command_output("generate", directory, *greedy, "--step", "best")  # the loss falls in this run
+    sample = ("--prompt", "def ", "--tokens", 30)
+    newest = command_output("generate", directory, *sample)
+    first = command_output("generate", directory, *sample, "--step", 8)
+    assert first == command_output("generate", directory / "checkpoints" / "step-00000008", *sample) != newest
+    assert newest == command_output("generate", directory, *sample, "--step", "best")  # the loss falls in this run
     assert "parameters of step 8 in" in command_output("export", directory, tmp_path / "out", "--step", 8)
     model, _ = load_model(directory, 8)
     exported = load_file(tmp_path / "out" / "model.safetensors")

@@ -61,7 +61,8 @@ def runs(
     from phalanx.spec.formatting import UNKNOWN
 
     require(sort in SORT_FIELDS, "--sort", sort, "is not a column", did_you_mean(sort, list(SORT_FIELDS)))
-    found = [find_runs(directory) for directory in directories or [Path("runs")]]
+    directories = directories or [Path("runs")]
+    found = [find_runs(directory) for directory in directories]
     summaries = [
         summarize_run(run) for run in dict.fromkeys(run for run_directories, _ in found for run in run_directories)
     ]
@@ -107,4 +108,4 @@ def runs(
         kind = "directory is not a run" if len(others) == 1 else "directories are not runs"
         print_line(console, f"{len(others)} {kind}: {names}", "dim")
     if not rows:
-        print_line(console, f"no run in {', '.join(map(str, directories or ['runs']))}; train one with phalanx train")
+        print_line(console, f"no run in {', '.join(map(str, directories))}; train one with phalanx train")
