@@ -251,8 +251,9 @@ def _check_directory(run: RunSpec, resume: bool, step: int | None) -> None:
 def lock_run_directory(run: RunSpec, resume: bool, step: int | None = None) -> IO[str] | None:
     """Lock the directory of a run for its launcher; return None if the file system has no locks.
 
-    If the run continues from the checkpoint of a step, newer ones are renamed. The lock is held from before the first write until the launcher exits, also if it becomes the rank itself (exec).
-    Raises UserError if another launcher has the lock, or has trained in the directory since the run was checked.
+    If the run continues from the checkpoint of a step, newer ones are renamed. The lock is held from before the first
+    write until the launcher exits, also if it becomes the rank itself (exec). Raises UserError if another launcher has
+    the lock, or has trained in the directory since the run was checked.
     """
     directory = run_directory(run)
     claim_run_directory(directory)

@@ -314,7 +314,7 @@ def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None, suf
 
 
 def abandon_newer(directory: Path, step: int) -> list[str]:
-    """Rename the checkpoints after a step, from which the run will continue, to step-N.abandoned; return their names."""
+    """Rename the checkpoints after a step, from which the run continues, to step-N.abandoned; return their names."""
     newer = [path.name for path in checkpoints(directory) if step_of(path) > step]
     quarantine(directory, newer, directory / step_name(step), ABANDONED_SUFFIX)
     return newer
