@@ -64,7 +64,8 @@ def lines_from_end(path: Path, block_bytes: int = 2**16) -> Iterator[bytes]:
             # The text after the last newline is still being written.
             yield from reversed(lines[:-1] if is_end and lines else lines)
             is_end = is_end and not lines
-            position, rest = start, first
+            position = start
+            rest = first
         if not is_end:
             yield rest
 

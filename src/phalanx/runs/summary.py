@@ -34,7 +34,7 @@ EVALUATION = re.compile(rb'"held_out_loss"')
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What the files of a run directory say. Unknown values are None."""
+    """A row about a run directory. Unknown values are None."""
 
     directory: Path
     state: str

@@ -328,7 +328,8 @@ class RunSpec(Spec):
 
 def _check_kept_checkpoints(checkpoint: CheckpointSpec, evaluation_every: int) -> None:
     """Raise UserError if no checkpoint may be at a step that is to be kept, or none has a held-out loss."""
-    keep, every = checkpoint.keep, checkpoint.every
+    keep = checkpoint.keep
+    every = checkpoint.every
     if every == "auto" or every == 0:
         for field, value in (("every", keep.every), ("best", keep.best)):
             problem = f"needs checkpoints at known steps, but checkpoint.every is {every!r}"

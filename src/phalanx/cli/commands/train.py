@@ -73,7 +73,7 @@ def train(
     step: Annotated[
         Any,
         Option(
-            help="With --resume: go back to the checkpoint of this step, or to the best. Newer ones are set aside as "
+            help="With --resume: go back to the checkpoint of this step, or to the best. Newer ones are renamed to "
             "step-N.abandoned.",
             parser=parse_step,
             metavar="N|best",

@@ -135,7 +135,7 @@ class Checkpointer:
                 file.unlink(missing_ok=True)
 
     def _remove_old_checkpoints(self) -> None:
-        """Remove the checkpoints that are not to be kept, and those set aside before the last ones to keep.
+        """Remove the checkpoints that are not to be kept, and renamed ones older than the last to keep.
 
         A checkpoint that another process is reading is left for the next save to remove."""
         saved = checkpoints(self.directory)
