@@ -121,9 +121,7 @@ def test_failure_policy_makes_node_with_full_disk_leave_at_once(tmp_path: Path) 
     """The other nodes may continue without it; a single node ends the run."""
     for rendezvous, action, code in ((REMOTE_RENDEZVOUS, FailureAction.LEAVE, 1), (SINGLE_NODE, FailureAction.STOP, 2)):
         policy = make_failure_policy(tmp_path, rendezvous, restarts=3)
-        write_failure_record(
-            tmp_path, 1, "file = '/d/x' cannot be used: No space left on device", code=2, storage=True
-        )
+        write_failure_record(tmp_path, 1, "file = '/d/x' cannot be used: No space left on device", code=2, storage=True)
         assert policy.decide({1: FakeProcessFailure(2)}) is action
         assert policy.exit_code == code
 
@@ -144,7 +142,10 @@ def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_un
             "run directory = '/runs/a' cannot be used: No space left on device",
         ),
         (OSError(errno.EDQUOT, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: Disk quota exceeded"),
-        (FileNotFoundError(errno.ENOENT, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: No such file or directory"),
+        (
+            FileNotFoundError(errno.ENOENT, "x", "/data/t.bin"),
+            "file = '/data/t.bin' cannot be used: No such file or directory",
+        ),
         (PermissionError(errno.EACCES, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: Permission denied"),
     ],
 )

@@ -9,8 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.runs.checkpoints import check_manifest, checkpoints, find_damage, latest_valid, quarantine, read_manifest
+from phalanx.runs.checkpoints import (
+    abandon_newer,
+    best_checkpoints,
+    check_manifest,
+    checkpoints,
+    checkpoints_to_keep,
+    find_checkpoint,
+    find_damage,
+    latest_valid,
+    quarantine,
+    read_manifest,
+    require_valid_checkpoint,
+    split_checkpoint_path,
+    step_of,
+)
 from phalanx.spec.errors import UserError
+from phalanx.spec.run import KeepSpec
 from tests.helpers.small_runs import save_two_checkpoints, small_run
 
 
@@ -104,3 +119,92 @@ def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp
     check_manifest(run, manifest)
     with pytest.raises(UserError, match=r"training.steps = 20 is less than the 21 completed steps of the run"):
         check_manifest(run, {**manifest, "step": run.training.steps + 1})
+
+
+def write_manifests(directory: Path, manifest: Path, evaluations: dict[int, tuple[float, str] | None]) -> list[Path]:
+    """Write checkpoints of manifests only, with a held-out loss and its text by step; return them newest first."""
+    for step, evaluation in evaluations.items():
+        folder = directory / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        saved = evaluation and {"held_out_loss": evaluation[0], "held_out_set": evaluation[1]}
+        (folder / "manifest.json").write_text(json.dumps({**read_manifest(manifest), "evaluation": saved}))
+    return checkpoints(directory)
+
+
+LOSSES = {100: (4.0, "a"), 200: (1.5, "a"), 300: (2.0, "a"), 350: None, 400: (3.0, "a"), 500: (2.5, "a")}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ({}, {400, 500}),
+        ({"last": 1}, {500}),
+        ({"last": 1, "every": 200}, {200, 400, 500}),
+        ({"last": 1, "best": 1}, {200, 500}),
+        ({"last": 1, "best": 3}, {200, 300, 500}),
+        ({"last": 1, "best": 9}, {100, 200, 300, 400, 500}),
+        ({"last": 9}, {*LOSSES}),
+    ],
+    ids=str,
+)
+def test_checkpoints_to_keep_are_the_union_of_last_every_and_best(
+    keep: dict[str, int], kept: set[int], saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    saved = write_manifests(tmp_path, saved_checkpoints / "step-00000004", LOSSES)
+    assert {step_of(path) for path in checkpoints_to_keep(saved, KeepSpec(**keep))} == kept
+
+
+def test_best_checkpoints_compare_losses_on_the_text_of_the_newest_only(
+    saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    saved = write_manifests(
+        tmp_path, saved_checkpoints / "step-00000004", {1: (1.0, "old"), 2: (3.0, "new"), 3: (2.0, "new"), 4: None}
+    )
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    assert [step_of(path) for path in best_checkpoints(saved)] == [2]
+
+
+def test_find_checkpoint_names_the_existing_steps(saved_checkpoints: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    write_manifests(directory, saved_checkpoints / "step-00000004", dict.fromkeys(range(10, 400, 10)))
+    assert find_checkpoint(tmp_path, 20) == directory / "step-00000020"
+    with pytest.raises(
+        UserError, match=r"--step = 25 is not a checkpoint of .*\n  fix: use one of 10, 20, 30, .*, 120 "
+    ):
+        find_checkpoint(tmp_path, 25)
+    with pytest.raises(UserError, match=r"use one of 280, 290, .*, 390 \(the nearest of 39\), or set evaluation.every"):
+        find_checkpoint(tmp_path, "best")
+    (directory / "step-00000030").rename(directory / "step-00000030.damaged")
+    with pytest.raises(UserError, match=r"which has step-00000030.damaged"):
+        find_checkpoint(tmp_path, 30)
+
+
+def test_require_valid_checkpoint_refuses_a_damaged_one_that_was_named(saved_checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "checkpoints")
+    assert step_of(require_valid_checkpoint(tmp_path, 2)) == 2
+    next((tmp_path / "checkpoints" / "step-00000004").glob("shard-*")).write_bytes(b"")
+    with pytest.raises(UserError, match=r"is damaged: checksum of shard.*\n  fix: .*use one of 2$"):
+        require_valid_checkpoint(tmp_path, 4)
+    assert step_of(require_valid_checkpoint(tmp_path)) == 2
+
+
+def test_split_checkpoint_path_accepts_a_run_or_one_of_its_checkpoints() -> None:
+    run = Path("runs/demo")
+    assert split_checkpoint_path(run) == (run, None)
+    assert split_checkpoint_path(run, "best") == (run, "best")
+    for name in ("step-00000008", "step-8"):
+        assert split_checkpoint_path(run / "checkpoints" / name) == (run, 8)
+        assert split_checkpoint_path(run / "checkpoints" / name, 8) == (run, 8)
+    with pytest.raises(UserError, match=r"--step = 4 is not the step of runs/demo/checkpoints/step-8"):
+        split_checkpoint_path(run / "checkpoints" / "step-8", 4)
+    assert split_checkpoint_path(Path("runs/step-8")) == (Path("runs/step-8"), None)
+
+
+def test_abandon_newer_makes_the_named_checkpoint_the_latest(saved_checkpoints: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved_checkpoints, directory)
+    assert abandon_newer(directory, 2) == ["step-00000004"]
+    names = ["latest", "step-00000002", "step-00000004.abandoned"]
+    assert sorted(path.name for path in directory.iterdir()) == names
+    assert (directory / "latest").read_text() == "step-00000002\n"
+    assert step_of(require_valid_checkpoint(tmp_path)) == 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.runs.decode import decode_object
-from phalanx.runs.jsonl import JsonlTail, parse_jsonl, read_jsonl
+from phalanx.runs.jsonl import JsonlTail, lines_from_end, parse_jsonl, read_jsonl
 
 
 @pytest.fixture
@@ -95,3 +95,10 @@ def test_jsonl_tail_reports_removed_file_once(file: Path) -> None:
     file.unlink()
     assert tail.read_new() == (True, [])
     assert tail.read_new() == (False, [])
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n", b"a\n\nbc\n", b"ab\ncdefghij\nk\nlm"])
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 100])
+def test_lines_from_end_are_the_complete_lines_reversed(content: bytes, block_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert [*lines_from_end(tmp_path / "file", block_bytes)] == content.split(b"\n")[-2::-1]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from typing import Any
+
 import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import KeepSpec, RunSpec
 
 
 def test_data_accepts_one_source_without_a_list() -> None:
@@ -59,3 +64,41 @@ def test_settings_have_dotted_names_without_places_machines_and_undecided_steps(
     assert not [name for name in settings if name.split(".")[0] in ("name", "output_dir", "cluster")]
     assert not {"training.steps", "callbacks.stop.named_in", "data.cache"} & settings.keys()
     assert run_from_table({"training": {"steps": 7}}).settings["training.steps"] == 7
+
+
+def checkpoint_run(checkpoint: dict[str, Any], evaluation_every: int = 0) -> RunSpec:
+    """Return a run with these checkpoints and evaluations."""
+    return run_from_table(
+        {"model": {"preset": "tiny"}, "checkpoint": checkpoint, "evaluation": {"every": evaluation_every}}
+    )
+
+
+def test_checkpoint_keep_reads_a_number_as_the_last_ones_and_writes_a_table() -> None:
+    run = checkpoint_run({"keep": 3})
+    assert run.checkpoint.keep == KeepSpec(last=3, every=0, best=0)
+    assert tomllib.loads(to_toml(run))["checkpoint"]["keep"] == {"last": 3, "every": 0, "best": 0}
+    assert checkpoint_run({"keep": {"best": 1}}, 250).checkpoint.keep == KeepSpec(last=2, best=1)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "evaluation_every", "message"),
+    [
+        (
+            {"keep": {"every": 750}},
+            0,
+            r"keep.every = 750 is not a multiple of checkpoint.every \(500\)\n  fix: use 1000",
+        ),
+        ({"keep": {"every": 10}, "every": 0}, 0, "keep.every = 10 needs checkpoints at known steps"),
+        ({"keep": {"best": 1}, "every": "auto"}, 100, "keep.best = 1 needs checkpoints at known steps"),
+        ({"keep": {"best": 1}}, 0, "the run is evaluated at its end only\n  fix: set evaluation.every = 500"),
+        ({"keep": {"best": 1}}, 300, "the run is evaluated every 300 steps\n  fix: set evaluation.every = 500"),
+        ({"keep": 0}, 0, "checkpoint.keep.last = 0"),
+        ({"keep": "all"}, 0, r"checkpoint.keep = 'all' must be a table\n  fix: write a table: \[checkpoint.keep\]"),
+    ],
+    ids=str,
+)
+def test_checkpoint_keep_rejects_what_no_checkpoint_could_meet(
+    checkpoint: dict[str, Any], evaluation_every: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        checkpoint_run(checkpoint, evaluation_every)

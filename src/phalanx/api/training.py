@@ -22,6 +22,7 @@ from typing import Any, Literal, Unpack
 from phalanx.api.components import Components, with_components
 from phalanx.api.run_results import Report, report_run
 from phalanx.report.run_data import read_run
+from phalanx.runs.checkpoints import split_checkpoint_path
 from phalanx.runs.create import RUN_FILE, run_directory
 from phalanx.spec.errors import (
     ERROR_FILE_VARIABLE,
@@ -79,6 +80,7 @@ def train_run(
     *,
     nproc: int | None = None,
     resume: bool = False,
+    step: int | Literal["best"] | None = None,
     profile_memory: bool = False,
     profile_steps: tuple[int, int] | None = None,
     quiet: bool = False,
@@ -94,6 +96,7 @@ def train_run(
         run: The run; or the path of a run file; or the directory of a run, to continue it with `resume`.
         nproc: The number of ranks on this machine. By default `cluster.nproc_per_node`, one per GPU, or one.
         resume: Continue from the latest checkpoint, if there is one.
+        step: With `resume`: go back to the checkpoint of this step, or to the best.
         profile_memory: Measure memory and traffic of an early step on each rank, for the report.
         profile_steps: Record every pass and collective from the first to the second of these steps.
         quiet: Do not print the output of the run.
@@ -117,7 +120,7 @@ def train_run(
     run = with_components(run, components)
     with _provide_run_argument(run) as (argument, directory), tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         error_file = Path(folder) / "error.json"
-        options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--trust": trust}
+        options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--step": step, "--trust": trust}
         options["--profile-memory"] = profile_memory
         if profile_steps is not None:
             options["--profile-steps"] = "{}:{}".format(*profile_steps)
@@ -211,7 +214,8 @@ def _provide_run_argument(run: RunSpec | str | Path) -> Iterator[tuple[str, Path
             yield str(file), run_directory(run)
     else:
         path = Path(run)
-        yield str(path), path if path.is_dir() else run_directory(load_run(path))
+        directory, _ = split_checkpoint_path(path)
+        yield str(path), directory if directory.is_dir() else run_directory(load_run(path))
 
 
 def _launcher_environment(run: RunSpec | str | Path) -> dict[str, str]:

@@ -39,6 +39,7 @@ PANELS = {
         "train": "Train the model of a run file.",
         "launch": "Write job files for Slurm, Kubernetes, SkyPilot.",
         "watch": "Show a run while it trains.",
+        "runs": "List runs: state, step, loss, speed.",
     },
     "Verify": {
         "dryrun": "Trace a training step and compare it with the plan.",
@@ -51,7 +52,7 @@ PANELS = {
     },
     "Data and models": {
         "data": "Tokenize text and inspect tokens.",
-        "generate": "Sample text from the latest checkpoint.",
+        "generate": "Sample text from a checkpoint.",
         "export": "Write a checkpoint in the Hugging Face format.",
         "experts": "Show expert load; reorder experts over ranks.",
     },

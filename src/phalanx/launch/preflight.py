@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,14 @@ from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
 from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
+from phalanx.runs.checkpoints import (
+    ABANDONED_SUFFIX,
+    CHECKPOINTS_DIR,
+    abandon_newer,
+    check_manifest,
+    check_not_all_damaged,
+    checkpoints,
+)
 from phalanx.runs.create import (
     check_claimable,
     claim_run_directory,
@@ -30,8 +38,10 @@ from phalanx.spec.components import named_components
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
-from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_settings_of_weights
+from phalanx.spec.run import BYTES_VOCAB, KeepSpec, RunSpec, require_settings_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
+
+logger = logging.getLogger(__name__)
 
 MIN_SEQ_LEN = 16
 """Minimum sequence length that is suggested."""
@@ -40,13 +50,14 @@ MAX_SEARCHED_LAYERS = 120
 searched with this number of layers."""
 
 
-def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
+def preflight(run: RunSpec, world_size: int, resume: bool, step: int | None = None) -> None:
     """Raise UserError for errors that would stop this run later.
 
-    Data is checked by `prepare`. No files are changed. Unless the run resumes, its directory must not contain a run.
+    Data is checked by `prepare`. No files are changed. Unless the run resumes, from `step` if given, its directory must
+    not contain a run.
     """
     check_settings(run, world_size)
-    _check_directory(run, resume)
+    _check_directory(run, resume, step)
     # Ranks of other nodes detect a lost rank when a collective times out.
     peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
     check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
@@ -211,7 +222,7 @@ def _shorten_sequences(run: RunSpec) -> Iterator[RunSpec]:
         seq_len //= 2
 
 
-def _check_directory(run: RunSpec, resume: bool) -> None:
+def _check_directory(run: RunSpec, resume: bool, step: int | None) -> None:
     directory = run_directory(run)
     existing_parent = directory
     while not existing_parent.exists():
@@ -220,7 +231,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         problem = "is not a writable directory"
         raise UserError("output_dir", str(existing_parent), problem, "set output_dir to another directory")
     check_claimable(directory)
-    saved_checkpoints = checkpoints(directory / CHECKPOINTS_DIR)
+    saved_checkpoints = checkpoints(directory / CHECKPOINTS_DIR, step)
     if saved_checkpoints and resume:
         check_manifest(run, latest_manifest(saved_checkpoints))
     elif resume:
@@ -231,18 +242,20 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
     needed_bytes = checkpoint_space_needed_bytes(run, len(saved_checkpoints))
     free_bytes = shutil.disk_usage(existing_parent).free
     if needed_bytes > free_bytes:
-        lower = "lower checkpoint.keep, " if run.checkpoint.keep > 1 else ""
+        kept = run.checkpoint.keep
+        fewer = "keep fewer checkpoints (checkpoint.keep), " if kept != KeepSpec(last=1) else ""
         free = f"{existing_parent} has {format_gb_or_mb(free_bytes)} free"
         problem = f"needs {format_gb_or_mb(needed_bytes)} for checkpoints, but {free}"
-        fix = f"free space, {lower}or set output_dir to another disk"
-        raise UserError("checkpoint.keep", run.checkpoint.keep, problem, fix)
+        fix = f"free space, {fewer}or set output_dir to another disk"
+        raise UserError("checkpoint.keep", kept.model_dump(exclude_defaults=True) or None, problem, fix)
 
 
-def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
+def lock_run_directory(run: RunSpec, resume: bool, step: int | None = None) -> IO[str] | None:
     """Lock the directory of a run for its launcher; return None if the file system has no locks.
 
-    The lock is held from before the first write until the launcher exits, also if it becomes the rank itself (exec).
-    Raises UserError if another launcher has the lock, or has trained in the directory since the run was checked.
+    If the run continues from the checkpoint of a step, newer ones are renamed. The lock is held from before the first
+    write until the launcher exits, also if it becomes the rank itself (exec). Raises UserError if another launcher has
+    the lock, or has trained in the directory since the run was checked.
     """
     directory = run_directory(run)
     claim_run_directory(directory)
@@ -250,7 +263,10 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
         lock = acquire_run_lock(directory, name=LAUNCHER_LOCK_FILE)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
-    _check_directory(run, resume)
+    _check_directory(run, resume, step)
+    if step is not None and (newer := abandon_newer(directory / CHECKPOINTS_DIR, step)):
+        text = "going back to step %d; newer checkpoints are renamed to *%s: %s"
+        logger.info(text, step, ABANDONED_SUFFIX, ", ".join(newer))
     if lock is not None:
         os.set_inheritable(lock.fileno(), True)
     return lock

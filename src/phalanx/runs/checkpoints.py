@@ -5,6 +5,7 @@ No torch: the command line uses this module before it spawns ranks.
     checkpoints/latest                   the name of the newest complete checkpoint
     checkpoints/step-00000100.before/    the previous content of a rewritten checkpoint (`phalanx experts`)
     checkpoints/step-00000100.damaged/   a quarantined checkpoint
+    checkpoints/step-00000100.abandoned/ a checkpoint after the one to which `--resume --step N` went back
     checkpoints/step-00000100/
         shard-*.safetensors              parameters and optimizer state, in the format of DCP
         rank-*.json                      random state and checksums of each rank's files
@@ -18,21 +19,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
+from phalanx.runs.decode import Count, Finite, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.replace import open_no_link
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import KeepSpec, RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,11 @@ CHECKSUMS_FILE = "SHA256SUMS"
 LATEST_FILE = "latest"
 PREVIOUS_SUFFIX = ".before"
 DAMAGED_SUFFIX = ".damaged"
+ABANDONED_SUFFIX = ".abandoned"
+NamedStep = int | Literal["best"] | None
+"""The step of a checkpoint; "best" is the one with the lowest held-out loss, None the newest intact one."""
+MAX_LISTED_STEPS = 12
+"""Maximum number of steps that an error lists."""
 SHAPE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -87,6 +95,14 @@ class _Rescaling(TypedDict):
     steps: Count
 
 
+class SavedEvaluation(TypedDict):
+    """The evaluation of a checkpoint's weights in a manifest."""
+
+    held_out_loss: Finite
+    held_out_set: str
+    """Identifies the evaluated text (`EvaluationMetrics`)."""
+
+
 @with_config(ConfigDict(extra="allow"))
 class Manifest(TypedDict):
     """The state of a run in a checkpoint, besides its tensors."""
@@ -107,6 +123,8 @@ class Manifest(TypedDict):
     """Tokens of each layer and expert: until now, and between the last two evaluations."""
     callbacks: NotRequired[dict[str, dict[str, Any]]]
     """States of callbacks by name."""
+    evaluation: NotRequired[SavedEvaluation | None]
+    """None if these weights were not evaluated, or their loss was not finite."""
 
 
 _decode_manifest = decoder(Manifest)
@@ -122,10 +140,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, newest first, without unfinished ones (.tmp)."""
+def checkpoints(directory: Path, last_step: int | None = None) -> list[Path]:
+    """Return the checkpoints in a directory up to `last_step`, newest first, without unfinished ones (.tmp)."""
     paths = [path for path in directory.glob("step-*") if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(paths, reverse=True)
+    return sorted((path for path in paths if last_step is None or step_of(path) <= last_step), reverse=True)
 
 
 def sha256(path: Path) -> str:
@@ -190,32 +208,117 @@ def recover_interrupted_rewrites(directory: Path) -> None:
             backup.rename(backup.with_suffix(""))
 
 
-def require_valid_checkpoint(run_directory: Path) -> Path:
-    """Return the newest undamaged checkpoint of a run, and log which damaged newer ones it skips.
+def split_checkpoint_path(path: Path, step: NamedStep = None) -> tuple[Path, NamedStep]:
+    """Return the run directory and the step of RUN_DIR, or of RUN_DIR/checkpoints/step-N.
 
-    Raises UserError if the run has no undamaged checkpoint.
+    Raises UserError if the path names another step than `step`.
     """
-    checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
-    if checkpoint is None:
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    if match is None or path.parent.name != CHECKPOINTS_DIR:
+        return path, step
+    if step not in (None, int(match[1])):
+        raise UserError("--step", step, f"is not the step of {path}", fix=f"remove --step, or give {path.parents[1]}")
+    return path.parents[1], int(match[1])
+
+
+def require_valid_checkpoint(run_directory: Path, step: NamedStep = None) -> Path:
+    """Return an undamaged checkpoint of a run: of a step, the best, or the newest.
+
+    For the newest, it logs which damaged newer ones it skips. Raises UserError if there is no such checkpoint, or it
+    is damaged.
+    """
+    directory = run_directory / CHECKPOINTS_DIR
+    if step is not None:
+        checkpoint = find_checkpoint(run_directory, step)
+        if problem := find_damage(checkpoint):
+            fix = f"restore it from a copy, or {_offer_steps(directory, step_of(checkpoint))}"
+            raise UserError("checkpoint", str(checkpoint), f"is damaged: {problem}", fix)
+        return checkpoint
+    newest, damaged = latest_valid(directory)
+    if newest is None:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, fix="continue the run until its first checkpoint")
     for name, problem in damaged.items():
         logger.warning("checkpoint %s is damaged and was skipped: %s", name, problem)
+    return newest
+
+
+def saved_evaluation(record: Mapping[str, Any], step: int) -> SavedEvaluation | None:
+    """Return what the manifest of a step records of an evaluation: None for one of another step, or without a loss."""
+    if record.get("step") != step or not math.isfinite(record["held_out_loss"]):
+        return None
+    return {"held_out_loss": record["held_out_loss"], "held_out_set": record["held_out_set"]}
+
+
+def checkpoints_to_keep(saved: list[Path], keep: KeepSpec) -> set[Path]:
+    """Return which of these checkpoints, newest first, a run keeps."""
+    kept = {*saved[: keep.last], *(path for path in saved if keep.every and step_of(path) % keep.every == 0)}
+    return kept | set(best_checkpoints(saved)[: keep.best]) if keep.best else kept
+
+
+def find_checkpoint(run_directory: Path, step: int | Literal["best"]) -> Path:
+    """Return the checkpoint of a step, or the best, intact or not. Raises UserError if it does not exist."""
+    directory = run_directory / CHECKPOINTS_DIR
+    recover_interrupted_rewrites(directory)
+    if step == "best":
+        best = best_checkpoints(checkpoints(directory))
+        if not best:
+            problem = f"is unknown: no checkpoint of {run_directory} was evaluated"
+            fix = f"{_offer_steps(directory)}, or set evaluation.every, so that new checkpoints are evaluated"
+            raise UserError("--step", step, problem, fix)
+        return best[0]
+    checkpoint = directory / step_name(step)
+    if not checkpoint.is_dir():
+        aside = [path.name for path in sorted(directory.glob(f"{checkpoint.name}.*")) if path.suffix != ".tmp"]
+        problem = f"is not a checkpoint of {run_directory}" + (f", which has {', '.join(aside)}" if aside else "")
+        raise UserError("--step", step, problem, fix=_offer_steps(directory, step))
     return checkpoint
 
 
-def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
+def _offer_steps(directory: Path, wanted: int | None = None) -> str:
+    """Return a fix that lists the steps of the other checkpoints, of many those nearest to the wanted one."""
+    steps = [step for step in map(step_of, checkpoints(directory)) if step != wanted]
+    center = max(steps, default=0) if wanted is None else wanted
+    nearest = sorted(sorted(steps, key=lambda step: abs(step - center))[:MAX_LISTED_STEPS])
+    if not nearest:
+        return "continue the run until its next checkpoint"
+    total = f" (the nearest of {len(steps)})" if len(nearest) < len(steps) else ""
+    return f"use one of {', '.join(map(str, nearest))}{total}"
+
+
+def best_checkpoints(saved: Iterable[Path]) -> list[Path]:
+    """Return the evaluated checkpoints among these, newest first, by held-out loss from the lowest.
+
+    Only losses on the same text are comparable: checkpoints evaluated on another text than the newest are left out.
+    """
+    evaluated = []
+    for checkpoint in saved:
+        with suppress(UserError):
+            if evaluation := read_manifest(checkpoint).get("evaluation"):
+                evaluated.append((checkpoint, evaluation))
+    same_text = [item for item in evaluated if item[1]["held_out_set"] == evaluated[0][1]["held_out_set"]]
+    return [checkpoint for checkpoint, _ in sorted(same_text, key=lambda item: item[1]["held_out_loss"])]
+
+
+def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None, suffix: str = DAMAGED_SUFFIX) -> None:
     """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one.
 
     Quarantined checkpoints of these names are replaced. Without an intact one, `latest` remains unchanged.
     """
     for name in damaged:
-        quarantine_path = directory / f"{name}{DAMAGED_SUFFIX}"
+        quarantine_path = directory / f"{name}{suffix}"
         if quarantine_path.exists():
             shutil.rmtree(quarantine_path)
         (directory / name).rename(quarantine_path)
     if intact is not None:
         _point_latest_to(intact)
+
+
+def abandon_newer(directory: Path, step: int) -> list[str]:
+    """Rename the checkpoints after a step, from which the run continues, to step-N.abandoned; return their names."""
+    newer = [path.name for path in checkpoints(directory) if step_of(path) > step]
+    quarantine(directory, newer, directory / step_name(step), ABANDONED_SUFFIX)
+    return newer
 
 
 def check_not_all_damaged(directory: Path) -> None:

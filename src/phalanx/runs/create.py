@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -24,7 +25,7 @@ from typing import Any
 
 from phalanx import __version__
 from phalanx.data.prepare import PreparedData
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, read_manifest, step_of
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, find_damage, read_manifest, step_of
 from phalanx.runs.decode import Decode, decode_object, decoder, read_json
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
@@ -208,3 +209,18 @@ def is_finished(directory: Path) -> bool:
     """Return whether a run has a checkpoint of its last step."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     return bool(saved) and step_of(saved[0]) == read_run_directory(directory)[0].training.steps
+
+
+def describe_complete_run(run: RunSpec, step: int | None = None) -> str | None:
+    """Return why there is nothing to resume, and how to train longer; None if steps are left after the checkpoint."""
+    directory = run_directory(run)
+    saved = checkpoints(directory / CHECKPOINTS_DIR, step)
+    steps = run.training.steps
+    if not run.training.has_decided_steps:
+        with suppress(UserError):
+            steps = load_run(directory / RUN_FILE, environment={}).training.steps
+    # A damaged checkpoint is left to the ranks, which continue from the one before.
+    if not saved or step_of(saved[0]) != steps or find_damage(saved[0]) is not None:
+        return None
+    longer = f"phalanx train {shlex.quote(str(directory))} --resume --set training.steps={2 * steps}"
+    return f"the run is complete: step {steps:,} is its last. To train longer: {longer}"

@@ -5,12 +5,13 @@ A line without a newline is still being written, or its writer was killed: no re
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.runs.decode import Decode, T, decode_object, read_bytes, unreadable_file
+from phalanx.runs.decode import Decode, T, check_regular_file, decode_object, read_bytes, unreadable_file
 
 JsonRecord = dict[str, Any]
 
@@ -44,6 +45,29 @@ def read_valid_jsonl(path: Path, problems: list[str], decode: Decode[T]) -> list
     if damaged := len(records) - len(valid):
         problems.append(f"{path.parent.name}/{path.name}: {damaged} lines cannot be read")
     return valid
+
+
+def lines_from_end(path: Path, block_bytes: int = 2**16) -> Iterator[bytes]:
+    """Yield the complete lines of a file from the last to the first, and read no more of it than is asked for.
+
+    Raises OSError if the file cannot be read.
+    """
+    check_regular_file(path)
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        rest = b""
+        is_end = True
+        while position:
+            start = max(0, position - block_bytes)
+            file.seek(start)
+            first, *lines = (file.read(position - start) + rest).split(b"\n")
+            # The text after the last newline is still being written.
+            yield from reversed(lines[:-1] if is_end and lines else lines)
+            is_end = is_end and not lines
+            position = start
+            rest = first
+        if not is_end:
+            yield rest
 
 
 class JsonlTail:

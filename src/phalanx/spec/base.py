@@ -124,11 +124,12 @@ def _validation_error(
     problem = problem.replace("an object", "a table").replace("a valid array", "a list")
     problem = re.sub(r"^\w+ should have", "must have", problem)
     problem = problem if problem.startswith(("must ", "is ")) else f"is invalid: {problem}"
-    return UserError(field, value, problem, fix=_suggest_fix(item["type"], field.rpartition(".")[2], value, context))
+    return UserError(field, value, problem, fix=_suggest_fix(item["type"], field, value, context))
 
 
-def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, Any]) -> str:
-    """Return the fix for a pydantic error of a given type in the field `name`."""
+def _suggest_fix(error_type: str, field: str, value: object, context: dict[str, Any]) -> str:
+    """Return the fix for a pydantic error of a given type in a field, which is named with its tables."""
+    name = field.rpartition(".")[2]
     if error_type == "literal_error":
         return did_you_mean(
             str(value), re.findall(r"'([^']*)'", context["expected"]), fallback="use one of these values"
@@ -141,8 +142,8 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
         "bool_type": f"write {name} = true or {name} = false",
         "list_type": f"write a list in brackets: {name} = [{json.dumps(value, default=str)}]",
         "tuple_type": f"write a list in brackets: {name} = [..., ...]",
-        "model_type": f"write a table: [{name}], with its keys in the lines below",
-        "model_attributes_type": f"write a table: [{name}], with its keys in the lines below",
+        "model_type": f"write a table: [{field}], with its keys in the lines below",
+        "model_attributes_type": f"write a table: [{field}], with its keys in the lines below",
         "greater_than": f"increase {name}",
         "greater_than_equal": f"increase {name}",
         "less_than": f"decrease {name}",

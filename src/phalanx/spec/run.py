@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from phalanx.spec.base import LocalPath, Spec, TextSource
+from phalanx.spec.base import LocalPath, Spec, TextSource, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.errors import UserError
@@ -200,6 +200,22 @@ class EvaluationSpec(Spec):
     """Samples from the prompt: the last at the end, the earlier ones at even intervals."""
 
 
+def _keep_table(value: Any) -> Any:
+    """Return the table of `checkpoint.keep`; a number is its short form, and the only one until 2026-11-28."""
+    return {"last": value} if type(value) is int else value
+
+
+class KeepSpec(Spec):
+    """Checkpoints that outlive the next save; `keep = 3` is short for `keep = { last = 3 }`."""
+
+    last: int = Field(2, gt=0)
+    """Number of newest checkpoints."""
+    every: int = Field(0, ge=0)
+    """Also keep the checkpoints of each multiple of this number of steps; 0 keeps none of them."""
+    best: int = Field(0, ge=0)
+    """Also keep this number of checkpoints with the lowest held-out loss (validation loss)."""
+
+
 class CheckpointSpec(Spec):
     """Frequency of checkpoints, from which `--resume` continues the run."""
 
@@ -208,8 +224,8 @@ class CheckpointSpec(Spec):
     interval of the best goodput (Daly, Future Generation Computer Systems 22, 2006), from the cost of a save to
     training (wait and slowdown) and the failure rate of the run: cluster.failures_per_device_hour, and from the second
     failure on the observed rate. The first save is early, to measure its cost."""
-    keep: int = Field(2, gt=0)
-    """Number of latest complete checkpoints to keep."""
+    keep: Annotated[KeepSpec, BeforeValidator(_keep_table, int | KeepSpec)] = KeepSpec()
+    """Checkpoints to keep, or the number of the newest ones."""
 
 
 class MetricsSpec(Spec):
@@ -337,6 +353,7 @@ class RunSpec(Spec):
             problem = 'cannot be combined with layout.data_parallel = "parameter_server", which has no replicas'
             fix = "set training.replica_check_interval = 0"
             raise UserError("training.replica_check_interval", training.replica_check_interval, problem, fix)
+        _check_kept_checkpoints(self.checkpoint, self.evaluation.every)
         check_components(self)
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
@@ -350,6 +367,26 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flatten(value, f"{prefix}{name}.")
         elif name != "named_in":
             yield f"{prefix}{name}", value
+
+
+def _check_kept_checkpoints(checkpoint: CheckpointSpec, evaluation_every: int) -> None:
+    """Raise UserError if no checkpoint may be at a step that is to be kept, or none has a held-out loss."""
+    keep = checkpoint.keep
+    every = checkpoint.every
+    if every == "auto" or every == 0:
+        for field, value in (("every", keep.every), ("best", keep.best)):
+            problem = f"needs checkpoints at known steps, but checkpoint.every is {every!r}"
+            require(not value, f"checkpoint.keep.{field}", value, problem, "set checkpoint.every to a number of steps")
+        return
+    if keep.every % every:
+        problem = f"is not a multiple of checkpoint.every ({every})"
+        nearest_multiple = max(1, round(keep.every / every)) * every
+        raise UserError("checkpoint.keep.every", keep.every, problem, f"use {nearest_multiple}")
+    if keep.best and (not evaluation_every or every % evaluation_every):
+        interval = f"every {evaluation_every} steps" if evaluation_every else "at its end only"
+        problem = "needs the held-out loss (validation loss) of each checkpoint, but the run is evaluated " + interval
+        fix = f"set evaluation.every = {every}, as checkpoint.every, or a divisor of it"
+        raise UserError("checkpoint.keep.best", keep.best, problem, fix)
 
 
 def require_settings_of_weights(run: RunSpec) -> None:

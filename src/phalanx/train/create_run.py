@@ -111,11 +111,15 @@ def _gpu_memory_bytes() -> int | None:
 
 
 def check_and_prepare(
-    run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None
+    run: RunSpec,
+    world_size: int,
+    resume: bool,
+    progress: Callable[..., None] | None = None,
+    step: int | None = None,
 ) -> PreparedData:
-    """Check a run, and prepare its data. Raises UserError if the run cannot work."""
-    preflight(run, world_size, resume)
-    saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
+    """Check a run that may resume, from `step` if given, and prepare its data. Raises UserError if it cannot work."""
+    preflight(run, world_size, resume, step)
+    saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR, step) if resume else []
     if not saved_checkpoints:
         # Before the text is tokenized, which takes minutes even for a small run.
         _log_note(unset_choices_of_large_model(run)[1])

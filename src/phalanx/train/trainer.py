@@ -30,6 +30,7 @@ from phalanx.runs.checkpoints import (
     check_not_all_damaged,
     implementations,
     read_manifest,
+    saved_evaluation,
     step_name,
     step_of,
 )
@@ -447,6 +448,7 @@ class Trainer(Learner):
             "implementations": implementations(self.run),
             "expert_tokens": self.experts.intervals.long().tolist(),
             "callbacks": copies,
+            "evaluation": saved_evaluation(self.evaluation, self.step),
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:

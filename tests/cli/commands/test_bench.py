@@ -64,7 +64,10 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
         (("collectives", "{run}", "--nproc", 1), "--nproc = 1 leaves no peer to communicate with"),
         (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2 does not divide the 3 ranks that compute"),
         (("{run}", "--set", "training.precision=fp8"), "training.precision = 'fp8' is not measured"),
-        (("{run}", "--nproc", 2, "--set", "cluster.nodes=2"), "cluster.nodes = 2 is more than the one node whose ranks"),
+        (
+            ("{run}", "--nproc", 2, "--set", "cluster.nodes=2"),
+            "cluster.nodes = 2 is more than the one node whose ranks",
+        ),
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .* takes 4.4e[+]03 GB of memory"),
     ],
 )

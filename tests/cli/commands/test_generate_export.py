@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file
 
+from phalanx.api.trained_model import load_model
 from phalanx.cli.commands.generate import pieces
 from phalanx.data.tokenizer import byte_tokenizer, train_bpe
 from phalanx.model.huggingface.export import export_hf
@@ -58,6 +59,27 @@ def test_generate_command_samples_from_trained_weights(finished_trainer):
         "generate", finished_trainer.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0
     )
     assert text == byte_tokenizer().decode(expected.tolist()) + "\n"
+
+
+def test_generate_and_export_take_a_checkpoint_by_step_and_by_path(finished_trainer, tmp_path):
+    """Both names are of the same weights, which differ from those of the last step."""
+    run = finished_trainer.run.replace(
+        output_dir=str(tmp_path), evaluation=finished_trainer.run.evaluation.replace(every=4), checkpoint={"every": 4}
+    )
+    create_run(run, 1, resume=False)
+    train_to_end(make_trainer(run))
+    directory = tmp_path / run.name
+    sample = ("--prompt", "def ", "--tokens", 30)
+    newest = command_output("generate", directory, *sample)
+    first = command_output("generate", directory, *sample, "--step", 8)
+    assert first == command_output("generate", directory / "checkpoints" / "step-00000008", *sample) != newest
+    assert newest == command_output("generate", directory, *sample, "--step", "best")  # the loss falls in this run
+    assert "parameters of step 8 in" in command_output("export", directory, tmp_path / "out", "--step", 8)
+    model, _ = load_model(directory, 8)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["model.embed_tokens.weight"], dict(model.named_parameters())["embedding.weight"])
+    with pytest.raises(UserError, match=r"--step = 9 is not a checkpoint of .*\n  fix: use one of 8, 12$"):
+        command_output("export", directory / "checkpoints" / "step-00000009", tmp_path / "other")
 
 
 def test_generate_yields_only_complete_utf8_characters():

@@ -312,7 +312,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"optimizer.learning_rate": -1.0}, ("optimizer.learning_rate = -1.0", "greater than 0")),
     ({"name": '"a/b"'}, ("name = 'a/b'",)),
     ({"output_dir": '"FILE"'}, ("out", "FILE", "another directory")),
-    ({"checkpoint.keep": 1_000_000_000}, ("checkpoint.keep = 1000000000", "GB free")),
+    ({"checkpoint.keep": 1_000_000_000}, ("checkpoint.keep = {'last': 1000000000}", "GB free")),
     ({"metrics.wandb": 3}, ("metrics.wandb = 3",)),
 ]
 INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
@@ -497,9 +497,9 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
         )
 
     claim_run_directory(run_directory(run))
-    free(run.checkpoint.keep + 1)
+    free(run.checkpoint.keep.last + 1)
     preflight.preflight(run, 1, resume=True)
-    for step in range(run.checkpoint.keep):
+    for step in range(run.checkpoint.keep.last):
         directory = run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
         manifest = {

@@ -48,3 +48,11 @@ def test_checkpoint_space_needed_decreases_with_existing_checkpoints():
     run = run_from_table({"model": {"preset": "tiny"}, "checkpoint": {"keep": 3}})
     room = [checkpoint_space_needed_bytes(run, existing) / checkpoint_bytes(run) for existing in (0, 1, 3, 9)]
     assert room == [4, 3, 1, 1]
+
+
+def test_checkpoint_space_needed_includes_those_kept_besides_the_last():
+    table = {"model": {"preset": "tiny"}, "evaluation": {"every": 100}, "training": {"steps": 1000}}
+    run = run_from_table({**table, "checkpoint": {"every": 100, "keep": {"last": 2, "every": 300, "best": 1}}})
+    assert checkpoint_space_needed_bytes(run, 0) == (2 + 1 + 3 + 1) * checkpoint_bytes(run)
+    undecided = run.replace(training={"seconds": 60.0})
+    assert checkpoint_space_needed_bytes(undecided, 0) == (2 + 1 + 1) * checkpoint_bytes(run)

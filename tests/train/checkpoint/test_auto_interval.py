@@ -112,4 +112,4 @@ def test_checkpoint_scheduler_agrees_across_ranks(tmp_path: Path) -> None:
     assert first == second
     saved = [path.name for path in checkpoints(tmp_path / "parity" / "checkpoints")]
     assert saved[0] == f"step-{run.training.steps:08d}"
-    assert len(saved) == run.checkpoint.keep
+    assert len(saved) == run.checkpoint.keep.last

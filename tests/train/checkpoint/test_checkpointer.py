@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -22,7 +23,7 @@ import pytest
 from phalanx.data.loader import prefetch
 from phalanx.launch.preflight import preflight
 from phalanx.runs import checkpoints as manifest
-from phalanx.runs.checkpoints import checkpoints, find_damage, latest_valid
+from phalanx.runs.checkpoints import checkpoints, find_damage, latest_valid, require_valid_checkpoint
 from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
@@ -40,6 +41,7 @@ from tests.helpers.small_runs import (
     make_trainer,
     save_two_checkpoints,
     small_run,
+    train_to_end,
     train_until,
     training_trajectory,
 )
@@ -410,6 +412,18 @@ def test_checkpoint_retention_does_not_count_damaged_checkpoints(
     saved = checkpoints(tmp_path / "parity" / "checkpoints")
     assert [path.name for path in saved] == ["step-00000003"]
     assert find_damage(saved[0]) is None
+
+
+def test_run_keeps_its_best_checkpoint_by_held_out_loss(text: Path, tmp_path: Path) -> None:
+    """The losses of its evaluations are given, and are lowest after step 4."""
+    losses = {2: 3.0, 4: 1.0, 6: math.nan, 8: 2.0, 10: 2.5}
+    kept = {"every": 2, "keep": {"last": 1, "best": 1}}
+    trainer = make_trainer(small_run(text, tmp_path, {**SHORT, "evaluation.every": 2, "checkpoint": kept}))
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda: evaluate() | {"held_out_loss": losses[trainer.step]}  # type: ignore[method-assign]
+    train_to_end(trainer)
+    assert [path.name for path in checkpoints(trainer.checkpointer.directory)] == ["step-00000010", "step-00000004"]
+    assert require_valid_checkpoint(trainer.directory, "best").name == "step-00000004"
 
 
 def resume_error(run: RunSpec) -> UserError:

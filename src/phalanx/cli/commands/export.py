@@ -8,26 +8,29 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from phalanx.cli.common.options import Trust
+from phalanx.cli.common.options import Step, TrainedRun, Trust
 from phalanx.spec.base import require
 
 logger = logging.getLogger(__name__)
 
 
 def export(
-    run: Annotated[Path, Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")],
+    run: TrainedRun,
     directory: Annotated[Path, Argument(help="New directory to write.", metavar="DIR")],
     to: Annotated[str, Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
     dtype: Annotated[str, Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
+    step: Step = None,
     trust: Trust = None,
 ) -> None:
-    """Write a run's newest checkpoint, or a swarm's current model, as a Hugging Face directory with its tokenizer.
+    """Write a checkpoint of a run, or a swarm's current model, as a Hugging Face directory with its tokenizer.
 
     Examples:
 
         phalanx export runs/demo --to hf demo-hf
 
         phalanx export runs/demo --to hf demo-hf --dtype bf16
+
+        phalanx export runs/demo --step best best-hf
 
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
@@ -38,13 +41,19 @@ def export(
     from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    trained = load_trained_model(run, bool(trust))
+    trained = load_trained_model(run, step, trust=bool(trust))
     parameters = dict(trained.module.named_parameters())
-    source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
+    source = trained.directory / FROM_HF_DIR
     end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
-            trained.run.model, parameters, directory, trained.tokenizer_file, eos_id=end, dtype=dtype, source=source
+            trained.run.model,
+            parameters,
+            directory,
+            trained.tokenizer_file,
+            eos_id=end,
+            dtype=dtype,
+            source=source if source.is_dir() else None,
         )
     except OSError as error:
         raise disk_error("directory", directory, error) from None

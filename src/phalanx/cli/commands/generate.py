@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from phalanx.cli.common.options import Trust
+from phalanx.cli.common.options import Step, TrainedRun, Trust
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizer import Tokenizer
 
 
 def generate(
-    run: Annotated[Path, Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")],
+    run: TrainedRun,
     prompt: Annotated[str, Option(help="Text to continue; empty: begin a document.")] = "",
     tokens: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 200,
     temperature: Annotated[float, Option(help="Sampling temperature; 0: the most likely token.", min=0)] = 0.8,
     top_k: Annotated[int, Option(help="Sample from this number of most likely tokens; 0: all.", min=0)] = 50,
     seed: Annotated[int, Option(help="Random seed; equal seeds give equal texts.", min=0)] = 0,
+    step: Step = None,
     trust: Trust = None,
 ) -> None:
-    """Print a prompt and its continuation by a run's newest checkpoint, or by a swarm's current model.
+    """Print a prompt and its continuation by a run's checkpoint, or by a swarm's current model.
 
     Examples:
 
@@ -32,6 +32,8 @@ def generate(
         phalanx generate runs/demo --prompt "import " --tokens 50 --temperature 0
 
         phalanx generate runs/demo --seed 7 --top-k 0
+
+        phalanx generate runs/demo --step 100 --prompt "def "
     """
     from itertools import islice, takewhile
 
@@ -41,7 +43,7 @@ def generate(
     from phalanx.model.sampling import stream_tokens
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    trained = load_trained_model(run, bool(trust))
+    trained = load_trained_model(run, step, trust=bool(trust))
     tokenizer = load_tokenizer(trained.tokenizer_file)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)

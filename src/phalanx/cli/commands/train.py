@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -22,10 +22,13 @@ from phalanx.cli.commands.train_start import (
     run_on_nodes,
     run_on_one_machine,
 )
-from phalanx.cli.common.options import Trust
+from phalanx.cli.common.options import Trust, parse_step
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.starters import kubeflow_options, set_rank_variables
+from phalanx.runs.checkpoints import require_valid_checkpoint, split_checkpoint_path, step_of
+from phalanx.runs.create import describe_complete_run, run_directory
 from phalanx.runs.step_records import parse_step_range
+from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
@@ -40,7 +43,9 @@ def _parse_ranks(text: str) -> int:
 
 
 def train(
-    run: Annotated[Path, Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
+    run: Annotated[
+        Path, Argument(help="A run file, or the directory of a run or checkpoint to continue.", metavar="RUN.toml")
+    ],
     nproc: Annotated[
         int | None,
         Option(
@@ -69,6 +74,15 @@ def train(
         list[str] | None, Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
     ] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, if there is one.")] = False,
+    step: Annotated[
+        Any,
+        Option(
+            help="With --resume: go back to the checkpoint of this step, or to the best. Newer ones are renamed to "
+            "step-N.abandoned.",
+            parser=parse_step,
+            metavar="N|best",
+        ),
+    ] = None,
     profile_memory: Annotated[
         bool,
         Option(
@@ -100,6 +114,8 @@ def train(
 
         phalanx train run.toml --resume
 
+        phalanx train runs/demo --resume --step 100
+
         phalanx train run.toml --nproc 2 --profile-memory
 
         phalanx train run.toml --nproc 2 --profile-steps 10:13
@@ -116,12 +132,17 @@ def train(
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
+    run, step = split_checkpoint_path(run, step)
+    require(resume or step is None, "--step", step, "has no effect without --resume", fix="add --resume")
     if not (nproc or nodes or rendezvous or print_config):
         if options := kubeflow_options(os.environ):
             nproc = options.nproc
             nodes = options.nodes
             rendezvous = options.rendezvous
         elif set_rank_variables(os.environ):
+            problem = "is not for ranks that another program starts"
+            fix = "rename the newer checkpoints to step-N.abandoned, and use --resume alone"
+            require(step is None, "--step", step, problem, fix=fix)
             flags = {"--resume": resume, "--force": force, "--trust": trust, "--profile-memory": profile_memory}
             words = [flag for flag, is_set in flags.items() if is_set]
             words += [word for override in set_ or [] for word in ("--set", override)]
@@ -131,6 +152,8 @@ def train(
 
             run_in_place("phalanx.train", str(run), *words)
     run_spec = _load_run_or_directory(run, set_ or [], machine, trust)
+    if step is not None:
+        step = step_of(require_valid_checkpoint(run_directory(run_spec), step))
     if run_spec.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
         problem = "is a run of several sites, which phalanx train does not start"
@@ -145,10 +168,14 @@ def train(
     run_spec = run_spec.replace(cluster=cluster)
     rank_options = ["--profile-memory"] if profile_memory else []
     rank_options += ["--profile-steps", profile_steps] if profile_steps else []
-    start = StartOptions(resume, force, rank_options)
+    start = StartOptions(resume, force, rank_options, step)
     if print_config:
         with _exit_on_local_node_error() if has_nodes else nullcontext():
             print(_format_config(run_spec, start))
+        return
+
+    if resume and (message := describe_complete_run(run_spec, step)):
+        logger.info("%s", message)
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit

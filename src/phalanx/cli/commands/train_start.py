@@ -32,6 +32,8 @@ class StartOptions:
     """True if the run may start where more memory is planned than the machine has."""
     rank_options: Sequence[str] = ()
     """Options of phalanx.train for each rank."""
+    step: int | None = None
+    """Step of the checkpoint to resume from; None: the newest."""
 
 
 def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
@@ -83,7 +85,7 @@ def decide_and_check(
     run = decide_recomputation(run, ranks * run.cluster.nodes)
     # Of several nodes, only the rendezvous host checks the run directory.
     if run.cluster.nodes == 1:
-        preflight(run, ranks, start.resume)
+        preflight(run, ranks, start.resume, start.step)
     else:
         check_settings(run, ranks * run.cluster.nodes)
     if not start.force:
@@ -104,7 +106,7 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
         run, plan = choose_layout_for(decide_choices(run, start.resume), nproc)
     # Before the import of torch, which takes a second; the warm process imports it in the meantime.
     if nproc is not None and not run.layout.auto_checkpointing:
-        preflight(run, nproc, start.resume)
+        preflight(run, nproc, start.resume, start.step)
     has_launcher = nproc != 1 or run.recovery.restarts_ranks
     with warm_process() if has_launcher else nullcontext() as warm:
         from phalanx.launch.process import select_nproc
@@ -112,7 +114,7 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
 
         ranks = select_nproc(run)
         run, _ = decide_and_check(run, ranks, start)
-        directory, lock = _set_up_run_directory(run, ranks, start.resume, plan)
+        directory, lock = _set_up_run_directory(run, ranks, start, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
             return supervise_training(directory, run, ranks, choose_layout, start.rank_options, warm_process=warm)
@@ -147,7 +149,7 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
         lock = None
         # Other nodes find no rendezvous before the run directory exists.
         if rendezvous.is_host:
-            directory, lock = _set_up_run_directory(run, ranks * max_nodes, start.resume, plan)
+            directory, lock = _set_up_run_directory(run, ranks * max_nodes, start, plan)
         choose_layout = partial(replan_layout, run, ranks)
         with lock or nullcontext():
             return supervise_training(
@@ -155,7 +157,9 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
             )
 
 
-def _set_up_run_directory(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
+def _set_up_run_directory(
+    run: RunSpec, ranks: int, start: StartOptions, plan: str | None
+) -> tuple[Path, IO[str] | None]:
     """Return the run's directory, and the lock that excludes others from it."""
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory
@@ -164,8 +168,8 @@ def _set_up_run_directory(run: RunSpec, ranks: int, resume: bool, plan: str | No
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
-        prepared = check_and_prepare(run, ranks, resume, progress)
-    lock = lock_run_directory(run, resume)
+        prepared = check_and_prepare(run, ranks, start.resume, progress, start.step)
+    lock = lock_run_directory(run, start.resume, start.step)
     directory = write_run_directory(run, prepared)
     if plan is not None:
         replace_file(directory / PLAN_FILE, plan)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import typer
 from typer import Argument, Option
 
 
@@ -45,5 +46,31 @@ Overrides = Annotated[
 Trust = Annotated[
     bool | None,
     Option("--trust", help="Run the code that a run directory names (your own model, loss, callbacks ...)."),
+]
+
+
+def parse_step(text: str) -> int | Literal["best"]:
+    """Return the step that --step names."""
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not a step: write its number, or best")
+    return int(text)
+
+
+Step = Annotated[
+    Any,  # NamedStep, whose import would slow down help
+    Option(
+        help="Checkpoint of this step, or best: of the lowest validation loss. Default: the newest.",
+        parser=parse_step,
+        metavar="N|best",
+    ),
+]
+TrainedRun = Annotated[
+    Path,
+    Argument(
+        help="Directory of a run, of one of its checkpoints (RUN_DIR/checkpoints/step-N), or of a swarm.",
+        metavar="RUN_DIR",
+    ),
 ]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]

@@ -81,9 +81,12 @@ def checkpoint_bytes(run: RunSpec) -> int:
 def checkpoint_space_needed_bytes(run: RunSpec, existing: int) -> int:
     """Return the disk bytes that a run's future checkpoints need, given `existing` checkpoints.
 
-    The oldest checkpoint is deleted after a new one has been written.
+    Checkpoints that are not kept are deleted after a new one has been written.
     """
-    return max(1, run.checkpoint.keep + 1 - existing) * checkpoint_bytes(run)
+    keep = run.checkpoint.keep
+    every = run.training.steps // keep.every if keep.every and run.training.has_decided_steps else 0
+    kept = keep.last + keep.best + every
+    return max(1, kept + 1 - existing) * checkpoint_bytes(run)
 
 
 def optimizer_kind(spec: OptimizerSpec) -> Optimizer:

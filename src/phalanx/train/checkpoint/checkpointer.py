@@ -24,10 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import (
+    ABANDONED_SUFFIX,
     DAMAGED_SUFFIX,
     FORMAT,
     PREVIOUS_SUFFIX,
     checkpoints,
+    checkpoints_to_keep,
     find_damaged_files,
     publish,
     quarantine,
@@ -41,6 +43,7 @@ from phalanx.runs.checkpoints import (
 )
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_bytes
+from phalanx.spec.run import KeepSpec
 from phalanx.train.checkpoint.host_copies import HostCopies
 from phalanx.train.checkpoint.state import rng_state
 
@@ -53,7 +56,7 @@ FILE_BYTES = 32 * 2**20
 class Checkpointer:
     """Background saver: `save` copies the state and returns; a thread writes, checksums and publishes."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: KeepSpec) -> None:
         self.directory = directory
         self.keep = keep
         self.rank, self.world_size = rank_and_world_size()
@@ -138,16 +141,17 @@ class Checkpointer:
                 file.unlink(missing_ok=True)
 
     def _remove_old_checkpoints(self) -> None:
-        """Remove checkpoints older than those to keep, quarantined or not.
+        """Remove the checkpoints that are not to be kept, and renamed ones older than the last to keep.
 
         A checkpoint that another process is reading is left for the next save to remove."""
         saved = checkpoints(self.directory)
-        for old in saved[self.keep :]:
+        for old in set(saved) - checkpoints_to_keep(saved, self.keep):
             shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(old.with_suffix(PREVIOUS_SUFFIX), ignore_errors=True)
-        for damaged in self.directory.glob(f"*{DAMAGED_SUFFIX}"):
-            if len(saved) >= self.keep and damaged < saved[self.keep - 1]:
-                shutil.rmtree(damaged, ignore_errors=True)
+        oldest_last = saved[: self.keep.last][-1]
+        for aside in self.directory.glob("step-*") if len(saved) >= self.keep.last else ():
+            if aside.suffix in (DAMAGED_SUFFIX, ABANDONED_SUFFIX) and aside < oldest_last:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def wait(self) -> None:
         """Wait until the current save, if any, is complete; raises UserError if it failed."""

@@ -14,7 +14,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
-from phalanx.runs.checkpoints import require_valid_checkpoint, step_of
+from phalanx.runs.checkpoints import NamedStep, require_valid_checkpoint, split_checkpoint_path, step_of
 from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.components import require_trusted
@@ -34,16 +34,20 @@ class TrainedModel:
     """A trained model in one process, on the CPU, in fp32."""
 
     run: RunSpec
+    directory: Path
+    """Run directory."""
     module: nn.Module
     tokenizer_file: Path
     step: int | None
-    """Step of the newest checkpoint; None for the current weights of a swarm."""
+    """Step of the checkpoint; None for the current weights of a swarm."""
 
 
-def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel:
-    """Return the trained model of a run directory, or of a swarm's. `trust`: a network that it names may be imported.
+def load_trained_model(path: Path, step: NamedStep = None, *, trust: bool = False) -> TrainedModel:
+    """Return the trained model of a run directory, of one of its checkpoints, or of a swarm's directory.
 
-    Raises UserError if the network is not trusted, or there are neither intact checkpoints nor weights of a swarm."""
+    `trust`: a network that the directory names may be imported. Raises UserError if the network is not trusted, or
+    there are neither intact checkpoints nor weights of a swarm."""
+    run_directory, step = split_checkpoint_path(path, step)
     if not (run_directory / RUN_FILE).is_file():
         fix = "pass a directory from phalanx train"
         raise UserError("run directory", str(run_directory), f"has no {RUN_FILE}", fix)
@@ -52,7 +56,9 @@ def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel
     if run.model.implementation is not None:
         require_trusted("model.implementation", run.model.implementation)
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
-    checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
+    if swarm_weights is not None and step is not None:
+        raise UserError("--step", step, "has no effect on a swarm, which keeps its current weights", "remove --step")
+    checkpoint = require_valid_checkpoint(run_directory, step) if swarm_weights is None else None
     tokenizer = _find_tokenizer(run, run_directory)
     if run.model.implementation is not None:
         module = build_network(run, run.model.implementation)
@@ -64,8 +70,13 @@ def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel
         load_checkpoint(checkpoint, Strategy(module), [])
     elif swarm_weights is not None:
         _load_weights(swarm_weights, module)
-    step = step_of(checkpoint) if checkpoint is not None else None
-    return TrainedModel(run=run, module=module.eval(), tokenizer_file=tokenizer, step=step)
+    return TrainedModel(
+        run=run,
+        directory=run_directory,
+        module=module.eval(),
+        tokenizer_file=tokenizer,
+        step=step_of(checkpoint) if checkpoint is not None else None,
+    )
 
 
 def _load_weights(file: Path, module: nn.Module) -> None:

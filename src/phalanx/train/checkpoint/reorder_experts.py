@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from phalanx.runs.checkpoints import PREVIOUS_SUFFIX, checkpoints, read_manifest
+from phalanx.spec.run import KeepSpec
 from phalanx.train.checkpoint.checkpointer import Checkpointer
 from phalanx.train.checkpoint.state import load_full_tensors, restore_rng_state
 
@@ -37,6 +38,6 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
     ]
     # The new checkpoint contains the random state of this process.
     restore_rng_state(checkpoint, 0)
-    checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))
+    checkpointer = Checkpointer(checkpoint.parent, KeepSpec(last=len(checkpoints(checkpoint.parent))))
     checkpointer.save(manifest["step"], tensors, manifest, on_disk=True)
     return checkpoint.with_suffix(PREVIOUS_SUFFIX)
