@@ -33,7 +33,7 @@ from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionE
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
-from phalanx.spec.files.load import load_run, write_effective_layout
+from phalanx.spec.files.load import load_run, require_run_file, write_effective_layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
@@ -102,6 +102,7 @@ class RankSession:
         reduced = options.reduced
         # Load the run before the ranks meet.
         if not self.is_prepared:
+            require_run_file(self.directory)
             run = load_run(self.directory, list(options.overrides), trust=options.trust or None)
         elif options.overrides:
             problem = "has no effect on a run directory"

@@ -18,7 +18,7 @@ from phalanx.launch.jobs.skypilot import skypilot
 from phalanx.launch.jobs.slurm import slurm
 from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_run
+from phalanx.spec.files.load import load_run, require_run_file
 
 WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "slurm": (slurm, ("time", "partition", "account")),
@@ -94,6 +94,7 @@ def launch(
         if name not in allowed:
             targets = " and ".join(system for system, (_, names) in WRITERS.items() if name in names)
             raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
+    require_run_file(run)
     run_spec = load_run(run, set_ or [])
     for field, component in named_components(run_spec):
         require_trusted(field, component, fix=f"read that code, then give a run file of your own: cp {run} my_run.toml")

@@ -8,7 +8,13 @@ from typing import Annotated
 from typer import Argument, Option
 
 RunFile = Annotated[Path, Argument(help="A run file.", metavar="RUN.toml")]
-RunOrConfig = Annotated[Path, Argument(help="A run file, or a Hugging Face config.json.", metavar="RUN.toml")]
+RunOrModel = Annotated[
+    Path,
+    Argument(
+        help="A run file, or a model: a preset (`phalanx info --list`), a Hugging Face config.json or its directory.",
+        metavar="RUN.toml|MODEL",
+    ),
+]
 Ranks = Annotated[
     int | None, Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N")
 ]
