@@ -71,16 +71,14 @@ def estimate_training_cost(
     storage_speed = cluster.storage_bytes_per_second or NODE_STORAGE_BYTES_PER_SECOND * cluster.nodes
     write_seconds = checkpoint_bytes / storage_speed
     availability = reliability(rate, world_size, write_seconds, cluster.restart_seconds)
+    mtbf = availability.mtbf_seconds
     if not availability.goodput:
-        problem = (
-            f"stops the run every {format_duration(availability.mtbf_seconds)}, so that it never gets past a restart of "
-            f"{format_duration(cluster.restart_seconds)}"
-        )
+        problem = f"stops the run every {format_duration(mtbf)}, so that it never gets past a restart of "
+        problem += format_duration(cluster.restart_seconds)
         fix = "decrease it (with --mtbf, give more time), or cluster.restart_seconds"
         raise UserError("cluster.failures_per_device_hour", rate, problem, fix)
     days = days_to(tokens, evaluated.tokens_per_second, availability.goodput)
     hours = 24 * days
-    mtbf = availability.mtbf_seconds
     return TrainingCost(
         tokens=tokens,
         days=days,

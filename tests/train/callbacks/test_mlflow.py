@@ -14,7 +14,7 @@ from phalanx.train.loggers import numbers
 from phalanx.train.rank_options import RankOptions
 from tests.helpers.small_runs import small_run
 
-pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'phalanx[mlflow]'")
+pytest.importorskip("mlflow", reason="mlflow is not installed: pip install '.[mlflow]'")
 
 
 def history(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
