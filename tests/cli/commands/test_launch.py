@@ -320,7 +320,9 @@ def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path
 
 
 def test_launch_refuses_what_memory_says_does_not_fit(run_file: Path) -> None:
-    run_file.write_text(RUN.replace("tiny", "llama3-70b").replace("pp = 2", "data_parallel = 'ddp'") + "[cluster]\npreset = 'h100'\n")
+    run_file.write_text(
+        RUN.replace("tiny", "llama3-70b").replace("pp = 2", "data_parallel = 'ddp'") + "[cluster]\npreset = 'h100'\n"
+    )
     count = ("--ranks", 16, "--set", "cluster.nodes=2")
     [layout] = [row for row in command_json("memory", run_file, *count)["layouts"] if row["own"]]
     assert layout["p_oom"] > 0.99

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
+
+
+def note_counted_family(path: Path) -> Path:
+    """Print what a plan leaves out of a model whose family Phalanx cannot train. Returns the path."""
+    from phalanx.spec.files.hf_families import COUNTED_FAMILIES
+    from phalanx.spec.files.load import counted_family
+
+    if (family := counted_family(path)) is not None:
+        print(
+            f"phalanx: {path}: {family} is planned as Phalanx's transformer of the same sizes, without "
+            f"{COUNTED_FAMILIES[family]}; Phalanx cannot train its weights",
+            file=sys.stderr,
+        )
+    return path
+
 
 RunFile = Annotated[Path, Argument(help="A run file.", metavar="RUN.toml")]
 RunOrModel = Annotated[
@@ -13,6 +29,7 @@ RunOrModel = Annotated[
     Argument(
         help="A run file, or a model: a preset (`phalanx info --list`), a Hugging Face config.json or its directory.",
         metavar="RUN.toml|MODEL",
+        callback=note_counted_family,
     ),
 ]
 Ranks = Annotated[

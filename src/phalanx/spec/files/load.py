@@ -13,7 +13,8 @@ from typing import Any, get_args
 from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
-from phalanx.spec.files.hf_config import model_table
+from phalanx.spec.files.hf_config import counted_model_table, model_table
+from phalanx.spec.files.hf_families import COUNTED_FAMILIES
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
@@ -110,7 +111,8 @@ def model_source(path: str | Path) -> Table | None:
     """
     file = Path(check_local_path("run file", str(path)))
     if file.suffix == ".json" or (file / "config.json").is_file():
-        return {"from_hf": str(path)}
+        family = counted_family(file)
+        return {"from_hf": str(path)} if family is None else counted_model_table(read_json(hf_config_file(str(path))))
     presets = preset_names("models")
     if file.is_file() or (file.exists() and str(path) not in presets) or file.suffix == ".toml":
         return None
@@ -121,6 +123,13 @@ def model_source(path: str | Path) -> Table | None:
     )
     problem = "is neither a file nor the name of a model"
     raise UserError("run file", str(path), problem, did_you_mean(file.name, presets, fix))
+
+
+def counted_family(path: Path) -> str | None:
+    """Return the family of a Hugging Face config.json, or its directory, that Phalanx plans but cannot train."""
+    config = path if path.suffix == ".json" else path / "config.json"
+    family = read_json(config).get("model_type") if config.is_file() else None
+    return family if family in COUNTED_FAMILIES else None
 
 
 def require_run_file(path: str | Path) -> None:
