@@ -36,7 +36,7 @@ from tests.helpers import cli_runner
         (("plan", "run.toml", "--token", 1), "option = '--token': is not known\n  fix: did you mean '--tokens'"),
         (
             ("plan",),
-            r"^RUN\.toml\|MODEL: is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\|MODEL\}? \| COMMAND \.\.\.$",
+            r"^RUN\.toml\|MODEL: is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\|MODEL\}? \| COMMAND \.{3}$",
         ),
         (
             ("plan", "a.toml", "explain"),
