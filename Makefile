@@ -52,7 +52,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Phalanx needs Python 3.11 to 3.13: make PYTHON=python3.13")'
 	[ -d .venv ] || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[train]'
+	$(BIN)/pip install --quiet --editable '.[train,data,draw,gpu,swarm]'
 	touch $@
 
 .venv/dev: .venv/installed

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/resnet_digits.py hsdp --dp-shard 2
     torchrun --nproc-per-node 3 examples/resnet_digits.py parameter_server    # a server and two workers
 
-It needs transformers and scikit-learn: pip install 'phalanx[examples]'
+It needs transformers and scikit-learn: pip install '.[examples]'
 """
 
 import argparse

@@ -277,7 +277,7 @@ def test_data_sources_report_missing_optional_package(tmp_path, monkeypatch, sou
     monkeypatch.setattr(sys, "meta_path", [MissingPackageFinder(package), *sys.meta_path])
     with pytest.raises(UserError, match=f"requires {package}, which is not installed") as caught:
         list(documents([source]))
-    assert caught.value.fix == "pip install 'phalanx[data]'"
+    assert caught.value.fix == "in a clone of Phalanx, pip install '.[data]'"
 
 
 class MissingPackageFinder:

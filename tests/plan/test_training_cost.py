@@ -7,6 +7,7 @@ from phalanx.cost.formulas.reliability import daly_interval_seconds, young_inter
 from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
+from phalanx.spec.errors import UserError
 from tests.helpers.planned_runs import make_run
 
 
@@ -16,8 +17,10 @@ def test_training_cost_uses_llama3_failure_rate_by_default():
     best = evaluate_layout(run, 16384, parse_layout("data_parallel=zero1,tp=8,pp=16"))
     cost = estimate_training_cost(run, 16384, best, 15.6e12)
     assert cost.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
-    assert (cost.goodput, cost.interval_seconds, cost.rent) == (None, None, None)
-    assert cost.days == pytest.approx(15.6e12 / best.tokens_per_second / 86400)
+    assert cost.write_seconds == pytest.approx(cost.checkpoint_bytes / 2048e9)
+    assert cost.days == pytest.approx(15.6e12 / best.tokens_per_second / 86400 / cost.goodput)
+    assert 0.9 < cost.goodput < 0.95  # "higher than 90 %" (section 3.3.4)
+    assert cost.rent is None
     assert cost.device_kwh == pytest.approx(0.7 * 16384 * 24 * cost.days)
     assert cost.checkpoint_bytes == pytest.approx(12 * 405.9e9, rel=0.001)
 
@@ -43,6 +46,15 @@ def test_energy_has_cards_host_and_facility(cluster: dict[str, object], host_wat
     assert text.endswith(f"facility {cost.facility_kwh:,.0f} kWh (PUE {pue:g})")
 
 
+def test_training_cost_refuses_failures_faster_than_restarts() -> None:
+    run = make_run(cluster={"failures_per_device_hour": 3600, "restart_seconds": 600})
+    (best,) = search_layouts(run, 8, keep=1).layouts
+    with pytest.raises(
+        UserError, match=r"stops the run every 0.12 s, so that it never gets past a restart of 10.0 min"
+    ):
+        estimate_training_cost(run, 8, best)
+
+
 def test_training_cost_follows_checkpoint_time_failures_and_prices():
     cluster = {
         "storage_bytes_per_second": 10e9,
@@ -56,16 +68,14 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
     assert cost.tokens == run.training.steps * run.training.tokens_per_step
     assert cost.write_seconds == pytest.approx(12 * 8.03e9 / 10e9, rel=0.001)
     mtbf = cost.mtbf_seconds
-    assert cost.young_interval_seconds == young_interval_seconds(cost.write_seconds or 0, mtbf)
-    assert cost.daly_interval_seconds == daly_interval_seconds(cost.write_seconds or 0, mtbf)
-    assert cost.goodput is not None
+    assert cost.young_interval_seconds == young_interval_seconds(cost.write_seconds, mtbf)
+    assert cost.daly_interval_seconds == daly_interval_seconds(cost.write_seconds, mtbf)
     assert 0.9 < cost.goodput < 1
     assert cost.days == pytest.approx(cost.tokens / best.tokens_per_second / 86400 / cost.goodput)
     assert cost.rent == pytest.approx(2.0 * 8 * 24 * cost.days)
     assert cost.electricity == pytest.approx(0.1 * (cost.facility_kwh or 0))
     unreliable_run = make_run(cluster={**cluster, "failures_per_device_hour": 1e-1})
     unreliable_cost = estimate_training_cost(unreliable_run, 8, best)
-    assert unreliable_cost.goodput is not None
     assert unreliable_cost.goodput < cost.goodput
 
 
@@ -75,8 +85,6 @@ def test_configured_goodput_never_exceeds_optimal_interval_goodput():
     run = make_run(cluster=cluster)
     (option,) = search_layouts(run, 8, keep=1).layouts
     best = estimate_training_cost(run, 8, option)
-    assert best.goodput is not None
-    assert best.interval_seconds is not None
 
     def goodput_at(every: int) -> float:
         checkpoint = run.checkpoint.model_copy(update={"every": every})

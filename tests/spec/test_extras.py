@@ -27,7 +27,7 @@ def test_missing_package_names_extra_that_installs_it(package: str) -> None:
     requirements = project["optional-dependencies"][EXTRA_OF_PACKAGE[package]]
     assert any(requirement.startswith(f"{DISTRIBUTIONS.get(package, package)}>=") for requirement in requirements)
     assert not any(requirement.startswith(package) for requirement in project["dependencies"])
-    assert f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" in str(missing_package("x", None, package))
+    assert f"pip install '.[{EXTRA_OF_PACKAGE[package]}]'" in str(missing_package("x", None, package))
 
 
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
@@ -37,5 +37,7 @@ def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "train", "run.toml"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2
-    assert process.stderr.endswith("requires torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")
+    assert process.stderr.endswith(
+        "requires torch, which is not installed\n  fix: in a clone of Phalanx, pip install '.[train]'\n"
+    )
     assert "Traceback" not in process.stderr

@@ -9,6 +9,7 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.formulas.energy import energy_cost, energy_kwh, rental_cost
 from phalanx.cost.formulas.reliability import (
     LLAMA3,
+    NODE_STORAGE_BYTES_PER_SECOND,
     daly_interval_seconds,
     days_to,
     goodput,
@@ -20,26 +21,28 @@ from phalanx.cost.formulas.reliability import (
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.tables.machine_columns import host_watts
 from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_duration
 from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Cost of a full training run with one layout; None if the cluster lacks the required speed or price."""
+    """Cost of a full training run with one layout; None if the cluster lacks the required power or price."""
 
     tokens: float
     days: float
-    """Duration, including failures if their cost is known."""
+    """Duration, including failures."""
     mtbf_seconds: float
     checkpoint_bytes: int
     """Bytes of parameters and optimizer state; gradients are not saved."""
-    write_seconds: float | None
-    interval_seconds: float | None
+    write_seconds: float
+    interval_seconds: float
     """Seconds of work between two checkpoints, with the maximum goodput."""
-    young_interval_seconds: float | None
-    daly_interval_seconds: float | None
+    young_interval_seconds: float
+    daly_interval_seconds: float
     """Optimal interval by the published approximations of first and of higher order."""
-    goodput: float | None
+    goodput: float
     """Fraction of wall-clock time spent on work that is never lost."""
     device_kwh: float | None
     """Energy of the devices at their rated power. This and the following two are upper limits of what a run draws."""
@@ -64,21 +67,28 @@ def estimate_training_cost(
         tokens = run.training.seconds * evaluated.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
     rate = failure_rate(run)
-    checkpoint_bytes, write_seconds = _estimate_checkpoint_cost(run)
-    availability = reliability(rate, world_size, write_seconds, cluster.restart_seconds) if write_seconds else None
-    days = days_to(tokens, evaluated.tokens_per_second, availability.goodput if availability else 1.0)
+    checkpoint_bytes = _checkpoint_bytes(run)
+    storage_speed = cluster.storage_bytes_per_second or NODE_STORAGE_BYTES_PER_SECOND * cluster.nodes
+    write_seconds = checkpoint_bytes / storage_speed
+    availability = reliability(rate, world_size, write_seconds, cluster.restart_seconds)
+    mtbf = availability.mtbf_seconds
+    if not availability.goodput:
+        problem = f"stops the run every {format_duration(mtbf)}, so that it never gets past a restart of "
+        problem += format_duration(cluster.restart_seconds)
+        fix = "decrease it (with --mtbf, give more time), or cluster.restart_seconds"
+        raise UserError("cluster.failures_per_device_hour", rate, problem, fix)
+    days = days_to(tokens, evaluated.tokens_per_second, availability.goodput)
     hours = 24 * days
-    mtbf = mtbf_seconds(rate, world_size)
     return TrainingCost(
         tokens=tokens,
         days=days,
         mtbf_seconds=mtbf,
         checkpoint_bytes=checkpoint_bytes,
         write_seconds=write_seconds,
-        interval_seconds=availability.interval_seconds if availability else None,
-        young_interval_seconds=young_interval_seconds(write_seconds, mtbf) if write_seconds else None,
-        daly_interval_seconds=daly_interval_seconds(write_seconds, mtbf) if write_seconds else None,
-        goodput=availability.goodput if availability else None,
+        interval_seconds=availability.interval_seconds,
+        young_interval_seconds=young_interval_seconds(write_seconds, mtbf),
+        daly_interval_seconds=daly_interval_seconds(write_seconds, mtbf),
+        goodput=availability.goodput,
         **_estimate_energy(cluster, world_size, hours),
         rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
     )
@@ -107,10 +117,11 @@ def configured_goodput(run: RunSpec, world_size: int, evaluated: EvaluatedLayout
 
     The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
     """
-    _, write_seconds = _estimate_checkpoint_cost(run)
     checkpoint_interval = run.checkpoint.every
-    if not checkpoint_interval or write_seconds is None:
+    storage_speed = run.cluster.storage_bytes_per_second
+    if not checkpoint_interval or storage_speed is None:
         return None
+    write_seconds = _checkpoint_bytes(run) / storage_speed
     mtbf = mtbf_seconds(failure_rate(run), world_size)
     interval_seconds = (
         optimal_interval_seconds(write_seconds, mtbf)
@@ -125,9 +136,7 @@ def failure_rate(run: RunSpec) -> float:
     return run.cluster.failures_per_device_hour or LLAMA3.per_device_hour
 
 
-def _estimate_checkpoint_cost(run: RunSpec) -> tuple[int, float | None]:
-    """Return the bytes of a checkpoint, and the seconds to write it if the storage speed is known."""
+def _checkpoint_bytes(run: RunSpec) -> int:
+    """Return the bytes of a checkpoint: of parameters and optimizer state."""
     state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
-    saved = state.parameters + state.optimizer
-    speed = run.cluster.storage_bytes_per_second
-    return saved, saved / speed if speed else None
+    return state.parameters + state.optimizer

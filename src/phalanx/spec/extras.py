@@ -1,4 +1,7 @@
-"""Packages required by parts of Phalanx only: the optional dependencies of pyproject.toml."""
+"""Packages required by parts of Phalanx only: the optional dependencies of pyproject.toml.
+
+The package `phalanx` of PyPI is another project: extras are installed from a clone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ EXTRA_OF_PACKAGE = {
 def missing_package(field: str, value: object, package: str, instead: str = "") -> UserError:
     """Return the error for a package that is not installed.
 
-    The fix is the command that installs the package, from a checkout or a wheel.
+    The fix is the command that installs the package.
     """
-    fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
+    fix = f"in a clone of Phalanx, pip install '.[{EXTRA_OF_PACKAGE[package]}]'" + (
+        f"; or {instead}" if instead else ""
+    )
     return UserError(field, value, f"requires {package}, which is not installed", fix)

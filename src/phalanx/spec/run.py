@@ -239,7 +239,7 @@ class MetricsSpec(Spec):
     """Record allocations on a GPU with their Python stacks, and write them to failures/ if its memory runs out, for
     https://pytorch.org/memory_viz. Costs about 2 µs per allocation, and up to 100 MB of host memory."""
     wandb: str | None = Field(None, examples=["phalanx"])
-    """Project in Weights & Biases for the metrics (`pip install 'phalanx[wandb]'`)."""
+    """Project in Weights & Biases for the metrics (`pip install '.[wandb]'` in a clone)."""
     wandb_entity: str | None = Field(None, examples=["my-team"])
     """User or team that owns the project. By default that of WANDB_ENTITY or of the login."""
     wandb_group: str | None = Field(None, examples=["sweep-1"])

@@ -39,7 +39,7 @@ from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionE
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
-from phalanx.spec.files.load import load_run, write_effective_layout
+from phalanx.spec.files.load import load_run, require_run_file, write_effective_layout
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
@@ -210,6 +210,7 @@ class RankSession:
         source = self.source
         if not self.is_prepared:
             if isinstance(source, Path):
+                require_run_file(source)
                 source = load_run(source, options.overrides, machine=options.machine, trust=options.trust or None)
             return _create_run(source, options.resume or is_restart(os.environ), options.force)
         if options.overrides:

@@ -320,7 +320,9 @@ def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path
 
 
 def test_launch_refuses_what_memory_says_does_not_fit(run_file: Path) -> None:
-    run_file.write_text(RUN.replace("tiny", "llama3-70b").replace("pp = 2", "") + "[cluster]\npreset = 'h100'\n")
+    run_file.write_text(
+        RUN.replace("tiny", "llama3-70b").replace("pp = 2", "data_parallel = 'ddp'") + "[cluster]\npreset = 'h100'\n"
+    )
     count = ("--ranks", 16, "--set", "cluster.nodes=2")
     [layout] = [row for row in command_json("memory", run_file, *count)["layouts"] if row["own"]]
     assert layout["p_oom"] > 0.99
@@ -362,13 +364,10 @@ def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
     ]
     assert "that of a rank is unknown" in command_stderr(*launch, *CPU)
     run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", ""))
+    launch = (*launch, "--set", "layout.data_parallel=zero1")
     errors = command_stderr(*launch)
     assert (
         "not set: data.train (stdlib), data.tokenizer (bpe), data.tokenizer_vocab (2048; the model has 128256), tr"
-        in errors
-    )
-    assert (
-        f"layout: not set; by default (ddp) each rank holds the whole model. Choose one with `phalanx plan {run_file}"
         in errors
     )
     choices = {"data.train": "books.txt", "data.tokenizer": "llama.json", "training.steps": 9, "checkpoint.every": 9}
@@ -376,11 +375,28 @@ def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
     errors = command_stderr(
         *launch, *(argument for item in choices.items() for argument in ("--set", "{}={}".format(*item)))
     )
-    assert [line.split(":")[1] for line in errors.splitlines()] == [" layout", " memory"]
+    assert [line.split(":")[1] for line in errors.splitlines()] == [" memory"]
     automatic = ("--set", "layout=auto", "--set", "cluster.preset=h100", "--set", "data.train=books.txt")
     errors = command_stderr(*launch, *automatic, "--set", "data.tokenizer=llama.json")
     assert "data." not in errors
     assert 'layout = "auto": the layout is chosen at the start' in errors
+
+
+def test_launch_plans_the_layout_that_a_large_model_lacks(run_file: Path) -> None:
+    """The job plans again at its start, for the nodes that are healthy then."""
+    run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("[layout]\npp = 2", ""))
+    launch = ("launch", run_file, "--to", "slurm", "--nproc", 8, "--nodes", "1:2", "--set", "training.seq_len=4096")
+    with pytest.raises(UserError, match=r"^layout is not set; .*\n  fix: add --set cluster.preset=MACHINE"):
+        command_output(*launch)
+    launch = (*launch, "--set", "training.tokens_per_step=65536", "--set", "cluster.preset=h100")
+    lines = command_stderr(*launch).splitlines()
+    number = lines.index("phalanx: layout: not set, so it is planned; with 2 nodes of 8 ranks:")
+    assert re.match(r"layout: zero3 dp 16, .* \(of [\d,]+; \d\.\d+ s a step predicted\)", lines[number + 1])
+    script = command_output(*launch)
+    assert "--resume --set training.seq_len=4096" in script
+    assert script.count("--set layout=auto") == script.count("--set cluster.preset=h100") - 1  # the first line
+    explicit = command_output(*launch, "--set", "layout.data_parallel=zero3")
+    assert "layout=auto" not in explicit
 
 
 def expand_kubernetes_variables(argument: str) -> str:

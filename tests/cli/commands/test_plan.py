@@ -108,6 +108,74 @@ def test_plan_states_every_assumption_in_one_line(run):
         assert "cluster.host_memory_bytes" in lines[0]
 
 
+def test_plan_of_a_model_is_that_of_its_run_file_and_lists_what_it_assumes(run, tmp_path):
+    run.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n')
+    of_model, of_file = (plan_json(source, *H100, "--top", 2) for source in ("llama3-8b", run))
+    unset = ["training.seq_len = 8192", "training.tokens_per_step = 4194304"]
+    assert of_model["assumed"] == unset + of_file["assumed"]
+    assert "training.precision = bf16" in of_file["assumed"]
+    assert (of_model["seq_len"], of_model["tokens_per_step"], of_model["optimizer"]) == (8192, 4_194_304, "adamw")
+    assert {**of_model, "assumed": None} == {**of_file, "assumed": None}
+    out = tmp_path / "planned.toml"
+    text = plan_output("llama3-8b", *H100, "--out", out)
+    assert unset[0] in text.splitlines()[-1]
+    assert "1,000 steps, the default" in text
+    assert "the default" not in plan_output("llama3-8b", *H100, "--tokens", "1e9")
+    planned = load_run(out, environment={})
+    assert planned.training == load_run(run, environment={}).training
+    assert planned.layout.data_parallel == of_model["layouts"][0]["layout"]["data_parallel"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("8h", 28_800), ("1.5d", 129_600)])
+def test_plan_takes_time_between_failures_of_a_node(text, seconds, tmp_path):
+    """Two nodes fail twice as often as one."""
+    planned = tmp_path / "planned.toml"
+    plan = plan_json("llama3-8b", *H100, "--mtbf", text, "--set", "cluster.restart_seconds=20", "--out", planned)
+    assert plan["training"]["mtbf_seconds"] == pytest.approx(seconds / 2)
+    assert load_run(planned, environment={}).cluster.failures_per_device_hour == pytest.approx(3600 / seconds / 8)
+    assert not any("failures" in line for line in plan["assumed"])
+
+
+def test_plan_shows_goodput_and_checkpoint_interval_for_time_between_failures():
+    goodputs = []
+    for mtbf in ("8h", "8d"):
+        text = plan_output("llama3-8b", *H100, "--mtbf", mtbf)
+        assert re.search(r"a failure every 4.0 (hours|days); a checkpoint \(96\.4 GB in 48\.2 s\)", text)
+        goodputs += re.findall(r"goodput of ([\d.]+)%", text)
+    assert 85 < float(goodputs[0]) < float(goodputs[1]) < 100
+    assert "cluster.storage_bytes_per_second = 1.00 GB/s per node, as of Llama 3 405B" in text
+
+
+@pytest.mark.parametrize("text", ["8", "8x", "0h", "-1h", "h", "1e3s"])
+def test_plan_refuses_time_between_failures_without_number_or_unit(text):
+    with pytest.raises(UserError, match="is not a duration\n  fix: write a number with its unit"):
+        plan_output("tiny", *H100, "--mtbf", text)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("plan explain", H100),
+        ("plan compare", ("tp=2", *H100)),
+        ("plan export", ("--to", "megatron", *H100)),
+        ("plan", ("--machine", "h100", "--nodes", "2:3")),
+        ("advise", H100),
+        ("memory", ("--ranks", 8)),
+        ("mesh", ("--ranks", 8)),
+        ("placement", ("--ranks", 8)),
+        ("pipeline split", ("--stages", 2)),
+    ],
+)
+def test_commands_that_predict_take_a_model(command, options):
+    assert cli_runner.command_output(*command.split(), "tiny", *options)
+
+
+@pytest.mark.parametrize("command", [("train",), ("launch", "--to", "slurm")])
+def test_commands_that_train_refuse_a_model(command):
+    with pytest.raises(UserError, match="is a model, not a run file"):
+        cli_runner.command_output(*command, "llama3-8b")
+
+
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
     """Two GPUs with a slow network train long sequences. The best layout that fits is
     about a third as fast, as the printed commands show."""

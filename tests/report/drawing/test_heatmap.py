@@ -116,5 +116,5 @@ def test_heatmap_save_picture_raises_user_error_for_unwritable_file(
     with pytest.raises(UserError, match="cannot be written"):
         save_picture(HEATMAP, tmp_path / "nowhere" / "heat.svg")
     monkeypatch.setattr(canvas, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'phalanx\[draw\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[draw\]'"):
         save_picture(HEATMAP, tmp_path / "heat.png")

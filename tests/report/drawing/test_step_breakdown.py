@@ -156,5 +156,5 @@ def test_check_picture_file_rejects_bad_suffix_and_missing_matplotlib(monkeypatc
         check_picture_file(Path("step.gif"), "--picture")
     monkeypatch.setattr(canvas, "find_spec", lambda name: None)
     check_picture_file(Path("step.svg"), "--picture")
-    with pytest.raises(UserError, match=r"pip install 'phalanx\[draw\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[draw\]'"):
         check_picture_file(Path("step.png"), "--picture")

@@ -5,7 +5,15 @@ import pytest
 from phalanx.spec.base import parse_table
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, load_model_spec, load_run, preset_names, resolve_model, run_from_table
+from phalanx.spec.files.load import (
+    load_machine,
+    load_model_spec,
+    load_run,
+    preset_names,
+    require_run_file,
+    resolve_model,
+    run_from_table,
+)
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.layout import check_inapplicable_options
 from phalanx.spec.model import ModelSpec
@@ -130,6 +138,87 @@ def test_load_run_reads_hugging_face_config_without_tokenizer(tmp_path):
         assert (run.model.vocab_size, run.training.steps, run.data.tokenizer) == (8, 9, "bpe")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert load_run(tmp_path / "config.json").data.tokenizer == str(tmp_path / "tokenizer.json")
+
+
+LLAMA_CONFIG = {"model_type": "llama", "max_position_embeddings": 131_072}
+
+
+def test_run_of_a_model_has_the_batch_of_published_runs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    for model, seq_len in (
+        ("llama3-8b", 8192),
+        ("olmoe-1b-7b", 4096),
+        (tmp_path, 8192),
+        (tmp_path / "config.json", 8192),
+    ):
+        training = load_run(model, environment={}).training
+        assert (training.seq_len, training.tokens_per_step, training.precision) == (seq_len, 2**22, "bf16")
+        assert not {"seq_len", "tokens_per_step"} & training.model_fields_set
+    assert load_run("llama3-8b", environment={}).model == load_model_spec("llama3-8b")
+    assert load_run(tmp_path, environment={}).model == load_model_spec(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "batch"),
+    [
+        ("training.seq_len=131072", (131_072, 2**22)),
+        ("training.seq_len=1500", (1500, 1500 * 2048)),
+        ("training.seq_len=8388608", (8_388_608, 8_388_608)),
+        ("training.tokens_per_step=65536", (8192, 65_536)),
+        ("model.max_seq_len=512", (512, 2**22)),
+    ],
+)
+def test_run_of_a_model_fits_its_batch_to_the_settings(setting, batch):
+    training = load_run("llama3-8b", [setting], {}).training
+    assert (training.seq_len, training.tokens_per_step) == batch
+    assert ("seq_len" in training.model_fields_set) == setting.startswith("training.seq_len")
+
+
+@pytest.mark.parametrize(
+    ("setting", "field"),
+    [("training=5", "training = 5"), ("training.seq_len=x", "training.seq_len"), ("model.num_layers=0", "num_layers")],
+)
+def test_run_of_a_model_reports_invalid_settings(setting, field):
+    with pytest.raises(UserError, match=field):
+        load_run("llama3-8b", [setting], {})
+
+
+def test_file_with_the_name_of_a_preset_is_the_run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3-8b").write_text('name = "mine"')
+    (tmp_path / "tiny").mkdir()
+    assert load_run("llama3-8b", environment={}).name == "mine"
+    assert load_run("tiny", environment={}).model.preset == "tiny"
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    assert load_run("tiny", environment={}).model.from_hf == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("lama3-8b", "did you mean 'llama3-8b'"),
+        ("meta-llama/Llama-3.1-8B", "did you mean 'llama3-8b'"),
+        ("llama3", "did you mean 'llama3-405b' or 'llama3-70b' or 'llama3-8b'"),
+        ("nothing", "name one of gpt2-124m, .*phalanx init run.toml"),
+    ],
+)
+def test_load_run_suggests_models_for_a_name_that_is_no_file(tmp_path, monkeypatch, name, fix):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"is neither a file nor the name of a model\n  fix: {fix}"):
+        load_run(name, environment={})
+    with pytest.raises(UserError, match=fix):
+        load_model_spec(name)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "config.json", "model"])
+def test_require_run_file_refuses_a_model(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for file in ("config.json", "model/config.json", "run.toml"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=f"is a model, not a run file\n  fix: write one with `phalanx plan {name} "):
+        require_run_file(name)
+    require_run_file("run.toml")
 
 
 @pytest.mark.parametrize("source", ["texts", "link/../texts", "hf:dataset"])

@@ -26,7 +26,7 @@ def history(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
 def test_mlflow_receives_numbers_of_metrics_file_across_restart(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'phalanx[mlflow]'")
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install '.[mlflow]'")
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a store that needs no server

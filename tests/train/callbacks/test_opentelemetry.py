@@ -49,7 +49,7 @@ def test_opentelemetry_gauges_have_last_number_of_each_name() -> None:
 
 
 def test_collector_receives_last_numbers_of_metrics_file(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk", reason="not installed: pip install 'phalanx[opentelemetry]'")
+    pytest.importorskip("opentelemetry.sdk", reason="not installed: pip install '.[opentelemetry]'")
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
     requests: list[ExportMetricsServiceRequest] = []

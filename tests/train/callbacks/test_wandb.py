@@ -24,7 +24,7 @@ from phalanx.train.create_run import create_run
 from phalanx.train.rank_options import RankOptions
 from tests.helpers.small_runs import small_run
 
-NEEDS_WANDB = "wandb is not installed: pip install 'phalanx[wandb]'"
+NEEDS_WANDB = "wandb is not installed: pip install '.[wandb]'"
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_wandb_is_refused_when_not_installed(is_namespace_package: bool, monkeyp
     with pytest.raises(UserError) as caught:
         Wandb("project")
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")
-    assert caught.value.fix == "pip install 'phalanx[wandb]'"
+    assert caught.value.fix == "in a clone of Phalanx, pip install '.[wandb]'"
 
 
 @pytest.mark.parametrize(

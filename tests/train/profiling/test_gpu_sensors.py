@@ -36,7 +36,7 @@ def test_cpu_has_no_sensors() -> None:
 
 @pytest.mark.skipif(find_spec("pynvml") is not None, reason="nvidia-ml-py is installed")
 def test_missing_library_names_what_installs_it() -> None:
-    with pytest.raises(UserError, match=r"not recorded requires pynvml, .*\n  fix: pip install 'phalanx\[gpu\]'"):
+    with pytest.raises(UserError, match=r"not recorded requires pynvml, .*\n  fix: pip install '\.\[gpu\]'"):
         open_gpu_sensors(GPU)
 
 

@@ -16,7 +16,11 @@ OOM = "oom"
 
 def advise(
     first: Annotated[
-        str, Argument(help="A run file. With `oom`: the run that exceeds its memory.", metavar="[oom] RUN.toml")
+        str,
+        Argument(
+            help="A run file, or a model as in `phalanx plan`. With `oom`: the run that exceeds its memory.",
+            metavar="[oom] RUN.toml|MODEL",
+        ),
     ],
     second: Annotated[str | None, Argument(hidden=True, metavar="RUN.toml")] = None,
     machine: Machine = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from phalanx.cli.common.options import Json, Machine, Overrides, RunFile, Trust
+from phalanx.cli.common.options import Json, Machine, Overrides, RunOrModel, Trust
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def dryrun(
-    run: RunFile,
+    run: RunOrModel,
     ranks: Annotated[
         int | None, Option(help="Number of ranks; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N")
     ] = None,

@@ -9,16 +9,18 @@ from typing import Annotated
 
 from typer import Option
 
+from phalanx.cli.commands.auto_layout import choose_layout
 from phalanx.cli.common.options import Overrides, RunFile
 from phalanx.cli.common.output_file import write_file
 from phalanx.launch.jobs.job import ClusterJob, check_job, parse_nodes, ranks_per_node, shell_join
-from phalanx.launch.jobs.job_memory import job_notes
+from phalanx.launch.jobs.job_memory import job_notes, lacks_layout
 from phalanx.launch.jobs.kubernetes import kubernetes
 from phalanx.launch.jobs.skypilot import skypilot
 from phalanx.launch.jobs.slurm import slurm
 from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_run
+from phalanx.spec.files.load import load_run, require_run_file
+from phalanx.spec.formatting import plural
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ def launch(
     """Write the job file that starts a run with Slurm, Kubernetes or SkyPilot, after a check of each node.
 
     Slurm excludes an unhealthy node, Kubernetes starts another pod for it, up to six times per node, and SkyPilot ends
-    the run. All three restart a run that was stopped and has a checkpoint; it continues from there.
+    the run. All three restart a run that was stopped and has a checkpoint; it continues from there. If the run file of
+    a large model sets no layout, the job plans it at its start, and its choice is printed.
 
     Examples:
 
@@ -96,11 +99,21 @@ def launch(
         if name not in allowed:
             targets = " and ".join(system for system, (_, names) in WRITERS.items() if name in names)
             raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
+    require_run_file(run)
     run_spec = load_run(run, set_ or [])
     for field, component in named_components(run_spec):
         require_trusted(field, component, fix=f"read that code, then give a run file of your own: cp {run} my_run.toml")
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (run_spec.cluster.nodes, run_spec.cluster.nodes)
+    nproc_per_node = ranks_per_node(run_spec, nproc)
     override_args = [argument for override in set_ or () for argument in ("--set", override)]
+    job_override_args = override_args
+    if lacks_layout(run_spec, max_nodes * nproc_per_node):
+        cluster = run_spec.cluster.replace(nodes=max_nodes, nproc_per_node=nproc_per_node)
+        run_spec = run_spec.replace(auto_layout=True)
+        job_override_args = [*override_args, "--set", "layout=auto"]
+        size = f"{plural(max_nodes, 'node')} of {plural(nproc_per_node, 'rank')}"
+        logger.info("layout is not set, so it is planned; with %s:", size)
+        choose_layout(run_spec.replace(cluster=cluster))
     options = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
     flags = [*([] if check else ["--no-check"]), *(["--force"] if force else [])]
     job = ClusterJob(
@@ -109,8 +122,8 @@ def launch(
         command=_format_command(run, options, override_args, flags),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        nproc=ranks_per_node(run_spec, nproc),
-        overrides=override_args,
+        nproc=nproc_per_node,
+        overrides=job_override_args,
         check=check,
         cpus=cpus,
         memory=memory,

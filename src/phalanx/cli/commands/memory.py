@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from typer import Option
 
 from phalanx.cli.commands.info import describe
-from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
+from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import require_planned_layout
@@ -75,7 +75,7 @@ class MemoryRow:
 
 
 def memory(
-    run: RunFile,
+    run: RunOrModel,
     ranks: Ranks = None,
     machine: Machine = None,
     all_: Annotated[bool, Option("--all", help="Show every role and stage, not only the fullest rank.")] = False,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.common.options import Json, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line
 from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
 from phalanx.spec.errors import UserError
@@ -26,7 +26,7 @@ AXIS_MEANINGS = {
 }
 
 
-def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
+def mesh(run: RunOrModel, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
     """Show the groups of every axis: their ranks, and whether they stay inside a node.
 
     The command also checks that the run's model and batches can be divided in this way.

@@ -9,7 +9,7 @@ from typing import Annotated
 from rich.table import Column
 from typer import Option
 
-from phalanx.cli.common.options import Json, Overrides, RunFile
+from phalanx.cli.common.options import Json, Overrides, RunOrModel
 from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.schedule.registry import representative_schedule
@@ -18,7 +18,7 @@ from phalanx.spec.terminal import Terminal
 
 
 def split(
-    run: RunFile,
+    run: RunOrModel,
     stages: Annotated[
         int | None, Option(help="Total number of stages; default: those of the run's layout.", min=1, metavar="N")
     ] = None,

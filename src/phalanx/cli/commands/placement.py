@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Option
 
-from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.common.options import Json, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.output_file import check_replaceable
 from phalanx.cli.common.text import text_table
 from phalanx.plan.placement.collectives import BUFFER_BYTES, fabric_loads, nccl_latencies
@@ -44,7 +44,7 @@ STYLES = {"good": "green", "note": "yellow", "bad": "red"}
 
 
 def placement(
-    run: RunFile,
+    run: RunOrModel,
     ranks: Ranks = None,
     nproc: Annotated[
         int | None,

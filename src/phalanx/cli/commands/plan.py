@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from functools import partial
@@ -17,7 +18,7 @@ from phalanx.cli.commands.plan_export import export_layout
 from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.commands.plan_predict import predict
 from phalanx.cli.common.default_command import GroupWithDefault
-from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
+from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
 from phalanx.cli.common.output_file import check_output_file
 from phalanx.spec.errors import UserError
 
@@ -56,7 +57,7 @@ app = typer.Typer(
 
 @app.callback()
 def plan(
-    run: RunOrConfig,
+    run: RunOrModel,
     machine: Machine = None,
     nodes: Annotated[
         str | None,
@@ -72,6 +73,13 @@ def plan(
     tokens: Annotated[
         float | None, Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
     ] = None,
+    mtbf: Annotated[
+        str | None,
+        Option(
+            help="Mean time between failures of a node, with unit s, m, h or d: sets cluster.failures_per_device_hour.",
+            metavar="TIME",
+        ),
+    ] = None,
     out: Annotated[Path | None, Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -83,6 +91,8 @@ def plan(
         phalanx plan run.toml --machine h100 --nodes 16
 
         phalanx plan run.toml --machine h100 --nodes 2048 --tokens 15e12 --set cluster.storage_bytes_per_second=1e12
+
+        phalanx plan llama3-8b --machine h100 --nodes 8 --mtbf 8d
 
         phalanx plan run.toml --machine h100 --nodes 8:64
 
@@ -104,13 +114,23 @@ def plan(
     load = partial(run_on_cluster, run, machine, nproc=nproc, overrides=set_ or [], topology=topology)
     if more_counts:
         # A range of nodes has one layout for each number.
-        for option, value in {"--top": top, "--all": all_ or None, "--tokens": tokens, "--out": out}.items():
+        for option, value in {
+            "--top": top,
+            "--all": all_ or None,
+            "--tokens": tokens,
+            "--mtbf": mtbf,
+            "--out": out,
+        }.items():
             if value is not None:
                 problem = f"is a range, which cannot be combined with {option}"
                 raise UserError("--nodes", nodes, problem, fix=f"remove {option}, or give one number of nodes")
         show_node_counts(load, [num_nodes, *more_counts], as_json=json_)
         return
     run_spec, world_size = load(num_nodes)
+    if mtbf is not None:
+        node_failures_per_hour = 3600 / _parse_duration("--mtbf", mtbf)
+        rate = node_failures_per_hour / (run_spec.cluster.nproc_per_node or 1)
+        run_spec = run_spec.replace(cluster=run_spec.cluster.replace(failures_per_device_hour=rate))
     num_shown = top or DEFAULT_TOP
     ranked = rank_layouts(run_spec, world_size, num_shown, all_schedules=all_)
     # Before any output, which a pager may cut off
@@ -134,7 +154,7 @@ app.command()(compare)
 
 @app.command()
 def explore(
-    run: RunOrConfig,
+    run: RunOrModel,
     html: Annotated[Path | None, Option(help="Write the page to a file instead of serving it.", metavar="FILE")] = None,
     port: Annotated[
         int | None, Option(help="Port to serve; default: any free port.", min=0, max=65535, metavar="N")
@@ -178,6 +198,15 @@ def explore(
 
 app.command("export")(export_layout)
 app.command()(predict)
+
+
+def _parse_duration(option: str, text: str) -> float:
+    """Return the seconds of a duration such as "90s", "30m", "8h" or "2d"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smhd])", text)
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]] if match else 0.0
+    if not seconds:
+        raise UserError(option, text, "is not a duration", fix="write a number with its unit: 90s, 30m, 8h or 2d")
+    return seconds
 
 
 def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> None:

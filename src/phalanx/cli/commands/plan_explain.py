@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from phalanx.cli.commands.plan_cluster import rank_layouts, run_on_cluster
-from phalanx.cli.common.options import AllSchedules, Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
+from phalanx.cli.common.options import AllSchedules, Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
 from phalanx.cli.common.output_file import check_output_file
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    run: RunOrConfig,
+    run: RunOrModel,
     number: Annotated[
         int, Argument(help="Number of the layout in the table of `phalanx plan`.", min=1, metavar="K")
     ] = 1,
@@ -60,7 +60,7 @@ def explain(
 
 
 def compare(
-    run: RunOrConfig,
+    run: RunOrModel,
     layout: Annotated[
         str, Argument(help="Fields, such as `tp=4,pp=8`, or the number or text of a row of the table.", metavar="A")
     ],

@@ -32,7 +32,7 @@ from phalanx.plan.search.oom_risk import describe_memory_limit
 from phalanx.report.explorer.exploration import Exploration, explore
 from phalanx.report.explorer.page import PageContext, packed_details, page, page_facts
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import preset_names
+from phalanx.spec.files.load import model_source, preset_names
 from phalanx.spec.run import RunSpec
 
 NUM_FIRST_CHOICES = 100
@@ -73,8 +73,8 @@ class PlanArguments:
         )
 
     def train_command(self, run: RunSpec) -> str:
-        """Return the command that trains the run on its cluster; "" for a config.json."""
-        if self.run.suffix == ".json":
+        """Return the command that trains the run on its cluster; "" for a model without a run file."""
+        if model_source(self.run) is not None:
             return ""
         cluster = run.cluster
         options: dict[str, object] = {"--nproc": cluster.nproc_per_node}

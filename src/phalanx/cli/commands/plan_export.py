@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
-from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
+from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
 from phalanx.cli.common.progress import search_progress
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def export_layout(
-    run: RunOrConfig,
+    run: RunOrModel,
     to: Annotated[str, Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
     machine: Machine = None,
     nodes: Nodes = None,

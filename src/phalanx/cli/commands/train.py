@@ -30,7 +30,7 @@ from phalanx.runs.create import describe_complete_run, run_directory
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
-from phalanx.spec.files.load import load_run
+from phalanx.spec.files.load import load_run, require_run_file
 from phalanx.spec.run import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -228,6 +228,7 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
 
 def _load_run_or_directory(path: Path, overrides: list[str], machine: str | None, trust: bool | None) -> RunSpec:
     if not path.is_dir():
+        require_run_file(path)
         return load_run(path, overrides, machine=machine, trust=trust)
     from phalanx.runs.create import RUN_FILE, is_run_directory
 

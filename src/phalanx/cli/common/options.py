@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
+
+logger = logging.getLogger(__name__)
 
 
 def complete_presets(folder: str) -> Callable[[str], list[str]]:
@@ -21,8 +24,26 @@ def complete_presets(folder: str) -> Callable[[str], list[str]]:
     return complete
 
 
+def note_counted_family(path: Path) -> Path:
+    """Log what a plan leaves out of a model whose family Phalanx cannot train. Returns the path."""
+    from phalanx.spec.files.hf_families import COUNTED_FAMILIES
+    from phalanx.spec.files.load import counted_family
+
+    if (family := counted_family(path)) is not None:
+        text = "%s: %s is planned as Phalanx's transformer of its sizes, without %s; Phalanx cannot train its weights"
+        logger.warning(text, path, family, COUNTED_FAMILIES[family])
+    return path
+
+
 RunFile = Annotated[Path, Argument(help="A run file.", metavar="RUN.toml")]
-RunOrConfig = Annotated[Path, Argument(help="A run file, or a Hugging Face config.json.", metavar="RUN.toml")]
+RunOrModel = Annotated[
+    Path,
+    Argument(
+        help="A run file, or a model: a preset (`phalanx info --list`), a Hugging Face config.json or its directory.",
+        metavar="RUN.toml|MODEL",
+        callback=note_counted_family,
+    ),
+]
 Ranks = Annotated[
     int | None, Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N")
 ]

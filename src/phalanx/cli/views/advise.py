@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.cli.common.text import print_line
+from phalanx.cli.views.plan_notes import describe_batch, training_to_json
 from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, AdviceReport
 from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
 from phalanx.plan.search.result import EvaluatedLayout
@@ -31,7 +32,8 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     name = run.model.source_name or "model"
     machine = run.cluster.preset or "device"
     agreement = f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner"
-    setup = f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}"
+    setup = f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}, "
+    setup += describe_batch(run)
     print_line(console, f"{setup}: {agreement}", "bold")
     print_line(console, f"the planner's best: {_format_layout(best)}")
     for kind, title in TITLES.items():
@@ -75,6 +77,7 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
         "model": run.model.source_name,
         "parameters": situation.parameters,
         "devices": situation.ranks,
+        **training_to_json(run),
         "best": _layout_to_json(advised.best),
         "advice": [
             {

@@ -81,6 +81,9 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         print_line(console, note, "dim")
     exposed = "exposed: communication not hidden by compute."
     console.print(f"{exposed} phalanx plan explain RUN.toml K shows the parts of time and memory.", style="dim")
+    print_line(
+        console, "--out FILE writes a run file with these settings and the first layout; --set changes them.", "dim"
+    )
     console.print()
     for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens)):
         print_line(console, line)
@@ -232,11 +235,10 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
 
 
 def _print_plan_summary(console: Terminal, run: RunSpec, world_size: int, plan: Plan) -> None:
-    training = run.training
     print_line(
         console,
-        f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in "
-        f"sequences of {training.seq_len:,}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
+        f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}; {plan.searched:,} layouts, {plan.fitting:,} "
+        "likely to fit",
     )
     print_line(console, calibration_note(run.cluster), "dim")
     console.print()

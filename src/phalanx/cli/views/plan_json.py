@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli.views.plan_notes import list_assumptions
+from phalanx.cli.views.plan_notes import list_assumptions, training_to_json
 from phalanx.plan.search.faster_layout import find_faster_layout
 from phalanx.plan.search.oom_risk import node_host_bytes, safe_capacity_bytes
 from phalanx.plan.search.result import Plan
@@ -25,6 +25,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "trainer": "Phalanx",
         "model": run.model.source_name,
         "devices": world_size,
+        **training_to_json(run),
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
         "assumed": list_assumptions(run, world_size, plan.layouts[:top]),
         "rank_limit_bytes": safe_capacity_bytes(run.cluster),

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.cli.common.text import print_line
 from phalanx.cli.views.plan import calibration_note, format_figures, plan_console, plan_table
-from phalanx.cli.views.plan_notes import PREDICTED_TRAINER, print_assumptions
+from phalanx.cli.views.plan_notes import PREDICTED_TRAINER, describe_batch, print_assumptions, training_to_json
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.run import RunSpec
 
@@ -27,10 +27,9 @@ def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
     """Print a row for each number of nodes, with tokens/s per device relative to the first that fits."""
     console = plan_console()
     name = run.model.source_name or "model"
-    training = run.training
     for line in (
-        f"{PREDICTED_TRAINER}: {name} on {run.cluster.preset or 'the cluster'}, {training.tokens_per_step:,} tokens a "
-        f"step in sequences of {training.seq_len:,}; the layout that --out writes for each number of nodes",
+        f"{PREDICTED_TRAINER}: {name} on {run.cluster.preset or 'the cluster'}, {describe_batch(run)}; the "
+        "layout that --out writes for each number of nodes",
         calibration_note(run.cluster),
         "",
     ):
@@ -61,6 +60,7 @@ def node_counts_to_json(run: RunSpec, planned: Sequence[NodeCount]) -> dict[str,
     return {
         "trainer": "Phalanx",
         "model": run.model.source_name,
+        **training_to_json(run),
         "node_counts": [
             {
                 "nodes": count.nodes,

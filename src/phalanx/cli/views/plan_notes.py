@@ -13,7 +13,7 @@ from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.training_cost import TrainingCost
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.formatting import format_gib
+from phalanx.spec.formatting import format_duration, format_gib, format_si
 from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 
@@ -22,9 +22,25 @@ PREDICTED_TRAINER = "Phalanx's own trainer"
 
 
 def describe_setup(run: RunSpec, world_size: int) -> str:
-    """Describe the model and the machine."""
+    """Describe the model, the machine and the batch."""
     name = run.model.source_name or "model"
-    return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}"
+    return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}, {describe_batch(run)}"
+
+
+def describe_batch(run: RunSpec) -> str:
+    """Describe the tokens of a step."""
+    return f"{run.training.tokens_per_step:,} tokens a step in sequences of {run.training.seq_len:,}"
+
+
+def training_to_json(run: RunSpec) -> dict[str, object]:
+    """Return what a plan depends on besides the model and the machine."""
+    training = run.training
+    return {
+        "seq_len": training.seq_len,
+        "tokens_per_step": training.tokens_per_step,
+        "precision": training.precision,
+        "optimizer": run.optimizer.name,
+    }
 
 
 def list_assumptions(run: RunSpec, world_size: int, layouts: Sequence[EvaluatedLayout]) -> list[str]:
@@ -33,7 +49,15 @@ def list_assumptions(run: RunSpec, world_size: int, layouts: Sequence[EvaluatedL
     balanced = ["evenly loaded experts"] if run.model.moe else []
     offloads_activations = any(layout.candidate.activation_checkpointing == "offload" for layout in layouts)
     precision = run.training.precision
-    return describe_assumptions(run.cluster, world_size, offload_targets, precision, offloads_activations) + balanced
+    training = run.training
+    unset = [
+        f"training.{field} = {getattr(training, field)}"
+        for field in ("seq_len", "tokens_per_step", "precision")
+        if field not in training.model_fields_set
+    ]
+    unset += [] if "name" in run.optimizer.model_fields_set else [f"optimizer.name = {run.optimizer.name}"]
+    machine = describe_assumptions(run.cluster, world_size, offload_targets, precision, offloads_activations)
+    return [*unset, *machine, *balanced]
 
 
 def print_assumptions(console: Terminal, run: RunSpec, world_size: int, layouts: Sequence[EvaluatedLayout]) -> None:
@@ -87,17 +111,18 @@ def describe_memory_column(cluster: ClusterSpec, layouts: Sequence[EvaluatedLayo
 def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
     """Format the cost of a full training as text."""
     days = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{24 * cost.days:,.1f} hours"
-    goodput_text = f"at a goodput of {cost.goodput:.1%}" if cost.goodput else "without failures"
-    lines = [f"{cost.tokens:.3g} tokens with layout 1: {days} {goodput_text}"]
-    lines.append(f"a failure every {cost.mtbf_seconds / 3600:,.1f} hours")
-    if cost.interval_seconds and cost.young_interval_seconds and cost.daly_interval_seconds:
-        young = cost.young_interval_seconds / 60
-        daly = cost.daly_interval_seconds / 60
-        written = f"{cost.checkpoint_bytes / 1e9:,.0f} GB in {cost.write_seconds:,.1f} s"
-        lines[-1] += f"; a checkpoint ({written}) is best written every {cost.interval_seconds / 60:,.1f} minutes"
-        lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
-    else:
-        lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
+    is_default = cost.tokens == run.training.steps * run.training.tokens_per_step and not (
+        {"steps", "seconds"} & run.training.model_fields_set
+    )
+    length = f" ({run.training.steps:,} steps, the default; --tokens sets another length)" if is_default else ""
+    lines = [f"{cost.tokens:.3g} tokens{length} with layout 1: {days} at a goodput of {cost.goodput:.1%}"]
+    young = cost.young_interval_seconds / 60
+    daly = cost.daly_interval_seconds / 60
+    written = f"{format_si(cost.checkpoint_bytes)}B in {cost.write_seconds:,.1f} s"
+    lines.append(
+        f"a failure every {format_duration(cost.mtbf_seconds)}; a checkpoint ({written}) is best written every "
+        f"{cost.interval_seconds / 60:,.1f} minutes (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
+    )
     if cost.device_kwh is not None:
         lines.append(
             f"energy at rated power, an upper limit: cards {cost.device_kwh:,.0f} kWh, "

@@ -30,6 +30,9 @@ LLAMA3 = FailureRecord(failures=419, devices=16_384, hours=54 * 24)
 but the table prints 30.1 %.
 """
 
+NODE_STORAGE_BYTES_PER_SECOND = 1e9
+"""One node's share of the storage of that run, which sustained 2 TB/s for about 2,000 nodes (section 3.3.1)."""
+
 
 def mtbf_seconds(failures_per_device_hour: float, devices: int) -> float:
     """Return the mean time between failures of a job that any of its devices can stop.

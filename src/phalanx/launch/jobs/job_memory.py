@@ -17,6 +17,7 @@ from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_gib, plural
 from phalanx.spec.learning_rate import is_small_model
+from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
 
@@ -32,9 +33,6 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
     if run.auto_layout:
         yield 'layout = "auto": the layout is chosen at the start, for the memory of the GPUs'
         return
-    if not is_small_model(run.model) and not run.layout.model_fields_set and job.max_nodes * job.nproc > 1:
-        problem = f"not set; by default ({run.layout.data_parallel}) each rank holds the whole model"
-        yield f"layout: {problem}. Choose one with {_format_command(job, 'plan', '--out', 'FILE')}"
     if run.model.implementation is not None:
         yield "memory: not checked, because model.implementation is a network that Phalanx does not count"
         return
@@ -44,6 +42,21 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
         yield _describe_memory(job, nodes)
+
+
+def lacks_layout(run: RunSpec, ranks: int) -> bool:
+    """Return whether the planner must choose the layout: that of a large model is not set.
+
+    Raises UserError if the machine, which the planner needs, is not described.
+    """
+    is_planned = not is_small_model(run.model) and run.model.implementation is None and ranks > 1
+    if not is_planned or run.auto_layout or run.layout.model_fields_set:
+        return False
+    if run.cluster.preset is None:
+        problem = f"is not set; by default ({run.layout.data_parallel}) each rank would hold the whole model"
+        fix = "add --set cluster.preset=MACHINE to plan it (`phalanx info --list`), or --set layout.data_parallel=..."
+        raise UserError("layout", None, problem, fix)
+    return True
 
 
 def _describe_memory(job: ClusterJob, nodes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx.cost.estimate.job_table import JobRow
-from phalanx.cost.formulas.reliability import LLAMA3
+from phalanx.cost.formulas.reliability import LLAMA3, NODE_STORAGE_BYTES_PER_SECOND
 from phalanx.spec.base import require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
@@ -198,7 +198,11 @@ def describe_assumptions(
         assumed["num_sms"] = "products of any shape are equally fast"
     if cluster.failures_per_device_hour is None:
         assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.3g}, as of Llama 3 405B"
-    if cluster.storage_bytes_per_second is not None and "restart_seconds" not in given_fields:
+    if cluster.storage_bytes_per_second is None:
+        assumed["storage_bytes_per_second"] = (
+            f"{format_si(NODE_STORAGE_BYTES_PER_SECOND)}B/s per node, as of Llama 3 405B"
+        )
+    if "restart_seconds" not in given_fields:
         assumed["restart_seconds"] = f"{cluster.restart_seconds:g}"
     if cluster.watts_per_device is not None and cluster.host_watts_per_device is None:
         assumed["host_watts_per_device"] = f"{host_watts(cluster):.0f}, in proportion to a DGX H100's"

@@ -11,12 +11,28 @@ from typing import Any
 
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_families import FAMILY_DEFAULTS, FIXED_VALUES, Table, require_supported
+from phalanx.spec.files.hf_families import (
+    COUNTED_FAMILIES,
+    FAMILY_DEFAULTS,
+    FIXED_VALUES,
+    UNKNOWN_PARTS,
+    Table,
+    require_supported,
+)
 from phalanx.spec.files.hf_window import parse_window, window_fields
 from phalanx.spec.model import ModelSpec, RopeSpec
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COUNTED_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 NO_ARCHITECTURE = "is not used by any supported Hugging Face architecture with these model settings"
 ARCHITECTURES = {
@@ -38,10 +54,37 @@ def model_table(config: Table) -> Table:
         UserError: The model type, or a variant of it, is not supported.
     """
     model_type = config.get("model_type")
+    if model_type not in FAMILY_DEFAULTS and (part := next(filter(config.get, UNKNOWN_PARTS), None)):
+        fix = f"use a model with one of: {', '.join([*FAMILY_DEFAULTS, *COUNTED_FAMILIES])}"
+        problem = f"{UNKNOWN_PARTS[part]}, which Phalanx neither trains nor plans"
+        raise UserError(f"config.json {part}", config[part], problem, fix)
     require_supported("model_type", model_type, FAMILY_DEFAULTS)
     _require_values(config, **FIXED_VALUES)
     config = FAMILY_DEFAULTS[str(model_type)] | config
     return _parse_gpt2(config) if model_type == "gpt2" else _parse_llama_like(str(model_type), config)
+
+
+def counted_model_table(config: Table) -> Table:
+    """Return the ModelSpec table with the sizes of a model of `COUNTED_FAMILIES`.
+
+    Raises UserError if the config lacks a size, or has a variant that cannot be counted.
+    """
+    for field in COUNTED_SIZES:
+        if config.get(field) is None:
+            raise UserError(f"config.json {field}", None, "is missing", "use the config.json of a complete model")
+    _require_values(config, hidden_act="silu", use_sliding_window=False)
+    experts = config["model_type"] == "gpt_oss"
+    base = "mixtral" if experts else "llama"
+    # Scales of the rotary embedding cost nothing.
+    sizes = {field: value for field, value in config.items() if field in FAMILY_DEFAULTS[base]}
+    table = model_table(sizes | {"model_type": base, "rope_parameters": None, "rope_scaling": None})
+    table["sliding_window"] = config.get("sliding_window") if "use_sliding_window" not in config else None
+    if experts:
+        default_types = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+        layer_types = (config.get("layer_types") or default_types)[: config["num_hidden_layers"]]
+        full_layers = [layer for layer, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+        table |= {"attention_sinks": True, "full_attention_layers": full_layers}
+    return {field: value for field, value in table.items() if value is not None}
 
 
 def _parse_gpt2(config: Table) -> Table:

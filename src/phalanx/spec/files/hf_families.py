@@ -105,6 +105,21 @@ FAMILY_DEFAULTS: dict[str, Table] = {
 """Supported fields by model_type, with the default for a field that config.json omits. None: derived from other fields,
 or off. num_local_experts is another name of num_experts."""
 
+COUNTED_FAMILIES = {
+    "qwen2": "biases of queries, keys and values",
+    "phi3": "scales of long contexts",
+    "gpt_oss": "biases and limits of activations",
+}
+"""Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory
+noticeably. Their matrices are those of a supported family."""
+
+UNKNOWN_PARTS = {
+    "kv_lora_rank": "belongs to multi-head latent attention",
+    "vision_config": "describes a vision tower",
+    "query_pre_attn_scalar": "belongs to blocks with norms after attention and MLP",
+}
+"""Fields of families with parts that Phalanx neither trains nor counts."""
+
 FIXED_VALUES: Table = {
     "is_causal": True,
     "is_encoder_decoder": False,

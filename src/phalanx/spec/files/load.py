@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -12,7 +13,8 @@ from typing import Any, get_args
 from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
-from phalanx.spec.files.hf_config import model_table
+from phalanx.spec.files.hf_config import counted_model_table, model_table
+from phalanx.spec.files.hf_families import COUNTED_FAMILIES
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
@@ -32,6 +34,10 @@ JOB_ENVIRONMENT_VARIABLES = (
     "restart_seconds",
 )
 """Fields of a cluster that do not describe the machine itself."""
+STEP_TOKENS = 2**22
+"""Tokens in a step of a run that is only a model: about those of Llama 2 (arXiv 2307.09288) and OLMoE (2409.02060)."""
+MAX_SEQ_LEN = 8192
+"""Maximum tokens in a sequence of such a run: those of Llama 3 (arXiv 2407.21783) before its long contexts."""
 LAYOUT_FILE = "layout.json"
 """File in a run directory: the layout of the last start, if its ranks differed from those of the run file."""
 
@@ -43,12 +49,14 @@ def load_run(
     machine: str | None = None,
     trust: bool | None = None,
 ) -> RunSpec:
-    """Read a run file, or a Hugging Face config.json as a run of that model.
+    """Read a run file, or make a run of a model that is named instead.
 
     Defaults < the file < environment (PHALANX_TRAINING__STEPS=200) < overrides.
 
     Args:
-        path: The run file, such as `phalanx init` writes it, or a config.json.
+        path: The run file, such as `phalanx init` writes it; or a model: a preset, or a Hugging Face config.json or its
+            directory. A file of a preset's name is the file. The run of a model has sequences of at most 8,192 tokens
+            and about four million tokens a step, unless they are set.
         overrides: Fields to set, such as "training.steps=200". Without a value ("layout.dp_shard=") a field has its
             default.
         environment: The environment variables.
@@ -66,11 +74,8 @@ def load_run(
         >>> run.training.steps, run.layout.tp, run.cluster.preset
         (200, 2, 'h100')
     """
-    if not Path(path).exists() and str(path) in preset_names("models"):
-        fix = f"create a run file with `phalanx init run.toml`, and add --set model.preset={path}"
-        raise UserError("run file", str(path), "is the name of a model, not a file", fix)
-    is_hf_config = Path(path).suffix == ".json"
-    table = {"model": {"from_hf": str(path)}} if is_hf_config else read_run_table(path, trust)
+    model = model_source(path)
+    table = read_run_table(path, trust) if model is None else {"model": model}
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
         kept_fields = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
         table["cluster"] = {**{field: cluster[field] for field in kept_fields}, "preset": machine}
@@ -91,12 +96,69 @@ def load_run(
         set_path(table, key.strip().split("."), text.strip(), origin=f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
     try:
-        return run_from_table(table)
+        return run_from_table(table) if model is None else _run_of_model(table)
     except UserError as error:
         for user_error in error.errors if isinstance(error, UserErrorGroup) else [error]:
             if user_error.field in variable_of_field:
                 user_error.problem += f" (set by {variable_of_field[user_error.field]})"
         raise
+
+
+def model_source(path: str | Path) -> Table | None:
+    """Return the model that is named in place of a run file, as a [model] table; None for a run file.
+
+    Raises UserError if there is neither a file nor a preset of this name.
+    """
+    file = Path(check_local_path("run file", str(path)))
+    if file.suffix == ".json" or (file / "config.json").is_file():
+        family = counted_family(file)
+        return {"from_hf": str(path)} if family is None else counted_model_table(read_json(hf_config_file(str(path))))
+    presets = preset_names("models")
+    if file.is_file() or (file.exists() and str(path) not in presets) or file.suffix == ".toml":
+        return None
+    if str(path) in presets:
+        return {"preset": str(path)}
+    fix = (
+        f"name one of {', '.join(presets)}; or give a config.json, or a run file (`phalanx init run.toml` creates one)"
+    )
+    problem = "is neither a file nor the name of a model"
+    raise UserError("run file", str(path), problem, did_you_mean(file.name, presets, fix))
+
+
+def counted_family(path: Path) -> str | None:
+    """Return the family of a Hugging Face config.json, or its directory, that Phalanx plans but cannot train."""
+    config = path if path.suffix == ".json" else path / "config.json"
+    family = read_json(config).get("model_type") if config.is_file() else None
+    return family if family in COUNTED_FAMILIES else None
+
+
+def require_run_file(path: str | Path) -> None:
+    """Raise UserError if a path is the name of a model, which can be planned but not trained."""
+    if model_source(path) is not None:
+        fix = (
+            f"write one with `phalanx plan {shlex.quote(str(path))} --machine MACHINE --out run.toml`, and set its data"
+        )
+        raise UserError("run file", str(path), "is a model, not a run file", fix)
+
+
+def _run_of_model(table: Table) -> RunSpec:
+    """Build the run of a model, with the sequence length and the batch that nothing sets.
+
+    These fields remain unset in the run, so that a plan lists them among its assumptions.
+    """
+    model = parse_table(ModelSpec, resolve_model(table["model"]), "model")
+    defaults: Table = {}
+    if isinstance(training := table.setdefault("training", {}), dict):
+        defaults["seq_len"] = min(model.max_seq_len, MAX_SEQ_LEN)
+        seq_len = training.get("seq_len", defaults["seq_len"])
+        if isinstance(seq_len, int) and seq_len > 1:
+            # Data-parallel ranks can divide a power of two.
+            defaults["tokens_per_step"] = seq_len * 2 ** max(0, (STEP_TOKENS // seq_len).bit_length() - 1)
+        defaults = {field: value for field, value in defaults.items() if field not in training}
+        table = table | {"training": defaults | training}
+    run = run_from_table(table)
+    run.training.model_fields_set.difference_update(defaults)
+    return run
 
 
 def _check_variable_name(name: str, text: str) -> None:
@@ -202,14 +264,11 @@ def load_model_spec(name: str) -> ModelSpec:
         >>> phalanx.load_model_spec("run.toml").preset
         'tiny'
     """
-    path = Path(name)
-    if path.suffix == ".toml":
+    if Path(name).suffix == ".toml":
         table = read_run_table(name, trust=None)
         is_run = "model" in table or set(table) <= set(RunSpec.model_fields)
         return parse_table(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
-    if path.suffix == ".json" or path.is_dir():
-        return parse_table(ModelSpec, resolve_model({"from_hf": name}), "model")
-    return parse_table(ModelSpec, resolve_model({"preset": name}), "model")
+    return parse_table(ModelSpec, resolve_model(model_source(name) or {"from_hf": name}), "model")
 
 
 def write_effective_layout(directory: Path, layout: Layout | None) -> None:
