@@ -66,7 +66,7 @@ def test_plan_process_ends_at_its_limits(
     monkeypatch.setattr(plan_process, limit, value)
     plan = PlanProcess(large_arguments(tmp_path, 512))
     try:
-        with pytest.raises(UserError, match=f"plan: {problem}\\n  fix: choose fewer"):
+        with pytest.raises(UserError, match=f"plan {problem}\\n  fix: choose fewer"):
             plan.facts()
     finally:
         plan.close()

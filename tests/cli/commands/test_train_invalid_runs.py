@@ -317,7 +317,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--set", "training.steps"], ("--set = 'training.steps'", "KEY=VALUE")),
-    (["--set", "name.inner=3"], ("name is a value",)),
+    (["--set", "name.inner=3"], ("uses name as a table, which is a value",)),
     (["--nproc", "9"], ("training.tokens_per_step = 256", "9 data-parallel ranks")),
     (
         ["--nproc", "3", "--set", "layout.data_parallel=zero3"],

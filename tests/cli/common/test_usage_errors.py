@@ -42,7 +42,7 @@ from tests.helpers import cli_runner
             ("plan", "a.toml", "explain"),
             r"got unexpected extra argument\(s\) \(explain\)\n  fix: write a command first, such as `.*plan explain`; ",
         ),
-        (("memory", "a.toml", "b.toml"), r"memory: got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
+        (("memory", "a.toml", "b.toml"), r"memory got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
         (("--bogus",), "option = '--bogus' is not known"),
         (("memory",), r"^RUN\.toml\|MODEL is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
         (
