@@ -79,7 +79,7 @@ def test_with_components_refuses_object_that_ranks_cannot_import(tmp_path: Path)
         with_components(tmp_path, {"loss": "a:b"})
     with pytest.raises(UserError, match=r"loss = .*partial.*cannot be imported by the ranks"):
         with_components(run_of_example(tmp_path), {"loss": partial(max, 1)})
-    with pytest.raises(UserError, match=r"optimiser: is not a component\n  fix: did you mean 'optimizer'"):
+    with pytest.raises(UserError, match=r"optimiser is not a component\n  fix: did you mean 'optimizer'"):
         with_components(run_of_example(tmp_path), {"optimiser": "a:b"})  # type: ignore[typeddict-unknown-key]
     run = run_of_example(tmp_path)
     assert with_components(run, {}) is run

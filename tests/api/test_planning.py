@@ -40,7 +40,7 @@ def test_place_on_nodes(cluster: dict[str, Any], world_size: int, expected: tupl
 
 
 def test_place_on_nodes_rejects_ranks_that_do_not_fill_nodes() -> None:
-    with pytest.raises(UserError, match=r"world_size = 12: does not fill its nodes\n  fix: .*\(8\)"):
+    with pytest.raises(UserError, match=r"world_size = 12 does not fill its nodes\n  fix: .*\(8\)"):
         place_on_nodes(make_run({"nproc_per_node": 8}), 12)
 
 
@@ -61,7 +61,7 @@ def test_plan_run_reports_progress_and_keeps_only_wanted_layouts() -> None:
 
 
 def test_plan_run_rejects_where_that_accepts_nothing() -> None:
-    with pytest.raises(UserError, match=r"where: accepts none of [\d,]+ layouts"):
+    with pytest.raises(UserError, match=r"where accepts none of [\d,]+ layouts"):
         plan_run(make_run(), 8, where=lambda _: False)
 
 

@@ -57,7 +57,7 @@ def test_target_outside_vocabulary_is_refused_with_its_position(target: int, mas
         else f"correct the data, or set model.vocab_size = {target + 1}"
     )
     assert str(caught.value) == (
-        f"data.dataset = 'mine:Dataset': has the target {target} at position 2 of sample 7 (row 1 of step 2), "
+        f"data.dataset = 'mine:Dataset' has the target {target} at position 2 of sample 7 (row 1 of step 2), "
         f"but targets are 0 to {VOCAB - 1} (model.vocab_size = {VOCAB}), or -100 to be ignored\n  fix: {fix}"
     )
 
@@ -68,7 +68,7 @@ def test_id_outside_vocabulary_is_refused_with_its_position(token: int) -> None:
         read_two_steps(checked(Stream(samples(tokens=token))))
     fix = "correct the data" + (f", or set model.vocab_size = {token + 1}" if token > 0 else "")
     assert str(caught.value) == (
-        f"data.dataset = 'mine:Dataset': has the token id {token} at position 1 of sample 7 (row 1 of step 2), "
+        f"data.dataset = 'mine:Dataset' has the token id {token} at position 1 of sample 7 (row 1 of step 2), "
         f"but ids are 0 to {VOCAB - 1} (model.vocab_size = {VOCAB})\n  fix: {fix}"
     )
 

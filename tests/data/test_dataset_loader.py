@@ -89,7 +89,7 @@ def test_sample_may_be_pair_of_inputs_and_targets() -> None:
     ids=["empty", "empty stream", "short", "floats", "number", "iterator", "mapping"],
 )
 def test_unsuitable_dataset_is_named(dataset: Any, problem: str) -> None:
-    with pytest.raises(UserError, match=f"data.dataset = 'mine:Dataset': {problem}"):
+    with pytest.raises(UserError, match=f"data.dataset = 'mine:Dataset' {problem}"):
         loader(dataset).step(0)
 
 

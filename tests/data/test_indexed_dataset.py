@@ -189,7 +189,7 @@ def join_two_pairs(folder: Path) -> Path:
 def test_indexed_dataset_rejects_damaged_list_of_parts(tmp_path: Path, change: object) -> None:
     prefix = join_two_pairs(tmp_path)
     corrupt_file(prefix, ".parts.json", lambda raw: change(raw.decode()).encode("latin-1"))  # type: ignore[operator]
-    with pytest.raises(UserError, match=r"joined\.parts\.json': is damaged") as caught:
+    with pytest.raises(UserError, match=r"joined\.parts\.json' is damaged") as caught:
         IndexedDataset(prefix, "data.held_out")
     assert caught.value.field == "data.held_out"
     assert caught.value.fix
@@ -198,7 +198,7 @@ def test_indexed_dataset_rejects_damaged_list_of_parts(tmp_path: Path, change: o
 def test_indexed_dataset_names_missing_part(tmp_path: Path) -> None:
     prefix = join_two_pairs(tmp_path)
     (tmp_path / "b.bin").unlink()
-    with pytest.raises(UserError, match=r"joined': requires .*/b\.bin, which does not exist") as caught:
+    with pytest.raises(UserError, match=r"joined' requires .*/b\.bin, which does not exist") as caught:
         IndexedDataset(prefix)
     assert "b.bin" in caught.value.fix
 

@@ -162,7 +162,7 @@ def test_token_loader_resumes_at_same_position_with_new_batch_size(write_tokens)
     small, large = TokenLoader(dataset, 4, 2, 3), TokenLoader(dataset, 4, 6, 3)
     with pytest.raises(
         UserError,
-        match=r"training\.tokens_per_step = '6 sequences': differs from the checkpoint's value \(2 sequences",
+        match=r"training\.tokens_per_step = '6 sequences' differs from the checkpoint's value \(2 sequences",
     ):
         large.resume(small.state(3))
     large.resume(small.state(3), resized=True)
@@ -216,7 +216,7 @@ def test_token_loader_rejects_checkpoint_with_changed_settings(write_tokens, cha
 
 def test_token_loader_rejects_checkpoint_of_other_data(write_tokens):
     state = TokenLoader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
-    with pytest.raises(UserError, match=r"^data: differs from the checkpoint's data"):
+    with pytest.raises(UserError, match=r"^data differs from the checkpoint's data"):
         TokenLoader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
 
 

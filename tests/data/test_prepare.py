@@ -328,14 +328,14 @@ def write_invalid_sources(folder):
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        ({"train": ["missing.txt"]}, "data.train", "no such file or directory"),
+        ({"train": ["missing.txt"]}, "data.train", "does not exist"),
         ({"train": []}, "data.train", "is empty"),
         ({"train": ["empty"]}, "data.train", "matches no file"),
         ({"train": ["empty.txt"]}, "data.train", "has no text"),
         ({"train": ["rows.jsonl"]}, "data.text_key", "is not a field of rows.jsonl:1"),
-        ({"held_out": ["missing.txt"]}, "data.held_out", "no such file or directory"),
+        ({"held_out": ["missing.txt"]}, "data.held_out", "does not exist"),
         ({"held_out": ["text.txt"]}, "data.held_out", "is also in data.train"),
-        ({"tokenizer": "missing.json"}, "data.tokenizer", "no such file"),
+        ({"tokenizer": "missing.json"}, "data.tokenizer", "does not exist"),
         ({"tokenizer": "text.txt"}, "data.tokenizer", "is not valid JSON"),
         ({"train": ["short"]}, "data.train", "is truncated: it has 2 bytes, but its index needs 6"),
         ({"train": ["lone"]}, "data.train", "has no .bin file"),
@@ -376,7 +376,7 @@ def test_prepare_and_check_sources_reject_invalid_data_before_writing(
 
 def test_prepare_rejects_streaming_data_too_small_to_hold_out(make_data_spec, tmp_path):
     (tmp_path / "one.txt").write_text("text")
-    with pytest.raises(UserError, match=r"data\.train has too few documents") as caught:
+    with pytest.raises(UserError, match=r"is not set, and data\.train has too few documents") as caught:
         prepare(make_data_spec(train=[str(tmp_path / "one.txt")], streaming=True, held_out_fraction=0.0001))
     assert caught.value.fix == "set data.held_out"
 

@@ -294,13 +294,13 @@ class MissingPackageFinder:
 @pytest.mark.parametrize(
     ("source", "content", "field", "message"),
     [
-        ("missing.txt", None, "data.train", "no such file or directory"),
+        ("missing.txt", None, "data.train", "does not exist"),
         ("*.text", None, "data.train", "matches no file"),
         ("empty.txt", b"", "data.train", "has no text"),
         ("binary.txt", b"a\0b", "data.train", "is not text: it contains zero bytes"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "data.train", r"bad.jsonl:2'?: is not valid JSON"),
         ("deep.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "data.train", r"deep.jsonl:2'?: is not valid JSON"),
-        ("list.jsonl", b"[1]\n", "data.text_key", r"list.jsonl:1 is not a JSON object"),
+        ("list.jsonl", b"[1]\n", "data.text_key", r"is a field of JSON objects, and .*list.jsonl:1 is none"),
         ("key.jsonl", b'{"content": "a"}\n', "data.text_key", r"is not a field of .*key.jsonl:1"),
         ("type.jsonl", b'{"text": 5}\n', "data.text_key", r"type.jsonl:1 has type int"),
         ("null.jsonl", b'{"text": null}\n', "data.text_key", r"null.jsonl:1 has type NoneType"),

@@ -175,7 +175,7 @@ def test_load_tokenizer_vocab_covers_largest_id_when_ids_have_gaps(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no such file"),
+        (None, "does not exist"),
         (b"not json", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b'{"model": "\\ud800"}', "is not valid JSON"),

@@ -105,7 +105,7 @@ def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -
     assert not (tmp_path / COLLECTIVES_FILE).exists()
     ((rank, record),) = hang_dumps.read_failures(tmp_path).items()
     assert (rank, record["host"]) == (0, Machine().host)
-    assert "sends nothing" in record["reason"]
+    assert "leaves nothing to send" in record["reason"]
 
 
 def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path:
         stderrs = [process.communicate(timeout=WAIT_SECONDS)[1] for process in (first, second)]
     codes = [first.returncode, second.returncode]
     assert sorted(codes) == [0, 2], stderrs
-    assert re.search("is in use by process|already contains a run", stderrs[codes.index(2)])
+    assert re.search("is in use by process|belongs to a run", stderrs[codes.index(2)])
     assert len(events_of_kind(tmp_path / "parity", "started")) == 1
 
 

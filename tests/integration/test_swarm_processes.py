@@ -293,17 +293,17 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(swarm_directo
     overlapped = json.loads(command_output(*words, "--json", "--set", "swarm.delay=20"))[-1]
     assert overlapped["utilization"] == 1.0
     assert "spes+, int8 (chosen)" in command_output(*words)
-    with pytest.raises(UserError, match="--link = 'fast': is not a bandwidth"):
+    with pytest.raises(UserError, match="--link = 'fast' is not a bandwidth"):
         command_output("swarm", "plan", file, "--link", "fast")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("join", "127.0.0.1", "--certs", "certs/ann"), "ADDRESS = '127.0.0.1': is not an address"),
+        (("join", "127.0.0.1", "--certs", "certs/ann"), "ADDRESS = '127.0.0.1' is not an address"),
         (("join", "127.0.0.1:1", "--certs", "nowhere"), "has no certificate"),
-        (("serve", "plain.toml", "--certs", "certs/lead"), "swarm: is missing"),
-        (("serve", "swarm.toml", "--certs", "certs/lead", "--listen", "x:y"), "--listen = 'x:y': is not an address"),
+        (("serve", "plain.toml", "--certs", "certs/lead"), "swarm is missing"),
+        (("serve", "swarm.toml", "--certs", "certs/lead", "--listen", "x:y"), "--listen = 'x:y' is not an address"),
         (("certs", "certs", "../eve"), "is not a valid member name"),
         (("certs", "certs", "ann"), "already has a certificate"),
     ],

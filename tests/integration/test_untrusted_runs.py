@@ -256,6 +256,6 @@ def test_swarm_node_refuses_components_of_its_coordinator(swarm: bool, theirs: P
     name_component(theirs, "model.implementation", MODULE)
     table = tomllib.loads((theirs / "run.toml").read_text()) | ({"swarm": {"method": "diloco"}} if swarm else {})
     link = SimpleNamespace(join=lambda: {"run": tomli_w.dumps(table)})
-    with pytest.raises(UserError, match=r"not supported in a swarm|swarm: is missing in the coordinator's run"):
+    with pytest.raises(UserError, match=r"not supported in a swarm|swarm is missing in the coordinator's run"):
         join._receive_run(link, tmp_path, "node", [])  # type: ignore[arg-type]
     assert_no_code_ran(theirs)

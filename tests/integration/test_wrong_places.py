@@ -39,9 +39,9 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("train", "mine", "--resume"), "phalanx train mine/run.toml"),
     (("train", "with space/ünï"), "phalanx train 'with space/ünï/run.toml'"),
     (("train", "empty"), "is not a run directory"),
-    (("train", "ours"), "no such file"),
+    (("train", "ours"), "does not exist"),
     (("train", "file"), "not valid TOML"),
-    (("train", "none.toml"), "no such file"),
+    (("train", "none.toml"), "does not exist"),
     (("train", "binary.toml"), "not valid TOML"),
     (("train", "link"), "phalanx train link/run.toml"),
     (("train", "link.toml", *INTO_FOLDER, "name=mine"), "contains files"),
@@ -51,10 +51,10 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("train", "with space/ünï/run.toml", *INTO_FOLDER, "name=with space"), "letters"),
     (("train", "run.toml", "--set", "output_dir=file"), "is not a writable directory"),
     (("train", "run.toml", "--set", "output_dir=/proc/none"), "another disk"),
-    (("train", "run.toml", "--set", "data.train=['none']"), "no such file"),
+    (("train", "run.toml", "--set", "data.train=['none']"), "does not exist"),
     (("plan", ".", "--machine", "h100"), "is a directory"),
     (("plan", "mine", "--machine", "h100"), "is a directory"),
-    (("plan", "none.toml", "--machine", "h100"), "no such file"),
+    (("plan", "none.toml", "--machine", "h100"), "does not exist"),
     (("plan", "run.toml", "--machine", "h100", "--out", "run.toml"), "is the run file itself"),
     (("plan", "run.toml", "--machine", "h100", "--out", "mine"), "it is a directory"),
     (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is no directory none"),
@@ -150,8 +150,8 @@ SOURCES_HERE = ("--set", "data.train=['texts']")
 MOVED_CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("report", "runs/mine", "--html", "../page.html"), 0, ""),
     (("train", "runs/mine"), 2, "add --resume"),
-    (("train", "runs/mine", "--resume"), 2, "texts': no such file"),
-    (("train", "runs/mine", "--resume", "--print-config"), 2, "texts': no such file"),
+    (("train", "runs/mine", "--resume"), 2, "texts' does not exist"),
+    (("train", "runs/mine", "--resume", "--print-config"), 2, "texts' does not exist"),
     (("train", "runs/mine", "--resume", "--print-config", *SOURCES_HERE), 0, ""),
 ]
 
@@ -226,9 +226,9 @@ def test_run_of_another_user_is_read_and_never_changed(trained: Path, tmp_path: 
     exit_codes = [line for line in result.stderr.splitlines() if line.startswith("exit")]
     assert exit_codes == ["exit 2", "exit 2", "exit 2", "exit 0", *["exit 2"] * 4], result.stderr
     assert result.stderr.count("is not a writable directory") == 2
-    assert "report.html': cannot be written: Permission denied" in result.stderr
-    assert "directory = 'theirs/export': is not writable" in result.stderr
-    assert result.stderr.count("permission denied\n  fix: ") == 3
+    assert "report.html' cannot be written: Permission denied" in result.stderr
+    assert "directory = 'theirs/export' is not writable" in result.stderr
+    assert result.stderr.count("cannot be accessed: permission denied\n  fix: ") == 3
     assert [contents(tmp_path / name) for name in ("theirs", "closed")] == before
     assert (out / "config.json").is_file()
 
@@ -260,7 +260,7 @@ def test_train_refuses_disk_that_is_mounted_read_only(
             monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--set", "output_dir=disk"])
             with pytest.raises(SystemExit, match="2"):
                 main()
-        assert "output_dir = 'disk': is not a writable directory" in capsys.readouterr().err
+        assert "output_dir = 'disk' is not a writable directory" in capsys.readouterr().err
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
 

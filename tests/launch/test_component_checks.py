@@ -66,7 +66,7 @@ def test_check_component_finds_package_in_editable_mode(tmp_path: Path, monkeypa
     ],
 )
 def test_check_component_rejects_missing_module_or_name(path: str, problem: str) -> None:
-    with pytest.raises(UserError, match=rf"training\.loss = '{path}': {problem}"):
+    with pytest.raises(UserError, match=rf"training\.loss = '{path}' {problem}"):
         check(path)
 
 
@@ -79,6 +79,6 @@ def test_check_component_accepts_module_whose_names_are_unknown(text: str, tmp_p
 def test_check_component_reports_syntax_error(tmp_path: Path) -> None:
     (tmp_path / "my_parts.py").write_text("def broken(:")
     with pytest.raises(
-        UserError, match=r"training\.loss = 'my_parts:broken': .*syntax error.*\n  fix: correct .*my_parts.py"
+        UserError, match=r"training\.loss = 'my_parts:broken' .*syntax error.*\n  fix: correct .*my_parts.py"
     ):
         check("my_parts:broken")

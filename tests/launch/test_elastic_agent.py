@@ -69,10 +69,10 @@ def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: py
             join_seconds=1,
             last_call_seconds=1,
         )
-        with pytest.raises(UserError, match="is not a Phalanx rendezvous") as caught:
+        with pytest.raises(UserError, match="is the address of a service that is not a Phalanx rendezvous") as caught:
             run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, rendezvous)
     assert not isinstance(caught.value, RendezvousError)
-    with pytest.raises(RendezvousError, match="no answer within 1 s"):
+    with pytest.raises(RendezvousError, match="does not answer within 1 s"):
         run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, rendezvous)
 
 

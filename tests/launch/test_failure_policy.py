@@ -85,7 +85,7 @@ def test_failure_policy_ignores_records_of_earlier_failures(tmp_path: Path) -> N
 
 def test_failure_policy_ends_run_when_failure_is_a_user_error(tmp_path: Path) -> None:
     policy = make_failure_policy(tmp_path, restarts=9)
-    write_failure_record(tmp_path, 1, "training.steps: is wrong", code=2)
+    write_failure_record(tmp_path, 1, "training.steps is wrong", code=2)
     assert policy.decide({1: FakeProcessFailure(2)}) is FailureAction.STOP
     assert policy.exit_code == 2
 
@@ -121,7 +121,7 @@ def test_failure_policy_makes_node_with_full_disk_leave_at_once(tmp_path: Path) 
     """The other nodes may continue without it; a single node ends the run."""
     for rendezvous, action, code in ((REMOTE_RENDEZVOUS, FailureAction.LEAVE, 1), (SINGLE_NODE, FailureAction.STOP, 2)):
         policy = make_failure_policy(tmp_path, rendezvous, restarts=3)
-        write_failure_record(tmp_path, 1, "file = '/d/x': No space left on device", code=2, storage=True)
+        write_failure_record(tmp_path, 1, "file = '/d/x' cannot be used: No space left on device", code=2, storage=True)
         assert policy.decide({1: FakeProcessFailure(2)}) is action
         assert policy.exit_code == code
 
@@ -137,10 +137,16 @@ def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_un
 @pytest.mark.parametrize(
     ("error", "expected_text"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "run directory = '/runs/a': No space left on device"),
-        (OSError(errno.EDQUOT, "x", "/data/t.bin"), "file = '/data/t.bin': Disk quota exceeded"),
-        (FileNotFoundError(errno.ENOENT, "x", "/data/t.bin"), "file = '/data/t.bin': No such file or directory"),
-        (PermissionError(errno.EACCES, "x", "/data/t.bin"), "file = '/data/t.bin': Permission denied"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "run directory = '/runs/a' cannot be used: No space left on device",
+        ),
+        (OSError(errno.EDQUOT, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: Disk quota exceeded"),
+        (
+            FileNotFoundError(errno.ENOENT, "x", "/data/t.bin"),
+            "file = '/data/t.bin' cannot be used: No such file",
+        ),
+        (PermissionError(errno.EACCES, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: Permission denied"),
     ],
 )
 def test_as_user_error_describes_storage_error_that_would_come_again(error: OSError, expected_text: str) -> None:
@@ -182,7 +188,7 @@ def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path
     "reason",
     [
         PEER_LOSS_REASON,
-        "checkpoint: could not be written: Connection reset by peer",
+        "checkpoint could not be written: Connection reset by peer",
         "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
         "DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1",
     ],

@@ -99,7 +99,7 @@ def test_gpu_without_float8_products_is_rejected(text: Path, tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(process, "query_gpus", lambda _: [9.0, 8.6])
-    with pytest.raises(UserError, match=r"training\.precision = 'fp8': requires compute capability 9\.0 .* 8\.6"):
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8' requires compute capability 9\.0 .* 8\.6"):
         select_nproc(fp8_run(text, tmp_path))
 
 

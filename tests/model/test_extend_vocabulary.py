@@ -30,5 +30,5 @@ def test_extend_vocabulary_leaves_other_weights_and_equal_vocabularies():
 
 
 def test_extend_vocabulary_rejects_fewer_tokens():
-    with pytest.raises(UserError, match=r"model\.vocab_size = 3: is less than the 4 tokens of model\.from_hf"):
+    with pytest.raises(UserError, match=r"model\.vocab_size = 3 is less than the 4 tokens of model\.from_hf"):
         extend_vocabulary(read_weight, 4, 3)

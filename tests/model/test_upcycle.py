@@ -177,11 +177,11 @@ def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build_mo
             {},
             {"expert_ffn_size": 24},
             (
-                r"model\.moe\.expert_ffn_size = 24: differs from the width .*"
+                r"model\.moe\.expert_ffn_size = 24 differs from the width .*"
                 r"\(model\.ffn_hidden_size = 48.*\n.*set model\.moe\.expert_ffn_size = 48"
             ),
         ),
-        ({}, {"num_shared_experts": 1}, r"model\.moe\.num_shared_experts = 1: would add a second copy"),
+        ({}, {"num_shared_experts": 1}, r"model\.moe\.num_shared_experts = 1 would add a second copy"),
     ],
 )
 def test_create_run_rejects_incompatible_upcycling_before_writing(dense_checkpoint, model, moe, message):
@@ -201,7 +201,7 @@ def test_initial_weights_of_moe_checkpoint_are_not_upcycled(tmp_path, build_mode
     stacked = model.blocks[0].mlp.experts.gate
     assert torch.equal(read("blocks.0.mlp.experts.gate", stacked.shape), stacked)
     with pytest.raises(
-        UserError, match=r"model\.upcycle_reinit_fraction = 0\.5: has no effect, because model\.from_hf has experts"
+        UserError, match=r"model\.upcycle_reinit_fraction = 0\.5 has no effect, because model\.from_hf has experts"
     ):
         initial_weights(build_run_from_checkpoint(tmp_path / "mixture", {"upcycle_reinit_fraction": 0.5}, moe=None))
 
@@ -212,6 +212,6 @@ def test_run_spec_rejects_upcycle_reinit_fraction_without_upcycling(dense_checkp
     del model[missing_key]
     with pytest.raises(
         UserError,
-        match=r"model\.upcycle_reinit_fraction = 0\.5: requires experts that are initialized from a dense model",
+        match=r"model\.upcycle_reinit_fraction = 0\.5 requires experts that are initialized from a dense model",
     ):
         small_run(Path(json.__file__).parent, dense_checkpoint.parent, {"model": model})

@@ -102,5 +102,5 @@ def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp
     run = small_run(text, tmp_path, {})
     manifest = {"model": run.model.model_dump(mode="json"), "optimizer": "adamw", "step": run.training.steps}
     check_manifest(run, manifest)
-    with pytest.raises(UserError, match=r"training.steps = 20: is less than the 21 completed steps of the run"):
+    with pytest.raises(UserError, match=r"training.steps = 20 is less than the 21 completed steps of the run"):
         check_manifest(run, {**manifest, "step": run.training.steps + 1})

@@ -93,7 +93,7 @@ def test_validate_names_each_kind_of_violation() -> None:
     assert problems("0F0,0B0,0I0,0W0") == ["rank 0: 0B0 runs in addition to its I and W halves"]
     assert problems("0F0,0B0", "0F1,0B1") == ["rank 1: 0F1 belongs to a stage of rank 0"]
     assert problems("0F0,0W0,0I0") == ["rank 0: 0W0 (number 2 in its row) waits forever for 0I0"]
-    with pytest.raises(UserError, match="1 violations: rank 0: 0W0 is missing"):
+    with pytest.raises(UserError, match="schedule has 1 violations: rank 0: 0W0 is missing"):
         simulate(Schedule.from_rows(read_csv("0F0,0I0")))
 
 

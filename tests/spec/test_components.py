@@ -45,19 +45,19 @@ def test_components_survive_run_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"layout": {"tp": 2}}, "layout.tp = 2: is for Phalanx's own transformer only"),
-        ({"layout": {"activation_checkpointing": "full"}}, "layout.activation_checkpointing = 'full': is for"),
-        ({"layout": {"activation_checkpointing": "auto"}}, "layout.activation_checkpointing = 'auto': is for"),
-        ({"model": {**PARTS["model"], "moe": MOE}}, "model.moe: is for"),
-        ({"training": {"precision": "fp8"}}, "training.precision = 'fp8': is for Phalanx's own transformer only"),
+        ({"layout": {"tp": 2}}, "layout.tp = 2 is for Phalanx's own transformer only"),
+        ({"layout": {"activation_checkpointing": "full"}}, "layout.activation_checkpointing = 'full' is for"),
+        ({"layout": {"activation_checkpointing": "auto"}}, "layout.activation_checkpointing = 'auto' is for"),
+        ({"model": {**PARTS["model"], "moe": MOE}}, "model.moe is for"),
+        ({"training": {"precision": "fp8"}}, "training.precision = 'fp8' is for Phalanx's own transformer only"),
         ({"model": {"preset": "tiny"}, "training": {"loss": "a:f"}, "layout": {"tp": 2}}, "splits the logits"),
         (
             {"swarm": {"method": "diloco", "every": 1}},
-            "model.implementation = 'a:Network': is not supported in a swarm",
+            "model.implementation = 'a:Network' is not supported in a swarm",
         ),
         (
             {"data": {"dataset": "a:Dataset", "streaming": True}},
-            "data.streaming = True: cannot be combined with data.dataset",
+            "data.streaming = True cannot be combined with data.dataset",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def test_muon_learning_rate_is_required_to_train_pretrained_weights() -> None:
     reread = run_from_table(tomllib.loads(to_toml(run)))  # as `phalanx plan --out` writes it
     for unset in (run, reread):
         with pytest.raises(
-            UserError, match=r"optimizer.muon_learning_rate = 0.02: is a rate for new weights"
+            UserError, match=r"optimizer.muon_learning_rate = 0.02 is a rate for new weights"
         ) as error_info:
             require_settings_of_weights(unset)
         assert error_info.value.fix == "set optimizer.muon_learning_rate"

@@ -49,7 +49,7 @@ def test_url_is_refused_in_every_field_that_may_name_a_file(field: str) -> None:
     value: Any = TEXT_FIELDS[field]
     for key in reversed(field.split(".")):
         value = {key: value}
-    with pytest.raises(UserError, match=rf"(?m)^{re.escape(field)}(\[0\])? = '{URL}': "):
+    with pytest.raises(UserError, match=rf"(?m)^{re.escape(field)}(\[0\])? = '{URL}' "):
         run_from_table(value)
 
 
@@ -57,7 +57,7 @@ def test_url_error_names_the_source_and_what_is_supported() -> None:
     with pytest.raises(UserError) as error_info:
         run_from_table({"data": {"train": ["stdlib", "https://host/text.jsonl"]}})
     assert str(error_info.value) == (
-        "data.train[1] = 'https://host/text.jsonl': is a URL, but only local paths and hf:NAME are supported\n"
+        "data.train[1] = 'https://host/text.jsonl' is a URL, but only local paths and hf:NAME are supported\n"
         "  fix: mount or copy the files, and use their local path"
     )
 

@@ -15,9 +15,7 @@ def test_data_accepts_one_source_without_a_list() -> None:
 
 
 def test_unknown_precision_is_refused_with_all_known_ones() -> None:
-    with pytest.raises(
-        UserError, match=r"training\.precision = 'fp4': must be 'auto', 'bf16', 'fp8', 'fp32' or 'fp64'"
-    ):
+    with pytest.raises(UserError, match=r"training\.precision = 'fp4' must be 'auto', 'bf16', 'fp8', 'fp32' or 'fp64'"):
         run_from_table({"training": {"precision": "fp4"}})
 
 
@@ -25,16 +23,16 @@ def test_callbacks_are_kept_by_replace() -> None:
     run = run_from_table({"callbacks": {"a": "module:A", "b": {"class": "module:B", "patience": 3}}})
     assert run.replace(name="other").callbacks == run.callbacks
     assert run.callbacks["b"].arguments == {"patience": 3}
-    with pytest.raises(UserError, match=r"callbacks\.a\.class = 'module': is not a valid import path"):
+    with pytest.raises(UserError, match=r"callbacks\.a\.class = 'module' is not a valid import path"):
         run_from_table({"callbacks": {"a": "module"}})
 
 
 def test_replace_refuses_a_wrong_value_with_its_field_and_fix() -> None:
     run = run_from_table({})
     for changes, message in (
-        ({"layout": {"tp": 0}}, r"layout\.tp = 0: must be greater than 0\n  fix: increase tp"),
-        ({"layot": Layout()}, r"layot.*: is not a known field\n  fix: did you mean 'layout'\?"),
-        ({"training": run.training.replace(seq_len=1000)}, r"training\.tokens_per_step = 16384: is not a multiple"),
+        ({"layout": {"tp": 0}}, r"layout\.tp = 0 must be greater than 0\n  fix: increase tp"),
+        ({"layot": Layout()}, r"layot.* is not a known field\n  fix: did you mean 'layout'\?"),
+        ({"training": run.training.replace(seq_len=1000)}, r"training\.tokens_per_step = 16384 is not a multiple"),
     ):
         with pytest.raises(UserError, match=message):
             run.replace(**changes)

@@ -38,20 +38,20 @@ def component(path: str, **arguments: Any) -> ComponentSpec:
 
 
 def test_import_component_names_missing_module() -> None:
-    with pytest.raises(UserError, match=r"training\.loss = 'no_such:f': cannot be imported"):
+    with pytest.raises(UserError, match=r"training\.loss = 'no_such:f' cannot be imported"):
         import_component("training.loss", component("no_such:f"))
 
 
 def test_call_component_passes_arguments_of_run_file() -> None:
     assert call_component("field", component("builtins:dict", a=1), b=2) == {"a": 1, "b": 2}
-    with pytest.raises(UserError, match=r"field = 'fnmatch:fnmatch': does not accept these arguments"):
+    with pytest.raises(UserError, match=r"field = 'fnmatch:fnmatch' does not accept these arguments"):
         call_component("field", component("fnmatch:fnmatch", pattern="*"))
 
 
 def test_bind_component_checks_arguments_before_first_call() -> None:
     bound = bind_component("optimizer.lr_function", component("operator:add"), 0, 1)
     assert bound(2, 3) == 5
-    with pytest.raises(UserError, match=r"optimizer\.lr_function = 'fnmatch:translate': does not accept"):
+    with pytest.raises(UserError, match=r"optimizer\.lr_function = 'fnmatch:translate' does not accept"):
         bind_component("optimizer.lr_function", component("fnmatch:translate", wrong=1), 0, 1)
 
 
@@ -59,7 +59,7 @@ def test_bind_component_checks_arguments_before_first_call() -> None:
     ("name", "masks", "problem"),
     [
         ("NoModule", False, "model.implementation = .*does not return a torch.nn.Module"),
-        ("TokensOnly", True, "data.mask_documents = True: requires a forward method with the parameter `documents`"),
+        ("TokensOnly", True, "data.mask_documents = True requires a forward method with the parameter `documents`"),
     ],
 )
 def test_build_network_rejects_unsuitable_class(

@@ -117,13 +117,13 @@ def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model
     model = build_model(ModelSpec.model_validate({**DENSE, "vocab_size": 200}), None)
     export_hf(model.spec, dict(model.named_parameters()), tmp_path / "hf")
     table = {"model": {"from_hf": "hf"}, "data": {"train": ["texts"], "tokenizer": "bytes", "cache": "cache"}}
-    with pytest.raises(UserError, match=r"model\.vocab_size = 200: is less than the tokenizer's 257 tokens") as caught:
+    with pytest.raises(UserError, match=r"model\.vocab_size = 200 is less than the tokenizer's 257 tokens") as caught:
         check_and_prepare(run_from_table(table), 1, resume=False)
     assert caught.value.fix.startswith(
         "set model.vocab_size = 257; the embeddings of new tokens are initialized to the mean"
     )
     table["data"]["tokenizer"] = "bpe"
-    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a new tokenizer"):
+    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe' would train a new tokenizer"):
         check_and_prepare(run_from_table(table), 1, resume=False)
     table["data"]["tokenizer"] = "bytes"
     check_and_prepare(run_from_table({**table, "model": {"from_hf": "hf", "vocab_size": 257}}), 1, resume=False)
@@ -187,12 +187,12 @@ def test_resumed_run_without_its_text_offers_its_tokens(tmp_path, monkeypatch):
     write_sources(tmp_path)
     run_file = train_and_save(["texts"]) / RUN_FILE
     (tmp_path / "texts").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match="no such file or directory") as refused:
+    with pytest.raises(UserError, match="does not exist") as refused:
         check_and_prepare(load_run(run_file), 1, resume=True)
     offered = re.findall(r"--set (\S+)", refused.value.fix)
     check_and_prepare(load_run(run_file, [setting.replace("'", "") for setting in offered]), 1, resume=True)
     shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(UserError, match="no such file or directory") as refused:
+    with pytest.raises(UserError, match="does not exist") as refused:
         check_and_prepare(load_run(run_file), 1, resume=True)
     assert "or keep" not in refused.value.fix
 

@@ -32,11 +32,11 @@ class Letters:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({}, r"data\.train = '.*': has the token id \d+ at position"),
-        ({"data.streaming": True}, r"data\.train = \[.*\]: has the token id \d+ at position"),
+        ({}, r"data\.train = '.*' has the token id \d+ at position"),
+        ({"data.streaming": True}, r"data\.train = \[.*\] has the token id \d+ at position"),
         (
             {"data.dataset": {"class": f"{__name__}:Letters", "target": -7}},
-            r"data\.dataset = '.*:Letters': has the target -7 at position 0 of sample \d \(row 0 of step 1\)",
+            r"data\.dataset = '.*:Letters' has the target -7 at position 0 of sample \d \(row 0 of step 1\)",
         ),
     ],
     ids=["prepared", "streamed", "dataset"],
@@ -58,5 +58,5 @@ def test_loader_leaves_targets_to_loss_of_the_user(documents: Path, tmp_path: Pa
 
 def test_evaluation_refuses_ids_outside_vocabulary(documents: Path, tmp_path: Path) -> None:
     trainer = make_trainer(small_run(documents, tmp_path, SMALL_VOCAB))
-    with pytest.raises(UserError, match=r"data\.held_out = '.*': has the token id \d+ at .*of evaluation batch 0, but"):
+    with pytest.raises(UserError, match=r"data\.held_out = '.*' has the token id \d+ at .*of evaluation batch 0, but"):
         trainer.evaluate()

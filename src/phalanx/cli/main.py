@@ -180,7 +180,7 @@ def main() -> None:
         if error.filename is None:  # no file name: the error is about a process or a socket
             raise
         fix = "check its permissions, or choose another file"
-        _exit_with_error(UserError("file", str(error.filename), "permission denied", fix=fix))
+        _exit_with_error(UserError("file", str(error.filename), "cannot be accessed: permission denied", fix=fix))
     except ModuleNotFoundError as error:
         from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 

@@ -113,7 +113,7 @@ def _write_cache_folder(data: DataSpec, folder: Path, progress: Progress | None)
         first_selected = islice(selected, STREAMING_HELD_OUT_DOCUMENTS)
         (counts,) = write_indexed_pairs(first_selected, tokenizer, [held_out], progress=progress)
         if not counts.documents:
-            problem = "data.train has too few documents to hold one out"
+            problem = "is not set, and data.train has too few documents to hold one out"
             raise UserError("data.held_out", None, problem, "set data.held_out")
     (folder / COMPLETE_FILE).write_text(data.model_dump_json(indent=1))
 

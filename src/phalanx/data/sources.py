@@ -119,7 +119,7 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
     else:
         where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
         fix = "correct the path; a glob needs * or ?"
-        raise UserError(field, source, f"no such file or directory{where}", fix)
+        raise UserError(field, source, f"does not exist{where}", fix)
     if not paths:
         raise UserError(field, source, "matches no file", "correct the path")
     return [_describe_source_file(match, root, field) for match in paths]
@@ -260,7 +260,7 @@ def _record_document(source_file: SourceFile, number: int, row: Any, text_key: s
     location = f"{prefix}{source_file.path}:{number}"
     if not isinstance(row, dict):
         fix = "write JSON objects, one per line or in an array"
-        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix)
+        raise UserError("data.text_key", text_key, f"is a field of JSON objects, and {location} is none", fix)
     if text_key not in row:
         available = ", ".join(map(repr, row)) or "none"
         fix = f"use one of its fields: {available}"

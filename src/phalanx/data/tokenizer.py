@@ -110,7 +110,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(FIELD, str(path), "no such file", 'use a tokenizer.json, "bpe" or "bytes"') from None
+        raise UserError(FIELD, str(path), "does not exist", 'use a tokenizer.json, "bpe" or "bytes"') from None
     except UnicodeDecodeError:
         raise _invalid_tokenizer_error(path, "is not UTF-8 text") from None
     except OSError as error:

@@ -222,7 +222,7 @@ def rank_main(args: argparse.Namespace) -> int:
         run = load_run(args.run, environment={})
         if ranks == 1:
             fix = "start several ranks with torchrun"
-            raise UserError("phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", fix=fix)
+            raise UserError("number of ranks", ranks, "leaves nothing to send", fix=fix)
         # Before ranks wait for each other.
         check_layout(run, ranks)
         timeout = min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds)

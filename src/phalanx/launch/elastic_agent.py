@@ -259,7 +259,7 @@ def run_until_done(
         except RendezvousTimeoutError:
             fix = "start the command on every node with the same --rendezvous, or allow fewer nodes: --nodes MIN:MAX"
             nodes_text = plural(rendezvous.min_nodes, "node", one="one")
-            problem = f"fewer than {nodes_text} joined within {rendezvous.join_seconds:g} s"
+            problem = f"was joined by fewer than {nodes_text} within {rendezvous.join_seconds:g} s"
             raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix) from None
         except RendezvousClosedError:
             message = "another node ended the run; the output of that node contains the cause"
@@ -267,13 +267,13 @@ def run_until_done(
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if rendezvous.is_host:
                 fix = "use a port that no other run uses; to start several ranks on one machine, use --nproc"
-                problem = f"the rendezvous cannot be started on this machine: {error.__cause__}"
+                problem = f"cannot be used on this machine: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
             # The other node may be about to restart.
             if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
-                problem = f"the connection to the rendezvous failed: {error}"
+                problem = f"has lost its connection: {error}"
                 raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, "use another port") from None
 
 

@@ -56,7 +56,7 @@ def as_user_error(error: BaseException, directory: Path) -> BaseException:
     if error.filename is None and not is_about_disk:
         return error
     field, path = ("file", error.filename) if error.filename else ("run directory", directory)
-    return StorageError(field, str(path), os.strerror(error.errno), fix=STORAGE_FIXES[error.errno])
+    return StorageError(field, str(path), f"cannot be used: {os.strerror(error.errno)}", fix=STORAGE_FIXES[error.errno])
 
 
 def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:

@@ -227,7 +227,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         check_not_all_damaged(directory / CHECKPOINTS_DIR)
     elif saved_checkpoints or (directory / METRICS_FILE).exists():
         fix = "add --resume to continue this run, or choose another name with --set name=..."
-        raise UserError("name", run.name, f"{directory} already contains a run", fix)
+        raise UserError("name", run.name, f"belongs to a run, in {directory}", fix)
     needed_bytes = checkpoint_space_needed_bytes(run, len(saved_checkpoints))
     free_bytes = shutil.disk_usage(existing_parent).free
     if needed_bytes > free_bytes:

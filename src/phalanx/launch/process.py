@@ -46,7 +46,7 @@ def select_device(run: RunSpec) -> str:
     if requested != "cpu":
         set_gpu_environment()
     if requested == "cuda" and not torch.cuda.is_available():
-        problem = "PyTorch finds no GPU on this machine"
+        problem = "is not available: PyTorch finds no GPU on this machine"
         raise LocalNodeError("cluster.device", "cuda", problem, 'set cluster.device = "cpu" or "auto"')
     return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"
 

@@ -94,10 +94,10 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
             return
         if time.monotonic() > deadline:
             if reached:
-                problem = "the service at this address is not a Phalanx rendezvous"
+                problem = "is the address of a service that is not a Phalanx rendezvous"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, "use another port")
             fix = "start the command on this host too, and check that other nodes can reach the port"
-            problem = f"no answer within {rendezvous.join_seconds:g} s"
+            problem = f"does not answer within {rendezvous.join_seconds:g} s"
             raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix)
         time.sleep(RETRY_SECONDS)
 

@@ -95,7 +95,7 @@ def check_claimable(directory: Path) -> None:
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     if foreign_name is not None:
-        problem = f"{directory} is not a run directory and contains files ({foreign_name}) that could be overwritten"
+        problem = f"leads to {directory}, which contains files of no run ({foreign_name}) that could be overwritten"
         raise UserError(
             "name", directory.name, problem, fix="choose another name with --set name=..., or set output_dir"
         )

@@ -110,7 +110,9 @@ def read_link(directory: Path) -> LinkRecord:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         fix = "join again with phalanx swarm join"
-        raise UserError("node directory", str(directory), f"{LINK_FILE} cannot be read: {reason}", fix=fix) from None
+        raise UserError(
+            "node directory", str(directory), f"has a {LINK_FILE} that cannot be read: {reason}", fix=fix
+        ) from None
 
 
 @with_config(ConfigDict(extra="allow"))

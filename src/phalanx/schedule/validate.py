@@ -27,7 +27,7 @@ def check_schedule(schedule: Schedule) -> None:
     if problems := violations(schedule):
         listing = "; ".join(map(str, problems[:3])) + ("; ..." if len(problems) > 3 else "")
         fix = "list all of them with phalanx pipeline check FILE.csv"
-        raise UserError("schedule", None, f"{len(problems)} violations: {listing}", fix=fix)
+        raise UserError("schedule", None, f"has {len(problems)} violations: {listing}", fix=fix)
 
 
 def violations(schedule: Schedule) -> list[Violation]:

@@ -122,6 +122,8 @@ def _validation_error(
     problem = item["msg"][0].lower() + item["msg"][1:]
     problem = problem.replace("input should be", "must be").replace("field required", "is missing")
     problem = problem.replace("an object", "a table").replace("a valid array", "a list")
+    problem = re.sub(r"^\w+ should have", "must have", problem)
+    problem = problem if problem.startswith(("must ", "is ")) else f"is invalid: {problem}"
     return UserError(field, value, problem, fix=_suggest_fix(item["type"], field.rpartition(".")[2], value, context))
 
 

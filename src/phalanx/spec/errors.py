@@ -13,6 +13,8 @@ from phalanx.spec.files.replace import replace_file
 class UserError(ValueError):
     """An error that the user can fix: the field, its value, the problem and the fix.
 
+    The problem is a predicate, such as "is below 1", so that field, value and problem are a sentence.
+
     A ValueError, so that pydantic's validators may raise one. The command line prints the error without a traceback and
     exits with 2. It is raised before any process is spawned.
 
@@ -21,7 +23,7 @@ class UserError(ValueError):
         ...     phalanx.load_run("run.toml", ["layout.tpp=2"])
         ... except phalanx.UserError as error:
         ...     print(error)
-        layout.tpp = 2: is not a known field
+        layout.tpp = 2 is not a known field
           fix: did you mean 'tp'?
     """
 
@@ -37,7 +39,7 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         value_text = "" if self.value is None else f" = {self.value!r}"
-        return f"{self.field}{value_text}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
+        return f"{self.field}{value_text} {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
     def to_record(self) -> dict[str, Any]:
         """Return the error as JSON values."""

@@ -48,7 +48,7 @@ def swarm_directory(run: RunSpec) -> Path:
     text = to_toml(with_absolute_paths(run))
     if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
         fix = "continue that run unchanged, or choose another name"
-        raise UserError("name", run.name, f"{directory} contains another run", fix)
+        raise UserError("name", run.name, f"belongs to another run, in {directory}", fix)
     claim_run_directory(directory)
     try:
         if not file.exists():

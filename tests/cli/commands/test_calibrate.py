@@ -90,7 +90,7 @@ def test_plan_notes_that_machine_preset_is_not_calibrated(run_directory):
         (("calibrate", "measured.json"), "RUN_DIR.*benchmarks alone do not determine"),
         (("calibrate", "{run}", "{run}"), "is given twice"),
         (("calibrate", "{run}", "nowhere.json"), "nowhere.json.*cannot be read"),
-        (("calibrate", "{run}", "--machine", "nowhere.toml"), "machine file = 'nowhere.toml': no such file"),
+        (("calibrate", "{run}", "--machine", "nowhere.toml"), "machine file = 'nowhere.toml' does not exist"),
         (("calibrate", "{run}", "--out", "nowhere/machine.toml"), "cannot be written"),
     ],
 )

@@ -69,9 +69,9 @@ def test_info_accepts_run_file_and_hugging_face_config(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "MODEL: is missing"),
+        ([], "MODEL is missing"),
         (["llama3-8"], "did you mean 'llama3-8b'"),
-        (["gpt2-124m", "--sequence", "2048"], "--sequence = 2048: is longer than the model's learned positions"),
+        (["gpt2-124m", "--sequence", "2048"], "--sequence = 2048 is longer than the model's learned positions"),
     ],
 )
 def test_info_raises_user_error_for_invalid_arguments(arguments, message):

@@ -105,9 +105,9 @@ def test_memory_reports_why_strategy_cannot_run(run):
     assert rows["zero2 rank"]["memory"] is None
     assert "which 5 data-parallel ranks cannot divide" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
-    assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in memory_output(run, "--ranks", "5")
+    assert "* zero2: training.tokens_per_step = 16384 is 64 sequences" in memory_output(run, "--ranks", "5")
     split = ["--ranks", "4", "--set", "layout.tp=2"]
-    assert "* zero2: layout.tp = 2: does not divide model.num_heads (3)" in memory_output(run, *split)
+    assert "* zero2: layout.tp = 2 does not divide model.num_heads (3)" in memory_output(run, *split)
     assert (
         rows_by_strategy_and_role(run, *split, "--set", "layout.tp_attention=gathered")["zero2 rank"]["memory"][
             "activations"
@@ -207,7 +207,7 @@ def test_memory_drops_strategy_specific_options_for_other_strategies(run):
 
 
 def test_memory_rejects_missing_run_file(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="does not exist"):
         memory_output(tmp_path / "none.toml")
 
 

@@ -42,5 +42,5 @@ def test_mesh_excludes_parameter_servers_from_groups(run: Path) -> None:
 
 def test_mesh_reports_tp_size_that_does_not_divide_heads(run: Path) -> None:
     output = mesh_output(run, "--ranks", "4", "--set", "layout.tp=4", "--set", "model.preset=tiny")
-    assert "this layout is not possible: layout.tp = 4: does not divide model.num_heads (3)" in output
+    assert "this layout is not possible: layout.tp = 4 does not divide model.num_heads (3)" in output
     assert "this run" not in mesh_output(run, "--ranks", "4")

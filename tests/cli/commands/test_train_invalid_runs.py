@@ -290,11 +290,11 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"model.full_attention_layers": "[0]"}, ("model.full_attention_layers", "without a sliding window")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
-    ({"cluster.nodes": 2}, ("--rendezvous: is not a valid rendezvous address", "docs/guides/multi-node.md")),
+    ({"cluster.nodes": 2}, ("--rendezvous is not a valid rendezvous address", "docs/guides/multi-node.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),
-    ({"data.train": '"text"'}, ("data.train = 'text'", "no such file")),
+    ({"data.train": '"text"'}, ("data.train = 'text'", "does not exist")),
     ({"data.train": '["EMPTY"]'}, ("data.train", "EMPTY")),
     ({"data.train": '["CUT"]'}, ("data.train", "CUT", "bytes")),
     (
@@ -317,7 +317,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--set", "training.steps"], ("--set = 'training.steps'", "KEY=VALUE")),
-    (["--set", "name.inner=3"], ("name is a value",)),
+    (["--set", "name.inner=3"], ("uses name as a table, which is a value",)),
     (["--nproc", "9"], ("training.tokens_per_step = 256", "9 data-parallel ranks")),
     (
         ["--nproc", "3", "--set", "layout.data_parallel=zero3"],
@@ -403,7 +403,7 @@ def test_train_rejects_invalid_command_line_argument(
 @pytest.mark.parametrize(
     ("file", "content", "expected_texts"),
     [
-        ("none.toml", None, ("none.toml", "no such file", "phalanx init")),
+        ("none.toml", None, ("none.toml", "does not exist", "phalanx init")),
         (".", None, ("is not a run directory", "give a run file")),
         ("bad.toml", "[model\n", ("bad.toml", "not valid TOML", "line 1")),
         ("bad.toml", "\x00", ("bad.toml", "not valid TOML")),
@@ -531,7 +531,7 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
         ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
     )
     match = re.fullmatch(
-        r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
+        r"phalanx: data\.train = '(.+)' has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
         r"  fix: add text, or lower training\.seq_len\n",
         stderr,
     )
@@ -543,7 +543,7 @@ def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any,
     (workspace / "TEXT" / "end.txt").write_text("")
     stderr = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
     fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
-    assert stderr == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
+    assert stderr == f"phalanx: data.held_out = ['TEXT/end.txt'] has no text\n  fix: {fix}\n"
     assert not (workspace / "OUT" / "bad").exists()
 
 
@@ -552,7 +552,7 @@ def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> N
     process = run_python(command, text=True, timeout=60)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines() == [
-        "phalanx: training.stepz = 3: is not a known field",
+        "phalanx: training.stepz = 3 is not a known field",
         "  fix: did you mean 'steps'?",
     ]
 

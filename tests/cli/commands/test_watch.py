@@ -153,7 +153,7 @@ def test_watch_web_serves_page_and_facts_to_localhost_only():
 def test_watch_web_rejects_port_in_use():
     with watch_server(two_rank_run()) as address:
         port = address.rpartition(":")[2].strip("/")
-        with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
+        with pytest.raises(UserError, match=f"--port = {port} cannot be served"):
             command_output("watch", two_rank_run(), "--web", "--port", port)
 
 
@@ -165,7 +165,7 @@ def test_watch_prometheus_serves_metrics_at_metrics_path_only():
         port = int(re.search(r":(\d+)/metrics", address)[1])
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
-        with pytest.raises(UserError, match=f"--prometheus = {port}: cannot be served"):
+        with pytest.raises(UserError, match=f"--prometheus = {port} cannot be served"):
             command_output("watch", two_rank_run(), "--prometheus", port)
     with pytest.raises(UserError, match="cannot be combined with --web"):
         command_output("watch", two_rank_run(), "--prometheus", 0, "--web")

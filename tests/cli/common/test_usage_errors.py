@@ -19,36 +19,36 @@ from tests.helpers import cli_runner
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "--top", "foo"), "--top = 'foo': must be a whole number\n  fix: see `phalanx plan --help`"),
-        (("plan", "--top", 0), "--top = '0': must be greater than or equal to 1"),
+        (("plan", "--top", "foo"), "--top = 'foo' must be a whole number\n  fix: see `phalanx plan --help`"),
+        (("plan", "--top", 0), "--top = '0' must be greater than or equal to 1"),
         (
             ("plan", "explain", "run.toml", "foo"),
-            "K = 'foo': must be a whole number\n  fix: see `phalanx plan explain ",
+            "K = 'foo' must be a whole number\n  fix: see `phalanx plan explain ",
         ),
         (
             ("plan", "--tokens", "15T"),
-            r"--tokens = '15T': must be a valid number\n  fix: write the number without a unit: "
+            r"--tokens = '15T' must be a valid number\n  fix: write the number without a unit: "
             r"--tokens 16492674416640 \(15 x 2\^40\), or --tokens 15000000000000$",
         ),
-        (("plan", "--tokens", "many"), "--tokens = 'many': must be a valid number"),
-        (("plan", "--top"), "--top: requires an argument\n  fix: see --help"),
-        (("plan", "run.toml", "--json=3"), "--json: does not take a value"),
-        (("plan", "run.toml", "--token", 1), "option = '--token': is not known\n  fix: did you mean '--tokens'"),
-        (("plan",), r"^RUN\.toml: is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\}? \| COMMAND \.\.\.$"),
+        (("plan", "--tokens", "many"), "--tokens = 'many' must be a valid number"),
+        (("plan", "--top"), "--top requires an argument\n  fix: see --help"),
+        (("plan", "run.toml", "--json=3"), "--json does not take a value"),
+        (("plan", "run.toml", "--token", 1), "option = '--token' is not known\n  fix: did you mean '--tokens'"),
+        (("plan",), r"^RUN\.toml is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\}? \| COMMAND \.\.\.$"),
         (
             ("plan", "a.toml", "explain"),
             r"got unexpected extra argument\(s\) \(explain\)\n  fix: write a command first, such as `.*plan explain`; ",
         ),
-        (("memory", "a.toml", "b.toml"), r"memory: got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
-        (("--bogus",), "option = '--bogus': is not known"),
-        (("memory",), r"^RUN\.toml: is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
+        (("memory", "a.toml", "b.toml"), r"memory got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
+        (("--bogus",), "option = '--bogus' is not known"),
+        (("memory",), r"^RUN\.toml is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
         (
             ("launch", "run.toml"),
-            r"^--to: is missing\n  fix: write: .*launch .*RUN\.toml\}? --to slurm\|kubernetes\|skypilot",
+            r"^--to is missing\n  fix: write: .*launch .*RUN\.toml\}? --to slurm\|kubernetes\|skypilot",
         ),
-        (("advise",), r"^\[oom\] RUN\.toml: is missing"),
-        (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: use one of: check, show, split"),
-        (("planning",), "command = 'planning': is not known\n  fix: use one of: advise, "),
+        (("advise",), r"^\[oom\] RUN\.toml is missing"),
+        (("pipeline", "bogus"), "command = 'bogus' is not known\n  fix: use one of: check, show, split"),
+        (("planning",), "command = 'planning' is not known\n  fix: use one of: advise, "),
     ],
 )
 def test_translate_usage_errors_converts_typer_errors_to_user_errors(arguments, message):
@@ -59,7 +59,7 @@ def test_translate_usage_errors_converts_typer_errors_to_user_errors(arguments, 
 def test_usage_error_is_printed_on_stderr_with_exit_code_2():
     done = run_python([sys.executable, "-m", "phalanx", "plan", "--top", "few"], text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("phalanx: --top = 'few': must be a whole number\n  fix: ")
+    assert done.stderr.startswith("phalanx: --top = 'few' must be a whole number\n  fix: ")
 
 
 def test_main_help_does_not_import_numpy_pydantic_or_torch():
@@ -121,7 +121,7 @@ def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
 
 @pytest.mark.parametrize("words", [("report", "--json", URL), ("data", "prepare", "--force", URL)])
 def test_url_after_a_flag_is_an_argument(words):
-    with pytest.raises(UserError, match=f"^argument = '{URL}': is a URL"):
+    with pytest.raises(UserError, match=f"^argument = '{URL}' is a URL"):
         cli_runner.command_output(*words)
 
 

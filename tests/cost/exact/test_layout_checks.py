@@ -15,9 +15,9 @@ def make_run(**layout):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"recomputed_blocks": 2}, r'= 2: cannot be combined with layout\.activation_checkpointing = "none"'),
-        ({**FULL, "recomputed_blocks": 6}, "= 6: exceeds the 5 blocks of the model"),
-        ({**FULL, "recomputed_blocks": 4, "pp": 2}, "= 4: exceeds the 3 blocks of a pipeline rank"),
+        ({"recomputed_blocks": 2}, r'= 2 cannot be combined with layout\.activation_checkpointing = "none"'),
+        ({**FULL, "recomputed_blocks": 6}, "= 6 exceeds the 5 blocks of the model"),
+        ({**FULL, "recomputed_blocks": 4, "pp": 2}, "= 4 exceeds the 3 blocks of a pipeline rank"),
         ({**FULL, "recomputed_blocks": [3, 3], "pp": 2}, "exceeds the 2 blocks of a pipeline rank"),
         ({**FULL, "recomputed_blocks": [1, 1, 1], "pp": 2}, "not one number for each of the 2 pipeline ranks"),
         (
@@ -48,7 +48,7 @@ def test_check_layout_accepts_recomputed_blocks_of_pipeline_ranks(blocks):
 
 def test_check_layout_rejects_unresolved_activation_checkpointing():
     run = make_run(activation_checkpointing="auto")
-    with pytest.raises(UserError, match=r"layout\.activation_checkpointing = 'auto': is chosen by the planner"):
+    with pytest.raises(UserError, match=r"layout\.activation_checkpointing = 'auto' is chosen by the planner"):
         check_layout(run, 1)
     check_layout(assume_no_recomputation(run), 1)
 

@@ -33,7 +33,7 @@ def test_balance_stages_gives_fewer_blocks_to_lm_head_stage() -> None:
 
 
 def test_balance_stages_rejects_more_stages_than_layers() -> None:
-    with pytest.raises(UserError, match=r"stages = 3: are too many for a model of 2 layers"):
+    with pytest.raises(UserError, match=r"stages = 3 are too many for a model of 2 layers"):
         balance_stages([0, 1, 1, 0], 3)
 
 

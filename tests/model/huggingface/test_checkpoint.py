@@ -194,7 +194,7 @@ def test_open_hf_weights_rejects_unreadable_checkpoints(build_model, tmp_path):
     assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "quantized")
     (tmp_path / "config.json").write_text("{")
     assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "not valid JSON")
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path / "nowhere", spec), "no such file")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path / "nowhere", spec), "does not exist")
 
 
 def test_export_hf_leaves_no_partial_directory_on_error(build_model, tmp_path):

@@ -132,7 +132,7 @@ def test_calibrate_rejects_mixed_precisions():
 
 
 def test_calibrate_rejects_runs_in_fp8():
-    with pytest.raises(UserError, match=r"training\.precision = 'fp8': is not supported by calibrations"):
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8' is not supported by calibrations"):
         calibrate([replace(CALIBRATION_RUNS[0], run=make_run(1, precision="fp8"))], MACHINE)
 
 

@@ -15,7 +15,7 @@ def test_read_rows_rejects_invalid_files(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes(b"")
     with pytest.raises(
-        UserError, match=f"table of runs = .*table.csv': is empty\n  fix: .*required are {REQUIRED_COLUMNS[0]}, "
+        UserError, match=f"table of runs = .*table.csv' is empty\n  fix: .*required are {REQUIRED_COLUMNS[0]}, "
     ):
         read_rows(path)
     path.write_text('[model]\npreset = "llama3-8b"\n')

@@ -86,12 +86,12 @@ def test_predict_rows_chooses_and_reports_missing_values():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"layers": ""}, "layers: is required"),
-        ({"layers": "many"}, "layers = 'many': is not a number"),
-        ({"gpus": "-8"}, "gpus = '-8': must be above 0"),
-        ({"gpu_type": "A1000"}, "gpu_type = 'A1000': is not a known device;  fix: did you mean 'a100'?"),
+        ({"layers": ""}, "layers is required"),
+        ({"layers": "many"}, "layers = 'many' is not a number"),
+        ({"gpus": "-8"}, "gpus = '-8' must be above 0"),
+        ({"gpu_type": "A1000"}, "gpu_type = 'A1000' is not a known device;  fix: did you mean 'a100'?"),
         ({"gpu_type": "V100"}, "did you mean 'v100-16gb' or 'v100-32gb'?"),
-        ({"global_batch": ""}, "global_batch: is required"),
+        ({"global_batch": ""}, "global_batch is required"),
         ({"kv_heads": "7"}, "kv_heads"),
     ],
 )

@@ -79,5 +79,5 @@ def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
 
 def test_explore_raises_the_planners_error_when_nothing_fits():
     run = make_run("llama3-405b", sequences=8)
-    with pytest.raises(UserError, match=r"layout: no layout of [\d,]+ fits"):
+    with pytest.raises(UserError, match=r"layout cannot be chosen: none of [\d,]+ fits"):
         explore(run, run.cluster.ranks, 1)

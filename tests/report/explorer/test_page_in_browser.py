@@ -165,6 +165,6 @@ def test_explorer_web_plans_for_new_choices(browser, tmp_path):
         assert texts(browser, "#details .memory") != []
         browser.evaluate(f"{form}.nodes.value = '10007'; {form}.plan.click()")
         browser.wait_until("!document.getElementById('problem').hidden")
-        assert "ranks have no layout that divides this model and this batch" in texts(browser, "#problem")[0]
+        assert "has no layout that divides this model and this batch" in texts(browser, "#problem")[0]
         assert all(url.startswith((address, "data:", "blob:")) for url in browser.requested_urls)
         assert browser.errors == []

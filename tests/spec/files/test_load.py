@@ -81,7 +81,7 @@ def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text,
     with pytest.raises(UserError) as error:
         load_run(write_run_file(tmp_path, text), environment={})
     message = str(error.value)
-    assert any(line.startswith(f"{field} = {value}: " if value else f"{field}: ") for line in message.splitlines())
+    assert any(line.startswith(f"{field} = {value} " if value else f"{field} ") for line in message.splitlines())
     assert fix in message
     assert "tuple[" not in message  # a type that a union also allows
 
@@ -99,7 +99,7 @@ def test_load_run_reports_all_invalid_settings_together(tmp_path):
     assert "training.seed" in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "problem"), [("[training", "is not valid TOML"), (None, "no such file")])
+@pytest.mark.parametrize(("text", "problem"), [("[training", "is not valid TOML"), (None, "does not exist")])
 def test_load_run_rejects_missing_or_malformed_file(tmp_path, text, problem):
     path = tmp_path / "run.toml" if text is None else write_run_file(tmp_path, text)
     with pytest.raises(UserError, match=problem):
@@ -162,7 +162,7 @@ def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_pat
     zero1 = load_run(path, ["layout.data_parallel=zero1"], {}).layout
     assert (zero1.reshard_after_forward, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
     layout = load_run(path, ["layout.data_parallel=ddp", "layout.max_staleness=2"], {}).layout
-    with pytest.raises(UserError, match=r"layout\.max_staleness = 2: cannot be combined"):
+    with pytest.raises(UserError, match=r"layout\.max_staleness = 2 cannot be combined"):
         check_inapplicable_options(layout)
 
 
@@ -178,9 +178,7 @@ def test_load_run_refuses_variable_that_lacks_an_underscore(tmp_path, name, righ
 
 
 def test_load_run_names_environment_variable_of_invalid_setting(tmp_path):
-    with pytest.raises(
-        UserError, match=r"training\.stepz = 3: is not a known field \(set by PHALANX_TRAINING__STEPZ\)"
-    ):
+    with pytest.raises(UserError, match=r"training\.stepz = 3 is not a known field \(set by PHALANX_TRAINING__STEPZ\)"):
         load_run(write_run_file(tmp_path, ""), [], {"PHALANX_TRAINING__STEPZ": "3"})
 
 
@@ -265,7 +263,7 @@ def test_model_preset_accepts_override_of_single_moe_field():
 def test_model_spec_replace_validates_new_values():
     spec = load_model_spec("tiny")
     assert spec.replace(num_heads=6, head_dim=32).head_dim == 32
-    with pytest.raises(UserError, match="num_kv_heads = 4: does not divide"):
+    with pytest.raises(UserError, match="num_kv_heads = 4 does not divide"):
         spec.replace(num_heads=6, num_kv_heads=4)
 
 

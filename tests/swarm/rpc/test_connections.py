@@ -93,7 +93,7 @@ def test_connection_limit_reserves_descriptors_for_files(monkeypatch: pytest.Mon
     limits[:] = 700, 700
     assert connection_limit() == 700 - RESERVED_DESCRIPTORS
     limits[:] = 256, 256
-    with pytest.raises(UserError, match=r"ulimit -n = 256: is too low"):
+    with pytest.raises(UserError, match=r"ulimit -n = 256 is too low"):
         connection_limit()
 
 

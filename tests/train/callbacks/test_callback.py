@@ -280,7 +280,7 @@ def test_build_callbacks_raises_user_error_for_class_that_cannot_be_used(
     path: str, arguments: dict[str, Any], problem: str
 ) -> None:
     spec = ComponentSpec.model_validate({"class": path, **arguments})
-    with pytest.raises(UserError, match=rf"callbacks\.mine = '{path}': {problem}"):
+    with pytest.raises(UserError, match=rf"callbacks\.mine = '{path}' {problem}"):
         build_callbacks({"mine": spec})
 
 

@@ -138,7 +138,7 @@ def test_shard_id_depends_on_name_not_on_values() -> None:
 
 
 def test_replica_check_is_rejected_for_parameter_server(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="replica_check_interval = 5: cannot be combined"):
+    with pytest.raises(UserError, match="replica_check_interval = 5 cannot be combined"):
         small_run(text, tmp_path, {"training.replica_check_interval": 5, "layout.data_parallel": "parameter_server"})
 
 

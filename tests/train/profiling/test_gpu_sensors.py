@@ -36,13 +36,13 @@ def test_cpu_has_no_sensors() -> None:
 
 @pytest.mark.skipif(find_spec("pynvml") is not None, reason="nvidia-ml-py is installed")
 def test_missing_library_names_what_installs_it() -> None:
-    with pytest.raises(UserError, match=r"not recorded: requires pynvml, .*\n  fix: pip install 'phalanx\[gpu\]'"):
+    with pytest.raises(UserError, match=r"not recorded requires pynvml, .*\n  fix: pip install 'phalanx\[gpu\]'"):
         open_gpu_sensors(GPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or find_spec("pynvml") is None, reason="for NVML without a driver")
 def test_missing_driver_is_an_error_that_says_so() -> None:
-    with pytest.raises(UserError, match=r"not recorded: NVML failed: .*\n  fix: install NVIDIA's driver"):
+    with pytest.raises(UserError, match=r"not recorded because NVML failed: .*\n  fix: install NVIDIA's driver"):
         open_gpu_sensors(GPU)
 
 

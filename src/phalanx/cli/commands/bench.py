@@ -116,7 +116,9 @@ def _measure_run(run: RunSpec, nproc: int | None, largest: int, options: list[st
 
     if run.cluster.nodes > 1:
         fix = "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1"
-        raise UserError("cluster.nodes", run.cluster.nodes, "phalanx bench starts the ranks of one node", fix=fix)
+        raise UserError(
+            "cluster.nodes", run.cluster.nodes, "is more than the one node whose ranks phalanx bench starts", fix=fix
+        )
     known_nproc = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
         run, _ = choose_layout_for(run, known_nproc)

@@ -107,12 +107,12 @@ def _read_order(file: Path, loads: Loads) -> Loads:
     require(isinstance(table, dict), "--order", str(file), "is not a JSON object of lists of experts", fix)
     names = {str(layer): layer for layer in loads}
     for layer, order in table.items():
-        problem = f"{layer} is not a layer with experts"
+        problem = f"orders the experts of {layer}, which is not a layer with experts"
         require(layer in names, "--order", str(file), problem, fix=f"use {', '.join(names)}")
         is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)
         is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
         max_expert = len(loads[names[layer]]) - 1
-        problem = f"the order of layer {layer}, {order}, does not contain each expert exactly once"
+        problem = f"does not contain each expert of layer {layer} exactly once: {order}"
         require(is_permutation, "--order", str(file), problem, fix=f"list 0 to {max_expert}")
     return {names[layer]: order for layer, order in table.items()}
 

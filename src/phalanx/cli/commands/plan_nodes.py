@@ -46,7 +46,7 @@ def show_node_counts(load: LoadRun, counts: Sequence[int | None], as_json: bool)
                 planned.append(NodeCount(run.cluster.nodes, ranks, plan_or_raise(run, ranks, report=report).best))
         except UserError as caught:
             error = caught
-            planned.append(NodeCount(run.cluster.nodes, ranks, problem=f"{caught.field}: {caught.problem}"))
+            planned.append(NodeCount(run.cluster.nodes, ranks, problem=f"{caught.field} {caught.problem}"))
     if error is not None and not any(count.best for count in planned):
         raise error
     run, _ = loaded[0]

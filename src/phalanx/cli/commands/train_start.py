@@ -49,7 +49,7 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                problem = f"{host} cannot be resolved: {error.strerror}"
+                problem = f"has a host that cannot be resolved: {error.strerror}"
                 fix = "use a host name that all nodes can resolve, or an IP address"
                 raise LocalNodeError("--rendezvous", rendezvous, problem, fix=fix) from None
             if not is_waiting:

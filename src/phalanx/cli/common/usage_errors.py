@@ -110,4 +110,8 @@ def _describe_problem(message: str, subject: str = "") -> str:
     """Return a message without subject and capital, in the terms of errors in run files."""
     text = message.removeprefix(subject).strip().rstrip(".").partition(", unable to parse")[0]
     text = text[0].lower() + text[1:]
-    return text.replace("input should be", "must be").replace("a valid integer", "a whole number")
+    return (
+        text.replace("missing command", "requires a command")
+        .replace("input should be", "must be")
+        .replace("a valid integer", "a whole number")
+    )

@@ -132,7 +132,7 @@ def check_job(job: ClusterJob) -> None:
         fix = fix_for_node_range(run, error, range(job.min_nodes, job.max_nodes + 1), job.nproc)
     size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
     fix = f"{fix}; or change --nodes or --nproc".removeprefix("; or ")
-    raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix)
+    raise UserError(error.field, error.value, f"{error.problem}, with {size_text}", fix)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

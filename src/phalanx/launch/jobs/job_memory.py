@@ -65,11 +65,11 @@ def _describe_memory(job: ClusterJob, nodes: int) -> str:
     fitting = "the layouts that fit; or add --force"
     if layout_oom_probability(cluster, device_bytes, 0) < MAX_OOM_PROBABILITY:
         need = describe_host_need(cluster, host_bytes, offloads=run.layout.offloads)
-        problem = f"with {size}: does not fit. {need}"
+        problem = f"does not fit with {size}. {need}"
         fix = f"{_format_command(job, 'plan')} lists {fitting}"
         raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix)
     fix = f"{_format_command(job, 'advise oom')} lists what frees memory, {_format_command(job, 'plan')} {fitting}"
-    raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix)
+    raise UserError("planned memory", planned, f"{describe_fit(p_oom)} in the {available} with {size}", fix)
 
 
 def _format_command(job: ClusterJob, name: str, *options: str) -> str:

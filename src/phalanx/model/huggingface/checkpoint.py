@@ -167,6 +167,6 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return dict(parse_json(file.read_bytes()))
     except OSError:
-        raise UserError(FIELD, str(file), "no such file", fix=DIRECTORY_FIX) from None
+        raise UserError(FIELD, str(file), "does not exist", fix=DIRECTORY_FIX) from None
     except (ValueError, TypeError) as error:
         raise UserError(FIELD, str(file), f"is not valid JSON: {error}", fix=DOWNLOAD_FIX) from None

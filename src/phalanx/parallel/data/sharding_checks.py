@@ -48,10 +48,10 @@ def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[n
         raise UserError("blocks", type(module).__name__, "is the module itself", "pass its submodules, or none")
     for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():
         if parameter.ndim == 0:
-            problem = f"{name} is a scalar and has no rows to shard"
+            problem = f"cannot shard {name}, a scalar without rows"
             fix = "give it the shape [1]"
         elif not parameter.is_contiguous():
-            problem = f"the rows of {name} are not contiguous in memory"
+            problem = f"cannot shard {name}, whose rows are not contiguous in memory"
             fix = "make it contiguous()"
         else:
             continue

@@ -82,7 +82,9 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
         fix = suggest_fit(run, world_size, plan) if plan.closest_to_fitting else "change the layout or the batch size"
-        raise UserError("layout", None, f"no layout of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix)
+        raise UserError(
+            "layout", None, f"cannot be chosen: none of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix
+        )
     bands = TimeBands(run, world_size, ordered, fastest)
     best = next(runnable_layouts(run, world_size, bands, bands.order, evaluated.count_memory))
     situation = describe_situation(evaluated)

@@ -48,7 +48,9 @@ def plan_or_raise(
     num_wanted = sum(map(is_wanted, plan.candidates))
     if not num_wanted:
         raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", fix="relax the condition")
-    raise UserError("layout", None, f"no layout of {num_wanted:,} fits", fix=suggest_fit(run, world_size, plan))
+    raise UserError(
+        "layout", None, f"cannot be chosen: none of {num_wanted:,} fits", fix=suggest_fit(run, world_size, plan)
+    )
 
 
 def describe_differences(evaluated: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:

@@ -53,7 +53,7 @@ def search_layouts(
         raise UserError(
             "cluster.nodes x cluster.nproc_per_node",
             world_size,
-            "ranks have no layout that divides this model and this batch",
+            "has no layout that divides this model and this batch",
             fix="use a number of ranks whose factors divide the sequences of a step and the model",
         )
     report("evaluating layouts", 0, len(layouts))

@@ -24,7 +24,7 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
     """Parse a TOML file; raise UserError if the file does not exist or is not TOML."""
     path = Path(check_local_path(file_kind, str(path)))
     if not path.is_file():
-        problem = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "no such file"
+        problem = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
         fix = f"use {path / 'run.toml'}" if (path / "run.toml").is_file() else f"create one with: {command}"
@@ -134,7 +134,7 @@ def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     for key in path[:-1]:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise UserError(origin, text, f"{key} is a value, not a table", "correct the dotted path")
+            raise UserError(origin, text, f"uses {key} as a table, which is a value", "correct the dotted path")
     if text:
         table[path[-1]] = parse_toml_value(text)
     else:

@@ -18,7 +18,7 @@ def parse_nccl(text: str) -> NodeTopology:
     root = _parse_tree(text)
     if root.tag != "system" or not root.findall("cpu"):
         fix = "use a file that NCCL wrote to NCCL_TOPO_DUMP_FILE"
-        topology_error(_line_index(root), f"<{root.tag}> is not a <system> with <cpu>", fix)
+        topology_error(_line_index(root), f"has <{root.tag}> in place of a <system> with <cpu>", fix)
     if len({cpu.get("host_hash") for cpu in root.iter("cpu")}) > 1:
         fix = "dump one node with NCCL_MNNVL_ENABLE=0"
         topology_error(_line_index(root), "contains the CPUs of several nodes", fix)
@@ -62,7 +62,7 @@ def _find_gpus(root: Element) -> tuple[list[Element], bool]:
         topology_error(_line_index(root), "has no GPUs", "use a file that NCCL wrote to NCCL_TOPO_DUMP_FILE")
     for pci in gpus:
         if not pci.get("busid"):
-            topology_error(_line_index(pci), "<pci> has no busid", "use the file as NCCL wrote it")
+            topology_error(_line_index(pci), "has a <pci> without busid", "use the file as NCCL wrote it")
     gpus = sorted(gpus, key=lambda pci: max((_read_int(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0))
     return gpus, bool(dumped_gpus)
 
@@ -133,7 +133,7 @@ def _read_int(element: Element, key: str) -> int | None:
     try:
         return int(text, 0) if text else None
     except ValueError:
-        problem = f'{key}="{text}" of <{element.tag}> is not a whole number'
+        problem = f'has {key}="{text}" in <{element.tag}>, which is not a whole number'
         topology_error(_line_index(element), problem, "use the file as NCCL wrote it")
 
 

@@ -62,4 +62,4 @@ class NodeTopology:
 
 def topology_error(index: int, problem: str, fix: str) -> NoReturn:
     """Raise UserError about a line of a topology. `index` counts from 0, the message from 1."""
-    raise UserError("topology", None, f"line {index + 1}: {problem}", fix)
+    raise UserError(f"topology, line {index + 1},", None, problem, fix)

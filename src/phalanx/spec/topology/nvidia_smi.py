@@ -40,7 +40,7 @@ def parse_matrix(text: str) -> NodeTopology:
     for i, gpu in enumerate(gpus):
         for j, other_gpu in enumerate(gpus[:i]):
             if links[i][j] != links[j][i]:
-                problem = f"{gpu} to {other_gpu} is {links[i][j]}"
+                problem = f"has {links[i][j]} from {gpu} to {other_gpu}"
                 problem += f", but line {row_indices[other_gpu] + 1} has {links[j][i]}"
                 topology_error(row_indices[gpu], problem, "use the unmodified output of nvidia-smi topo -m")
     nics = [i for i, name in enumerate(devices) if name not in gpus]
@@ -104,10 +104,10 @@ def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) 
         if match is None or (match[1].startswith("NV") and not GPU.fullmatch(device)):
             word = (remainder.split() or ["nothing"])[0]
             allowed = f"{'X, NV# or ' if GPU.fullmatch(device) else ''}one of {', '.join(PCIE_PATHS)}"
-            topology_error(line_index, f"{name} to {device} is {word}", f"use {allowed}")
+            topology_error(line_index, f"has {word} from {name} to {device}", f"use {allowed}")
         if (match[1] == "X") != (device == name):
             fix = "use X for a device and itself, and only there"
-            topology_error(line_index, f"{name} to {device} is {match[1]}", fix)
+            topology_error(line_index, f"has {match[1]} from {name} to {device}", fix)
         cells.append(match[1].replace("SOC", "SYS"))  # before driver 384
         remainder = remainder[match.end() :]
     return cells, remainder

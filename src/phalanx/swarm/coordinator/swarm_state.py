@@ -289,7 +289,7 @@ def replay(run: RunSpec, events: list[Event]) -> SwarmState:
     state = SwarmState(run)
     for number, event in enumerate(events, start=1):
         if not state.can_record(event):
-            problem = f"the event {event['kind']!r} does not follow from the lines before it"
+            problem = f"is an event {event['kind']!r} that does not follow from the lines before it"
             raise UserError("journal", f"line {number}", problem, RESTORE)
         state.record(event)
     return state

@@ -111,7 +111,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
     for name, tensor in tensors.items():
         if saved.get(name) != tuple(tensor.shape):
             saved_shape = list(saved[name]) if name in saved else "absent"
-            problem = f"{name} is {saved_shape} in the checkpoint, but {list(tensor.shape)} in this run"
+            problem = f"has {name} as {saved_shape}, but this run as {list(tensor.shape)}"
             fix = "resume with the model and optimizer of the checkpoint"
             raise UserError("checkpoint", str(checkpoint), problem, fix)
     _load_tensors(tensors, reader, no_dist=not dist.is_initialized())

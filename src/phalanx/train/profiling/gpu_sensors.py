@@ -68,13 +68,15 @@ def open_gpu_sensors(device: torch.device) -> GpuSensors | None:
     try:
         import pynvml
     except ImportError as error:
-        raise UserError(NOT_RECORDED, None, f"{error}", "pip install --upgrade nvidia-ml-py") from None
+        raise UserError(
+            NOT_RECORDED, None, f"because of an error: {error}", "pip install --upgrade nvidia-ml-py"
+        ) from None
     try:
         handle = torch.cuda._get_pynvml_handler(device)  # by CUDA_VISIBLE_DEVICES
         return GpuSensors(_build_nvml_readers(handle), pynvml.NVMLError)
     except (pynvml.NVMLError, RuntimeError, AttributeError, ImportError) as error:
         fix = "install NVIDIA's driver with libnvidia-ml.so.1, and pip install --upgrade nvidia-ml-py"
-        raise UserError(NOT_RECORDED, None, f"NVML failed: {error}", fix) from None
+        raise UserError(NOT_RECORDED, None, f"because NVML failed: {error}", fix) from None
 
 
 def _build_nvml_readers(handle: object) -> Readers:
