@@ -25,6 +25,7 @@ from phalanx.data.loader import prefetch
 from phalanx.data.packing import IGNORE_INDEX
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.launch.failures import read_failures
+from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.parallel.comm.device_clock import DeviceClock, Timestamp
 from phalanx.runs.create import is_finished
 from phalanx.runs.errors import DivergenceError
@@ -314,6 +315,7 @@ def test_missing_gpu_is_recorded_as_failure_of_its_rank(text: Path, tmp_path: Pa
         pytest.skip("this machine has a GPU")
     directory = create_run(small_run(text, tmp_path, {}), 2, resume=False)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    variables[LAUNCHER_PID_ENV] = str(os.getpid())
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--device", "cuda"]
     result = run_python(command, env={**os.environ, **variables}, timeout=100)
     assert result.returncode == 1

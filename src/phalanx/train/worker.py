@@ -137,7 +137,8 @@ class RankSession:
         options = self.options
         reduced = options.reduced
         # Rank 0 alone reads the run file and creates the run directory, so that an error in them is reported once.
-        if LAUNCHER_PID_ENV not in os.environ:
+        # (A launcher has done so before it started the ranks, some of which may stand by.)
+        if LAUNCHER_PID_ENV not in os.environ and reduced is None:
             self.store = open_store()
         self.directory = self._prepare_on_rank_0()
         if self.is_prepared:
