@@ -144,11 +144,7 @@ def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_un
         (OSError(errno.EDQUOT, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: Disk quota exceeded"),
         (
             FileNotFoundError(errno.ENOENT, "x", "/data/t.bin"),
-<<<<<<< ours
-            "file = '/data/t.bin' cannot be used: No such file or directory",
-=======
             "file = '/data/t.bin' cannot be used: No such file",
->>>>>>> theirs
         ),
         (PermissionError(errno.EACCES, "x", "/data/t.bin"), "file = '/data/t.bin' cannot be used: Permission denied"),
     ],

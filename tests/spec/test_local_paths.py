@@ -16,7 +16,15 @@ from phalanx.spec.local_paths import check_local_path
 from phalanx.spec.run import RunSpec
 
 URL = "s3://bucket/path"
-FREE_TEXTS = {"data.text_key", "evaluation.prompt", "metrics.wandb", "cluster.calibration.identified_constants"}
+FREE_TEXTS = {
+    "data.text_key",
+    "evaluation.prompt",
+    "metrics.wandb",
+    "metrics.wandb_entity",
+    "metrics.wandb_group",
+    "metrics.wandb_tags",
+    "cluster.calibration.identified_constants",
+}
 """Text fields that name no file: of a record, of a project, or for a model to continue."""
 
 

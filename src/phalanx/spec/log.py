@@ -29,9 +29,9 @@ def log_to_stderr() -> None:
 
     Another call replaces the levels. Raises UserError if the variable is invalid."""
     levels = parse_levels(os.environ.get(LEVELS_VARIABLE, ""))
-    for name, level in levels.items():
+    ours = (name for name in list(logging.root.manager.loggerDict) if name.startswith("phalanx."))
+    for name, level in {**dict.fromkeys(ours, logging.NOTSET), RESULT: logging.INFO, **levels}.items():
         logging.getLogger(name).setLevel(level)
-    logging.getLogger(RESULT).setLevel(logging.INFO)
     logger = logging.getLogger("phalanx")
     for handler in logger.handlers[:]:
         if isinstance(handler, StandardStreamHandler):
@@ -85,7 +85,9 @@ class MessageFormatter(logging.Formatter):
         text = printable(super().format(record))
         if record.name == RESULT or (record.name == PROGRESS and not self.has_origin):
             return text
-        rank = f"[rank {os.environ.get('RANK')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        rank = (
+            f"[rank {os.environ['RANK']}] " if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        )
         if not self.has_origin:
             # An indented text continues the previous message.
             return text if text.startswith("  ") else f"phalanx: {rank}{text}"

@@ -66,11 +66,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
         (("{run}", "--set", "training.precision=fp8"), "training.precision = 'fp8' is not measured"),
         (
             ("{run}", "--nproc", 2, "--set", "cluster.nodes=2"),
-<<<<<<< ours
-            "cluster.nodes = 2 is more than the one node whose ranks",
-=======
             "cluster.nodes = 2 is more than the one node",
->>>>>>> theirs
         ),
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .* takes 4.4e[+]03 GB of memory"),
     ],

@@ -390,7 +390,7 @@ def test_launch_plans_the_layout_that_a_large_model_lacks(run_file: Path) -> Non
         command_output(*launch)
     launch = (*launch, "--set", "training.tokens_per_step=65536", "--set", "cluster.preset=h100")
     lines = command_stderr(*launch).splitlines()
-    number = lines.index("phalanx: layout: not set, so it is planned; with 2 nodes of 8 ranks:")
+    number = lines.index("phalanx: layout is not set, so it is planned; with 2 nodes of 8 ranks:")
     assert re.match(r"layout: zero3 dp 16, .* \(of [\d,]+; \d\.\d+ s a step predicted\)", lines[number + 1])
     script = command_output(*launch)
     assert "--resume --set training.seq_len=4096" in script

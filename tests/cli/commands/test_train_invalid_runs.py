@@ -438,8 +438,11 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
         ((".",), ("run directory = '.'", "did not create it", "phalanx train run.toml")),
         ((".", "--resume"), ("run directory = '.'", "did not create it", "phalanx train run.toml")),
         (("OUT",), ("run directory = 'OUT'", "is not a run directory")),
-        (("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files", "--set name=")),
-        (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files",)),
+        (
+            ("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"),
+            ("contains files of no run", "--set name="),
+        ),
+        (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files of no run",)),
     ],
 )
 def test_train_does_not_write_into_directory_that_phalanx_did_not_make(
