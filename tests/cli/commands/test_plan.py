@@ -156,7 +156,7 @@ def test_plan_refuses_time_between_failures_without_number_or_unit(text):
     ("command", "options"),
     [
         ("plan explain", H100),
-        ("plan compare", ("tp=2", *H100)),
+        ("plan compare", ("data_parallel=zero1", *H100)),
         ("plan export", ("--to", "megatron", *H100)),
         ("plan", ("--machine", "h100", "--nodes", "2:3")),
         ("advise", H100),
