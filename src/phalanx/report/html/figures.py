@@ -111,7 +111,8 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
         top, bottom = bottom, bottom - heights[number - 1]
         layout[f"yaxis{suffix}"] = make_axis(title, domain=[bottom / sum(heights), (top - 18) / sum(heights)], **axis)
         for index, facts in enumerate(runs):
-            color, name = run_color(index, len(runs)), _escape_plotly(names[index])
+            color = run_color(index, len(runs))
+            name = _escape_plotly(names[index])
             if metric in facts["curves"]:
                 template = f"step %{{x}}: %{{y:{number_format}}}<extra>{name}</extra>"
                 data.append(
