@@ -167,8 +167,13 @@ def main() -> None:
         explore(browser, f"{FOLDER}/explorer", shots)
         for page in SITE_PAGES if (ROOT / "site").is_dir() else ():
             file = ROOT / "site" / (f"{page}.html" if page == "index" else f"{page}/index.html")
-            browser.navigate(file.as_uri(), "document.fonts.status === 'loaded'")
-            take_shots(browser, f"{FOLDER}/site-{page.replace('/', '-')}", shots)
+            for suffix, (width, dark) in shots.items():
+                browser.set_viewport(width, dark)
+                # The theme chooses its palette when a page is opened, and remembers it.
+                browser.navigate(file.as_uri(), "document.fonts.status === 'loaded'")
+                browser.evaluate("localStorage.clear()")
+                browser.navigate(f"{file.as_uri()}?again", "document.fonts.status === 'loaded'")
+                take_shots(browser, f"{FOLDER}/site-{page.replace('/', '-')}", {suffix: (width, dark)})
 
 
 if __name__ == "__main__":
