@@ -150,7 +150,8 @@ SOURCES_HERE = ("--set", "data.train=['texts']")
 MOVED_CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("report", "runs/mine", "--html", "../page.html"), 0, ""),
     (("train", "runs/mine"), 2, "add --resume"),
-    (("train", "runs/mine", "--resume"), 2, "texts' does not exist"),
+    (("train", "runs/mine", "--resume"), 0, "the run is complete"),
+    (("train", "runs/mine", "--resume", "--set", "training.steps=9"), 2, "texts' does not exist"),
     (("train", "runs/mine", "--resume", "--print-config"), 2, "texts' does not exist"),
     (("train", "runs/mine", "--resume", "--print-config", *SOURCES_HERE), 0, ""),
 ]

@@ -94,7 +94,7 @@ def test_compare_runs_has_perplexity_and_last_steps_that_differ(two_rank_facts):
 
 def test_report_of_many_runs_prints_one_table_with_a_row_per_run(tmp_path):
     runs = [copy_run(two_rank_run(), tmp_path / str(number)) for number in range(4)]
-    output = command_output("report", *runs, "--html", tmp_path / "page.html", width=100)
+    output = command_output("report", *runs, "--html", tmp_path / "page.html", width=300)
     rows = [line for line in output.splitlines() if line.startswith("two in ")]
     assert len(rows) == 4
     assert "validation" in output

@@ -14,6 +14,8 @@ from phalanx.runs.create import (
     FROM_HF_DIR,
     RUN_FILE,
     TOKENIZER_FILE,
+    check_claimable,
+    claim_run_directory,
     keep_hf_files,
     write_run_directory,
 )
@@ -104,3 +106,10 @@ def test_keep_hf_files_changes_nothing_after_the_first_checkpoint(source, tmp_pa
     source.rename(tmp_path / "moved")
     keep_hf_files(run, tmp_path / "run")
     assert kept_files(tmp_path / "run") == KEPT
+
+
+def test_directory_that_another_launcher_is_marking_can_be_claimed(tmp_path: Path) -> None:
+    (tmp_path / f"{MARKER_FILE}.123.partial").touch()
+    claim_run_directory(tmp_path)
+    (tmp_path / "lock").touch()
+    check_claimable(tmp_path)

@@ -131,7 +131,7 @@ def test_run_with_seconds_decides_steps_precision_and_shows_samples(timed_run: t
 def test_resumed_run_keeps_steps_that_were_decided(timed_run: tuple[Path, str]) -> None:
     file, _ = timed_run
     steps = read_run_directory(file.parent / "timed")[0].training.steps
-    assert f"resumed after step {steps}\nthis was the last" in train(file, "--resume")
+    assert f"the run is complete: step {steps:,} is its last" in train(file, "--resume")
     assert read_run_directory(file.parent / "timed")[0].training.steps == steps
 
 

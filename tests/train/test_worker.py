@@ -67,7 +67,9 @@ def test_torchrun_prints_user_error_once(text: Path, tmp_path: Path) -> None:
     changes = {"training.tokens_per_step": 3 * 32, "layout.data_parallel": "zero3"}
     result = run_torchrun(small_run(text, tmp_path, changes), tmp_path)
     assert result.returncode == 1, "torchrun's own, for ranks that exit with 2"
-    assert result.stderr.count("phalanx: training.tokens_per_step = 96") == result.stderr.count("phalanx: ") == 1
+    assert (
+        result.stderr.count("phalanx: [rank 0] training.tokens_per_step = 96") == result.stderr.count("phalanx: ") == 1
+    )
     # The only traceback is torchrun's.
     assert result.stderr.count("Traceback (most recent call last)") == 1
 

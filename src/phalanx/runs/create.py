@@ -89,14 +89,15 @@ def is_run_directory(directory: Path) -> bool:
 
 def check_claimable(directory: Path) -> None:
     """Raise UserError if a directory contains files that Phalanx did not write."""
-    if is_run_directory(directory) or not directory.exists():
-        return
     try:
-        foreign_name = next((path.name for path in sorted(directory.iterdir())), None)
+        # Another launcher may be writing the marker. Its other files come later, so the names are read first.
+        names = [path.name for path in sorted(directory.iterdir()) if not path.name.startswith(f"{MARKER_FILE}.")]
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise directory_not_writable(directory, error) from None
-    if foreign_name is not None:
-        problem = f"leads to {directory}, which contains files of no run ({foreign_name}) that could be overwritten"
+    if names and not is_run_directory(directory):
+        problem = f"leads to {directory}, which contains files of no run ({names[0]}) that could be overwritten"
         raise UserError(
             "name", directory.name, problem, fix="choose another name with --set name=..., or set output_dir"
         )

@@ -253,7 +253,7 @@ class MetricsSpec(Spec):
             value = getattr(self, field)
             if value and self.wandb is None:
                 problem = "has no effect without a project in Weights & Biases"
-                raise UserError(f"metrics.{field}", value, problem, f"set metrics.wandb, or remove metrics.{field}")
+                raise UserError(field, value, problem, f"set metrics.wandb, or remove metrics.{field}")
         return self
 
 

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
 def test_advise_compares_rules_of_thumb_with_planner_optimum_by_kind(run):
     text = advise_output(run, *H100)
     lines = text.splitlines()
-    assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100: ")
+    assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100, ")
     best = cli_runner.command_json("plan", run, *H100, "--top", 1)["layouts"][0]
     assert lines[1].startswith(f"the planner's best: {best['candidate']}: {best['step_seconds']:.3f} s")
     titles = ["by size", "by bottleneck", "by schedule", "by placement"]

@@ -61,6 +61,9 @@ def test_run_file_template_commented_keys_equal_defaults():
         "peak_flops",
         "memory_bytes",
         "wandb",
+        "wandb_entity",
+        "wandb_group",
+        "wandb_tags",
     }
     examples |= {
         "offload_directory",

@@ -292,12 +292,13 @@ def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
 
 def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
     layouts = plan_json(run, *H100)["layouts"]
+    title = "llama3-8b on 16 x h100, 524,288 tokens a step in sequences of 4,096"
     for arguments, index in (((), 0), ((2,), 1)):
         file = tmp_path / "step.html"
         text = plan_output("explain", run, *arguments, *H100, "--picture", file)
         picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[index]
         assert f"{index + 1}. {option['candidate']}" in text
-        assert texts_of_class(picture, "title") == [f"llama3-8b on 16 x h100, layout {index + 1}"]
+        assert texts_of_class(picture, "title") == [f"{title}, layout {index + 1}"]
         assert texts_of_class(picture, "layout") == [option["candidate"]]
         assert texts_of_class(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
         parts = option["parts"]
@@ -600,8 +601,8 @@ def read_terminal(terminal: int) -> bytes:
         return b""
 
 
-def test_plan_help_does_not_import_numpy_pydantic_or_torch():
-    assert not cli_runner.imported_packages("plan", "--help")
+def test_plan_help_does_not_import_numpy_or_torch():
+    assert cli_runner.imported_packages("plan", "--help") <= {"pydantic"}
 
 
 def test_plan_help_lists_its_options_commands_and_examples():
@@ -628,7 +629,7 @@ def test_plan_of_run_file_with_name_of_command(run, monkeypatch):
     """`explain` is a run file, in the position of a command."""
     monkeypatch.chdir(run.parent)
     small = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(UserError, match=r"^RUN\.toml is missing\n  fix: write: .*plan explain "):
+    with pytest.raises(UserError, match=r"^RUN\.toml\|MODEL is missing\n  fix: write: .*plan explain "):
         plan_output("explain", *small)
     run.rename("explain")
     assert plan_output("explain", *small).splitlines()[3].split()[:2] == ["layout", "step"]

@@ -235,7 +235,7 @@ def test_train_starts_what_variables_of_other_program_say(
         starts.append((kind, run.cluster.nodes, run.cluster.nproc_per_node, *nodes))
         return 0
 
-    monkeypatch.setattr(train_command, "run_in_place", become_rank)
+    monkeypatch.setattr("phalanx.launch.process.run_in_place", become_rank)
     monkeypatch.setattr(train_command, "run_on_one_machine", partial(launch, "launcher"))
     monkeypatch.setattr(train_command, "run_on_nodes", partial(launch, "node"))
     monkeypatch.setattr(os, "environ", {**os.environ, **variables})

@@ -236,10 +236,10 @@ def test_distribute_rejects_scalar_and_channels_last_parameters(data: str) -> No
     layout = Layout(data_parallel=data, dp_shard=1 if data == "hsdp" else None)
     module = nn.Module()
     module.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UserError, match="scale is a scalar"):
+    with pytest.raises(UserError, match="cannot shard scale, a scalar"):
         distribute(module, layout, build_cpu_mesh(layout), CPU)
     channels_last = nn.Conv2d(3, 10, 3).to(memory_format=torch.channels_last)
-    with pytest.raises(UserError, match="rows of weight"):
+    with pytest.raises(UserError, match="cannot shard weight, whose rows"):
         distribute(channels_last, layout, build_cpu_mesh(layout), CPU)
 
 

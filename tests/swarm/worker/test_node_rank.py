@@ -44,6 +44,6 @@ def test_rank_of_a_node_names_a_damaged_link_file(
     monkeypatch.setattr(node_rank, "read_run_directory", lambda _: (None, None))
     if content is not None:
         (tmp_path / LINK_FILE).write_bytes(content)
-    with pytest.raises(UserError, match=r"link\.json cannot be read") as raised:
+    with pytest.raises(UserError, match=r"has a link\.json that cannot be read") as raised:
         NodeRank(tmp_path).run()
     assert raised.value.fix == "join again with phalanx swarm join"

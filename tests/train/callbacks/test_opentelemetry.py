@@ -25,7 +25,7 @@ from tests.helpers.small_runs import small_run
 def test_missing_exporter_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other packages install the rest of OpenTelemetry."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
-    with pytest.raises(UserError, match=r"requires opentelemetry.*\n.*phalanx\[opentelemetry\]"):
+    with pytest.raises(UserError, match=r"requires opentelemetry.*\n.*\.\[opentelemetry\]"):
         OpenTelemetry()
 
 

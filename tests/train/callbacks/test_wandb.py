@@ -159,7 +159,7 @@ def test_wandb_is_refused_when_not_installed(is_namespace_package: bool, monkeyp
     ("field", "value"), [("wandb_entity", "team"), ("wandb_group", "sweep"), ("wandb_tags", ["baseline"])]
 )
 def test_wandb_label_is_refused_without_project(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"metrics\.{field} = .* has no effect without a project"):
+    with pytest.raises(UserError, match=rf"^metrics\.{field} = .* has no effect without a project"):
         run_from_table({"model": {"preset": "tiny"}, "metrics": {field: value}})
 
 

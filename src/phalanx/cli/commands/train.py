@@ -29,6 +29,7 @@ from phalanx.runs.checkpoints import require_valid_checkpoint, split_checkpoint_
 from phalanx.runs.create import describe_complete_run, run_directory
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.base import require
+from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run, require_run_file
 from phalanx.spec.run import RunSpec
@@ -174,6 +175,8 @@ def train(
             print(_format_config(run_spec, start))
         return
 
+    for field, component in named_components(run_spec):
+        require_trusted(field, component)
     if resume and (message := describe_complete_run(run_spec, step)):
         logger.info("%s", message)
         return
