@@ -28,11 +28,8 @@ def test_report_prints_bottleneck_and_all_compared_numbers(hybrid_facts):
     for _, rows in formatting.group_rows(hybrid_facts["comparison"]):
         for row in rows:
             numbers = [formatting.format_number(row[column], row["unit"]) for column in ("predicted", "measured")]
-            assert (
             label = formatting.row_label(row, hybrid_facts["run"]["ranks"])
             assert f"{label} {' '.join(numbers)} {format_ratio(row['ratio'])}" in lines
-                in lines
-            )
     for rank in hybrid_facts["ranks"]:
         assert any(
             line.startswith(f"{rank['rank']} on {rank['host']} {formatting.format_seconds(rank['compute'])}")
