@@ -48,7 +48,7 @@ def expected(*values: object) -> dict[str, str]:
     [
         (SRUN, expected(5, 7, 1, 2, "gpu07", 23458)),
         ({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, expected(5, 7, 1, 2, "head", 1)),
-        ({**SRUN, **OPEN_MPI}, expected(3, 4, 1, 2, "gpu07", 23458)),
+        ({**SRUN, **OPEN_MPI, "SLURM_JOB_NODELIST": "gpu[06-09]"}, expected(3, 4, 1, 2, "gpu06", 23456)),
         ({**OPEN_MPI, "MASTER_ADDR": "head"}, expected(3, 4, 1, 2, "head", 29500)),
         (MPICH, expected(1, 2, 1, 2, "127.0.0.1", 29500)),
         ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, expected(5, 7, 1, 2, "gpu07", 23458)),
@@ -88,8 +88,27 @@ def test_shell_in_terminal_of_srun_is_no_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unknown_address_of_rank_0_is_refused() -> None:
-    with pytest.raises(UserError, match="MASTER_ADDR is not set, and Open MPI does not say where rank 0 is"):
-        rank_variables(OPEN_MPI)
+    environment = dict(OPEN_MPI)
+    with pytest.raises(UserError, match="MASTER_ADDR is not set, and what started the ranks does not say"):
+        set_rank_variables(environment)
+    assert environment["RANK"] == "3", "so that rank 0 alone prints the error"
+
+
+def test_ranks_of_mpirun_in_a_job_of_slurm_meet_at_one_address() -> None:
+    """mpirun runs on the job's first node, and starts a daemon on each other node with a step of srun."""
+    job = {"SLURM_JOB_ID": "1000", "SLURM_JOB_NODELIST": "n[07-09]"}
+    step = {**SRUN, **job, "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "n[08-09]"}
+    addresses = [
+        {name: variables[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        for variables in (rank_variables({**OPEN_MPI, **job}), rank_variables({**step, **OPEN_MPI}))
+    ]
+    assert addresses == [{"MASTER_ADDR": "n07", "MASTER_PORT": "21000"}] * 2
+
+
+def test_tasks_of_srun_with_variables_of_its_pmi_are_those_of_srun() -> None:
+    pmi = {"PMI_RANK": SRUN["SLURM_PROCID"], "PMI_SIZE": SRUN["SLURM_STEP_NUM_TASKS"]}
+    pmi |= {"MPI_LOCALRANKID": SRUN["SLURM_LOCALID"], "MPI_LOCALNRANKS": "2"}
+    assert rank_variables({**SRUN, **pmi}) == rank_variables(SRUN)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +129,9 @@ def test_kubeflow_options_are_those_of_torchrun(changes: dict[str, str], options
 def test_rank_in_pod_of_kubeflow_without_launcher_is_refused() -> None:
     with pytest.raises(UserError, match="start the nodes with phalanx train"):
         set_rank_variables(dict(KUBEFLOW))
-    assert set_rank_variables({**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2"}), "the script of a PyTorchJob"
+    assert set_rank_variables({**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0"}), (
+        "the script of a PyTorchJob"
+    )
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])

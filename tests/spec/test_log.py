@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
@@ -143,3 +144,15 @@ def test_library_installs_no_handler_and_is_silenced_by_its_logger(tmp_path: Pat
     done = run_python([sys.executable, "-m", "library"], cwd=tmp_path, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("", "shown by Python's last resort\n")
+
+
+def test_result_that_cannot_be_written_is_an_error_and_a_message_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a traceback of logging, which would be all that a user sees of a full disk."""
+    log_to_stderr()
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # its buffer is not empty
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", full)
+        logging.getLogger("phalanx.launch").warning("lost")
+        with pytest.raises(OSError, match="No space left on device"):
+            logging.getLogger(RESULT).info("held-out loss 2.0")
+        monkeypatch.undo()

@@ -214,7 +214,11 @@ def main() -> None:
 
 def rank_main(args: argparse.Namespace) -> int:
     """Run the benchmark on this rank, write its findings or failure, and return the exit code."""
-    set_rank_variables(os.environ)
+    try:
+        set_rank_variables(os.environ)
+    except UserError as error:
+        logger.error("%s", error)
+        return 2
     rank = env_rank()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from functools import cache
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -161,16 +162,25 @@ def open_store() -> Store | None:
     elif not set_rank_variables(os.environ):
         return None
     else:
-        try:
-            store = next(rendezvous("env://"))[0]
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            fix = "set MASTER_PORT to a free port, the same for all ranks"
-            raise UserError("MASTER_PORT", os.environ["MASTER_PORT"], "is in use on this machine", fix) from None
+        store = _rank_store(os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", ""))
     # torchrun may keep its store for a restart, with the keys and addresses of ranks that are gone.
     store = PrefixStore(f"phalanx/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return PrefixStore(f"{store.add(f'stores of rank {env_rank()}', 1)}", store)
+
+
+@cache
+def _rank_store(_host: str, port: str) -> Store:
+    """Return the store at the address of rank 0.
+
+    It remains for the next start in these processes: a rank must not find the store of the last start, which closes
+    when rank 0 leaves it."""
+    try:
+        return cast(Store, next(rendezvous("env://"))[0])
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        fix = "set MASTER_PORT to a free port, the same for all ranks"
+        raise UserError("MASTER_PORT", port, "is in use on this machine", fix) from None
 
 
 def init_distributed(
@@ -198,7 +208,8 @@ def init_distributed(
         device(type='cpu')
     """
     die_with_launcher()
-    set_rank_variables(os.environ)
+    if not dist.is_initialized():
+        set_rank_variables(os.environ)
     if device_type is None:
         set_gpu_environment()
         device_type = "cuda" if torch.cuda.is_available() else "cpu"

@@ -51,9 +51,9 @@ STARTERS = (
     Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     SRUN,
 )
-"""Starters other than torchrun, in order of precedence. mpirun starts its daemons with srun, whose variables the ranks
-then have too. The script of sbatch has SLURM_PROCID and SLURM_NTASKS, but it is not a rank: it has no variables of a
-step."""
+"""Starters other than torchrun, in order of precedence. mpirun may start its daemons with srun: ranks of other nodes
+then have the variables of a step too. The script of sbatch has SLURM_PROCID and SLURM_NTASKS, but is not a rank: it has
+no variables of a step."""
 DEFAULT_PORT = 29500
 """torchrun's port of rank 0."""
 
@@ -61,10 +61,10 @@ DEFAULT_PORT = 29500
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for this process; empty if it is not one of several ranks.
 
-    Raises UserError if the address of rank 0 is unknown."""
+    Those of an address are missing if the address of rank 0 is unknown."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return {name: environment[name] for name in TORCHRUN.variables if name in environment}
-    starter = next((each for each in STARTERS if all(name in environment for name in each.variables)), None)
+    starter = _find_starter(environment)
     if starter is None or environment[starter.world_size] == "1":
         return {}
     # A person in the shell of `srun --pty`.
@@ -75,12 +75,11 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         values[3] = str(_tasks_of_node(values[3], int(environment.get("SLURM_NODEID", "0"))))
     variables = dict(zip(TORCHRUN.variables, values, strict=True))
     is_one_node = variables["LOCAL_WORLD_SIZE"] == variables["WORLD_SIZE"]
-    host = environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_host(environment))
-    if not host:
-        fix = "set it to the host of rank 0, such as mpirun -x MASTER_ADDR=HOST"
-        raise UserError("MASTER_ADDR", None, f"is not set, and {starter.name} does not say where rank 0 is", fix)
-    port = environment.get("MASTER_PORT") or str(_step_port(environment))
-    return {**variables, "MASTER_ADDR": host, "MASTER_PORT": port}
+    of_slurm = "STEP" if starter is SRUN else "JOB"
+    nodes = environment.get(f"SLURM_{of_slurm}_NODELIST", "")
+    host = environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_host(nodes))
+    port = environment.get("MASTER_PORT") or str(_port(environment, has_step=starter is SRUN))
+    return {**variables, "MASTER_ADDR": host, "MASTER_PORT": port} if host else variables
 
 
 def set_rank_variables(environment: MutableMapping[str, str]) -> bool:
@@ -92,7 +91,22 @@ def set_rank_variables(environment: MutableMapping[str, str]) -> bool:
         fix = "start the nodes with phalanx train, or with torchrun -m phalanx.train"
         raise UserError("PET_NNODES", options.nodes, "describes nodes, but this process is one rank", fix)
     environment.update(variables)
-    return variables.get("WORLD_SIZE", "1") != "1"
+    is_one_of_several = variables.get("WORLD_SIZE", "1") != "1"
+    if is_one_of_several and "MASTER_ADDR" not in environment:
+        fix = "set it to the host of rank 0, such as mpirun -x MASTER_ADDR=HOST"
+        raise UserError("MASTER_ADDR", None, "is not set, and what started the ranks does not say where rank 0 is", fix)
+    return is_one_of_several
+
+
+def _find_starter(environment: Mapping[str, str]) -> Starter | None:
+    """Return the program that started this rank; srun, if its variables agree with those of the first that has some."""
+    starters = [each for each in STARTERS if all(name in environment for name in each.variables)]
+    if SRUN in starters and all(
+        environment[ours] == environment[first]
+        for ours, first in zip(SRUN.variables[:2], starters[0].variables[:2], strict=True)
+    ):
+        return SRUN
+    return next(iter(starters), None)
 
 
 @dataclass(frozen=True)
@@ -131,16 +145,15 @@ def _tasks_of_node(counts: str, node: int) -> int:
     return int(expanded[node])
 
 
-def _first_host(environment: Mapping[str, str]) -> str:
+def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list of nodes, such as "n[07-09,12],m1"; empty without one."""
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"(?:\[[^]]*\]|[^,\[])*", nodes)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0] if first else "")
 
 
-def _step_port(environment: Mapping[str, str]) -> int:
+def _port(environment: Mapping[str, str], has_step: bool) -> int:
     """Return a port that differs between Slurm's jobs and steps, below those that the kernel gives to clients."""
     if "SLURM_JOB_ID" not in environment:
         return DEFAULT_PORT
-    step = environment.get("SLURM_STEP_ID", "0")
+    step = environment.get("SLURM_STEP_ID", "0") if has_step else "0"
     return 20000 + (int(environment["SLURM_JOB_ID"]) + int(step if step.isdecimal() else "0")) % 10000

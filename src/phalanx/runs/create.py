@@ -25,7 +25,7 @@ from typing import Any
 
 from phalanx import __version__
 from phalanx.data.prepare import PreparedData
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, find_damage, read_manifest, step_of
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, checkpoints, find_damage, read_manifest, step_of
 from phalanx.runs.decode import Decode, decode_object, decoder, read_json
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
@@ -213,7 +213,9 @@ def is_finished(directory: Path) -> bool:
 
 
 def describe_complete_run(run: RunSpec, step: int | None = None) -> str | None:
-    """Return why there is nothing to resume, and how to train longer; None if steps are left after the checkpoint."""
+    """Return why there is nothing to resume, and how to train longer; None if steps are left after the checkpoint.
+
+    Raises UserError if the last checkpoint has another model or optimizer."""
     directory = run_directory(run)
     saved = checkpoints(directory / CHECKPOINTS_DIR, step)
     steps = run.training.steps
@@ -223,5 +225,6 @@ def describe_complete_run(run: RunSpec, step: int | None = None) -> str | None:
     # A damaged checkpoint is left to the ranks, which continue from the one before.
     if not saved or step_of(saved[0]) != steps or find_damage(saved[0]) is not None:
         return None
+    check_manifest(run, read_manifest(saved[0]))
     longer = f"phalanx train {shlex.quote(str(directory))} --resume --set training.steps={2 * steps}"
     return f"the run is complete: step {steps:,} is its last. To train longer: {longer}"

@@ -72,6 +72,11 @@ class StandardStreamHandler(logging.StreamHandler[TextIO]):
         self.stream = sys.stdout if record.name == RESULT else sys.stderr
         super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
+        """Raise the error of a result that cannot be written. A message that cannot be written is lost."""
+        if record.name == RESULT:
+            raise  # logging calls this while the error is handled
+
 
 class MessageFormatter(logging.Formatter):
     """Format of messages: "phalanx: [rank 3] text"; with `has_origin` also their time, level and module."""

@@ -89,7 +89,7 @@ class RankSession:
     def __init__(self, source: RunSpec | Path, options: RankOptions) -> None:
         """Start with a run directory, or with a run or its file, from which rank 0 creates one."""
         self.source = source
-        self.options = options
+        self.options = replace(options, resume=options.resume or is_restart(os.environ))
         self.is_prepared = isinstance(source, Path) and source.is_dir()
         self.directory = source if isinstance(source, Path) else Path(source.output_dir)
         self.store: Store | None = None
@@ -123,6 +123,10 @@ class RankSession:
     def run(self) -> None:
         """Train, and report an error before it is raised."""
         try:
+            # Rank 0 alone reads the run file and creates the run directory, so that an error in them is reported once.
+            # (A launcher has done so before it started the ranks, some of which may stand by.) A signal ends the wait.
+            if LAUNCHER_PID_ENV not in os.environ and self.options.reduced is None:
+                self.store = open_store()
             with handling_signals(self.on_signal):
                 self.train()
         except BaseException as error:
@@ -133,13 +137,9 @@ class RankSession:
             raise translated from error
 
     def train(self) -> None:
-        """Join the other ranks, open the run, and train."""
+        """Open the run, make the process group, and train."""
         options = self.options
         reduced = options.reduced
-        # Rank 0 alone reads the run file and creates the run directory, so that an error in them is reported once.
-        # (A launcher has done so before it started the ranks, some of which may stand by.)
-        if LAUNCHER_PID_ENV not in os.environ and reduced is None:
-            self.store = open_store()
         self.directory = self._prepare_on_rank_0()
         if self.is_prepared:
             remove_dumps(self.directory, env_rank())
@@ -213,7 +213,7 @@ class RankSession:
             if isinstance(source, Path):
                 require_run_file(source)
                 source = load_run(source, options.overrides, machine=options.machine, trust=options.trust or None)
-            return _create_run(source, options.resume or is_restart(os.environ), options.force)
+            return _create_run(source, options.resume, options.force)
         if options.overrides:
             problem = "has no effect on a run directory"
             raise UserError("--set", list(options.overrides), problem, "use the run file instead")
@@ -223,7 +223,7 @@ class RankSession:
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
         options = self.options
-        if self.is_prepared or is_restart(os.environ):
+        if self.is_prepared:
             options = replace(options, resume=True)
         spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
         allowed = run.recovery.max_rollbacks
@@ -268,7 +268,7 @@ def _report_failure(session: RankSession, error: BaseException) -> None:
     is_user_error = isinstance(error, UserError | DivergenceError)
     message = format_oom_report(memory) or str(error)
     if not session.reported_by_rank_0 and _is_first_report(session.store, message, is_user_error):
-        # Rank 0 fails before training for all ranks.
+        # An error before training is that of all ranks, so it names no rank or step.
         origin = "" if is_user_error and trainer is None and rank == 0 else f"failed after step {step}: "
         logger.error("%s%s", origin, message, exc_info=not is_user_error)
     if session.store is not None:
@@ -284,6 +284,8 @@ def _is_first_report(store: Store | None, message: str, is_user_error: bool) -> 
     """Return whether no other rank has reported this error, or one that made this rank lose its peers."""
     # If the store is gone, report too much rather than nothing.
     with suppress(RuntimeError):
+        if store is None and is_user_error:
+            return env_rank() == 0
         if store is not None and is_user_error:
             store.set(USER_ERROR_KEY, "")
             return store.add(f"{REPORTED_KEY}{message}", 1) == 1

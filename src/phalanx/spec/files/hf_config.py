@@ -72,6 +72,8 @@ def counted_model_table(config: Table) -> Table:
     for field in COUNTED_SIZES:
         if config.get(field) is None:
             raise UserError(f"config.json {field}", None, "is missing", "use the config.json of a complete model")
+        if not isinstance(config[field], int):
+            raise UserError(f"config.json {field}", config[field], "is not a whole number", "correct the config.json")
     _require_values(config, hidden_act="silu", use_sliding_window=False)
     experts = config["model_type"] == "gpt_oss"
     base = "mixtral" if experts else "llama"

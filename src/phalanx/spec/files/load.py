@@ -129,7 +129,7 @@ def counted_family(path: Path) -> str | None:
     """Return the family of a Hugging Face config.json, or its directory, that Phalanx plans but cannot train."""
     config = path if path.suffix == ".json" else path / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
-    return family if family in COUNTED_FAMILIES else None
+    return family if isinstance(family, str) and family in COUNTED_FAMILIES else None
 
 
 def require_run_file(path: str | Path) -> None:

@@ -47,7 +47,7 @@ class SwarmClient:
     """A connection to a coordinator."""
 
     def __init__(self, address: str, certificates: Path) -> None:
-        """Open a connection; `log` gets a message when the coordinator is unreachable or reachable again."""
+        """Open a connection; it logs when the coordinator is unreachable or reachable again."""
         key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
         self.address = address
         self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
