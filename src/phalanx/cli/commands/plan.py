@@ -19,7 +19,7 @@ from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.commands.plan_predict import predict
 from phalanx.cli.common.default_command import GroupWithDefault
 from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
-from phalanx.cli.common.output_file import check_output_file
+from phalanx.cli.common.output_file import RUN_FILE, check_output_file
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def plan(
         phalanx plan predict runs.csv --json
     """
     if out is not None:
-        check_output_file("--out", out, run)
+        check_output_file("--out", out, run, RUN_FILE)
     num_nodes, *more_counts = parse_node_counts(nodes)
     load = partial(run_on_cluster, run, machine, nproc=nproc, overrides=set_ or [], topology=topology)
     if more_counts:
@@ -192,7 +192,7 @@ def explore(
         return
     if port is not None:
         raise UserError("--port", port, "cannot be combined with --html", fix="remove --port, or --html to serve")
-    check_output_file("--html", html, run)
+    check_output_file("--html", html, run, "html")
     write_page(arguments, html)
 
 
