@@ -39,6 +39,8 @@ class TrainingCost:
     write_seconds: float
     interval_seconds: float
     """Seconds of work between two checkpoints, with the maximum goodput."""
+    interval_steps: int
+    """The same in predicted steps, at least one."""
     young_interval_seconds: float
     daly_interval_seconds: float
     """Optimal interval by the published approximations of first and of higher order."""
@@ -86,6 +88,7 @@ def estimate_training_cost(
         checkpoint_bytes=checkpoint_bytes,
         write_seconds=write_seconds,
         interval_seconds=availability.interval_seconds,
+        interval_steps=max(1, round(availability.interval_seconds / evaluated.step_seconds)),
         young_interval_seconds=young_interval_seconds(write_seconds, mtbf),
         daly_interval_seconds=daly_interval_seconds(write_seconds, mtbf),
         goodput=availability.goodput,

@@ -146,6 +146,27 @@ def test_plan_shows_goodput_and_checkpoint_interval_for_time_between_failures():
     assert "cluster.storage_bytes_per_second = 1.00 GB/s per node, as of Llama 3 405B" in text
 
 
+def test_plan_writes_the_checkpoint_interval_that_its_goodput_assumes(tmp_path):
+    out = tmp_path / "planned.toml"
+
+    def planned_every(*options: str) -> tuple[object, str]:
+        out.unlink(missing_ok=True)
+        text = plan_output("llama3-8b", *H100, "--top", 1, "--out", out, *options)
+        return tomllib.loads(out.read_text())["checkpoint"].get("every"), text
+
+    every, text = planned_every("--mtbf", "8h")
+    training = plan_json("llama3-8b", *H100, "--mtbf", "8h")["training"]
+    assert every == training["interval_steps"] < 500
+    assert f"{training['interval_seconds'] / 60:.1f} minutes, or {every} steps (Young's" in text
+    note = f"# checkpoint.every = {every}: the best goodput ({training['goodput']:.1%}) with a failure"
+    assert note in out.read_text()
+    assert "checkpoint.every (500)" not in out.read_text()
+    assert planned_every("--mtbf", "8h", "--set", "checkpoint.every=70")[0] == 70
+    assert planned_every("--mtbf", "8h", "--set", "checkpoint.keep.every=1000")[0] is None
+    assert planned_every("--mtbf", "1h", "--set", "cluster.storage_bytes_per_second=1e15")[0] == 1
+    assert planned_every()[0] is None
+
+
 @pytest.mark.parametrize("text", ["8", "8x", "0h", "-1h", "h", "1e3s"])
 def test_plan_refuses_time_between_failures_without_number_or_unit(text):
     with pytest.raises(UserError, match="is not a duration\n  fix: write a number with its unit"):

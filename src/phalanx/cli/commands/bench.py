@@ -68,7 +68,7 @@ def bench(
     if sizes and "collectives" not in parts:
         raise UserError("--sweep", sweep, f"does not apply to {parts[0]}", fix="remove it, or measure collectives")
     if out is not None:
-        check_replaceable("--out", out)
+        check_replaceable("--out", out, "json")
     run = load_run(path, set_ or [])
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")

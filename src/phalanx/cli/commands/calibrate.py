@@ -64,7 +64,7 @@ def calibrate(
     if out.suffix != ".toml":
         fix = "use a file name that ends in .toml"
         raise UserError("--out", str(out), "does not end in .toml, which --machine requires", fix=fix)
-    check_replaceable("--out", out)
+    check_replaceable("--out", out, "machine file")
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
     from phalanx.plan.calibrate.calibrate import detect_cpu, write_machine

@@ -163,7 +163,7 @@ def _examine_machine(
         try:
             read_topology(topology)
         except UserError:
-            check_replaceable("--topology", topology)
+            check_replaceable("--topology", topology, "topology")
         try:
             topology.write_text(topology_matrix(machine))
         except CheckSkipped as skipped:

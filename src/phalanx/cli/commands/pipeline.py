@@ -170,7 +170,7 @@ def _read_schedule_rows(file: Path) -> list[list[Any]]:
 
 def _write_timeline(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
     if file.suffix != ".csv":
-        check_replaceable("--out", file)
+        check_replaceable("--out", file, file.suffix[1:])
     elif file.is_file():
         # A schedule has no comments that show who wrote it.
         try:

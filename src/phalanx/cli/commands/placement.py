@@ -95,7 +95,7 @@ def placement(
     facts = placement_to_json(run_spec, world_size, traffic, site, node)
     facts |= {"pxn": pxn, "sent": {"unit": heat.unit, "cells": cells}}
     if out is not None:
-        check_replaceable("--out", out)
+        check_replaceable("--out", out, out.suffix[1:])
         save_picture(heat, out)
         print(f"wrote {out}", file=sys.stderr)
     if json_:

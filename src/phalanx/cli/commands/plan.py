@@ -19,7 +19,7 @@ from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.commands.plan_predict import predict
 from phalanx.cli.common.default_command import GroupWithDefault
 from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
-from phalanx.cli.common.output_file import check_output_file
+from phalanx.cli.common.output_file import RUN_FILE, check_output_file
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def plan(
         phalanx plan predict runs.csv --json
     """
     if out is not None:
-        check_output_file("--out", out, run)
+        check_output_file("--out", out, run, RUN_FILE)
     num_nodes, *more_counts = parse_node_counts(nodes)
     load = partial(run_on_cluster, run, machine, nproc=nproc, overrides=set_ or [], topology=topology)
     if more_counts:
@@ -192,7 +192,7 @@ def explore(
         return
     if port is not None:
         raise UserError("--port", port, "cannot be combined with --html", fix="remove --port, or --html to serve")
-    check_output_file("--html", html, run)
+    check_output_file("--html", html, run, "html")
     write_page(arguments, html)
 
 
@@ -209,6 +209,27 @@ def _parse_duration(option: str, text: str) -> float:
     return seconds
 
 
+def _with_best_checkpoint_interval(run: RunSpec, planned: EvaluatedLayout) -> tuple[RunSpec, str | None]:
+    """Return the run with the checkpoint interval that the plan's goodput assumes, and the note that says why.
+
+    The run is unchanged, without a note, if it sets an interval, keeps checkpoints of certain steps, or has no failure
+    rate of its own.
+    """
+    from phalanx.plan.training_cost import estimate_training_cost
+    from phalanx.spec.formatting import format_duration
+
+    checkpoint = run.checkpoint
+    is_decided = "every" in checkpoint.model_fields_set or checkpoint.keep.every or checkpoint.keep.best
+    if is_decided or not run.cluster.failures_per_device_hour:
+        return run, None
+    cost = estimate_training_cost(run, run.cluster.ranks, planned)
+    note = (
+        f"checkpoint.every = {cost.interval_steps}: the best goodput ({cost.goodput:.1%}) with a failure every "
+        f"{format_duration(cost.mtbf_seconds)} needs a checkpoint every {format_duration(cost.interval_seconds)}"
+    )
+    return run.replace(checkpoint=checkpoint.replace(every=cost.interval_steps)), note
+
+
 def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> None:
     """Write the run with a layout, ready to train."""
     from phalanx.cli.common.output_file import write_file
@@ -218,8 +239,9 @@ def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> No
     from phalanx.spec.learning_rate import learning_rate_note
     from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
+    run, interval_note = _with_best_checkpoint_interval(run, planned)
     omitted, unset_note = unset_choices_of_large_model(run)
-    notes = [note for note in (learning_rate_note(run), unset_note) if note]
+    notes = [note for note in (learning_rate_note(run), interval_note, unset_note) if note]
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
     toml_text = to_toml(run.replace(layout=planned.candidate.layout()), omitted)
     write_file("--out", file, f"{''.join(comments)}{toml_text}")

@@ -43,7 +43,7 @@ def explain(
         from phalanx.report.drawing.canvas import check_picture_file
 
         check_picture_file(picture, "--picture")
-        check_output_file("--picture", picture, run)
+        check_output_file("--picture", picture, run, picture.suffix[1:])
     _check_number("K", number)
     run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     ranked = rank_layouts(run_spec, world_size, number, all_schedules=all_)

@@ -13,7 +13,7 @@ from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.training_cost import TrainingCost
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.formatting import format_duration, format_gib, format_si
+from phalanx.spec.formatting import format_duration, format_gib, format_si, plural
 from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 
@@ -121,7 +121,8 @@ def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
     written = f"{format_si(cost.checkpoint_bytes)}B in {cost.write_seconds:,.1f} s"
     lines.append(
         f"a failure every {format_duration(cost.mtbf_seconds)}; a checkpoint ({written}) is best written every "
-        f"{cost.interval_seconds / 60:,.1f} minutes (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
+        f"{cost.interval_seconds / 60:,.1f} minutes, or {plural(cost.interval_steps, 'step')} "
+        f"(Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
     )
     if cost.device_kwh is not None:
         lines.append(
