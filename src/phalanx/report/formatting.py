@@ -246,9 +246,8 @@ def setting_texts(values: Sequence[Any], unset: str = UNKNOWN) -> list[str]:
             break
     if max(map(len, texts)) <= MAX_SETTING_WIDTH:
         return texts
-    first_difference = next(
-        (index for index, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), 0
-    )
+    differing_columns = (index for index, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1)
+    first_difference = next(differing_columns, min(map(len, texts)))
     begin = max(0, first_difference - 8)
     width = MAX_SETTING_WIDTH
     while True:
