@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
+from phalanx.report import formatting
 from phalanx.report.compare_runs import compare_runs, report_data, run_labels
 from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
@@ -52,7 +54,7 @@ def test_compare_runs_reports_different_models_and_world_sizes(two_rank_facts, h
     comparison = compare_runs([two_rank_facts, hybrid_facts])
     assert comparison["same_model"] is False
     assert comparison["differences"][0] == (
-        "These are different models: their losses, times and bytes are not comparable."
+        "These are different models: their losses, times and bytes differ for this reason too."
     )
     assert comparison["loss_apart"] is None
     assert comparison["settings"]["ranks"] == [2, 4]
@@ -70,18 +72,48 @@ def test_compare_runs_titles_say_what_differs(two_rank_facts):
         with_settings(two_rank_facts, "b", **{"training.seed": 2, "layout.offload": "cpu"}),
     ]
     comparison = compare_runs(runs)
-    assert comparison["titles"] == ["a: seed=1", "b: seed=2, offload=cpu"]
+    assert comparison["titles"] == ["a: training.seed=1", "b: training.seed=2, layout.offload=cpu"]
     assert comparison["settings"] == {"training.seed": [1, 2], "layout.offload": [None, "cpu"]}
     assert comparison["same_model"] is True
 
 
-def test_compare_runs_titles_have_at_most_three_settings_with_unique_names(two_rank_facts):
-    fields = ("training.seed", "checkpoint.every", "metrics.every", "optimizer.weight_decay")
+def test_compare_runs_titles_have_at_most_three_settings_and_those_that_matter_first(two_rank_facts):
+    fields = ("checkpoint.every", "metrics.every", "training.seed", "optimizer.weight_decay")
     runs = [with_settings(two_rank_facts, name, **dict.fromkeys(fields, name)) for name in "ab"]
-    assert sorted(compare_runs(runs)["titles"]) == [
-        "a: seed=a, weight_decay=a, checkpoint.every=a, and 1 more",
-        "b: seed=b, weight_decay=b, checkpoint.every=b, and 1 more",
+    assert compare_runs(runs)["titles"] == [
+        "a: training.seed=a, optimizer.weight_decay=a, checkpoint.every=a, and 1 more",
+        "b: training.seed=b, optimizer.weight_decay=b, checkpoint.every=b, and 1 more",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_comparable"),
+    [
+        ({"training.seed": 2, "data.held_out": ["/other"]}, True),
+        ({"data.train": ["/other"]}, False),
+        ({"data.tokenizer_vocab": 300}, False),
+        ({"training.seq_len": 8}, False),
+    ],
+)
+def test_compare_runs_compares_training_losses_only_on_the_same_tokens(two_rank_facts, changes, is_comparable):
+    comparison = compare_runs([two_rank_facts, with_settings(two_rank_facts, "b", **changes)])
+    (row,) = [row for row in comparison["rows"] if row["quantity"] == "loss"]
+    sentences = formatting.format_comparison(comparison)
+    assert row["ratio"] == ([1.0, 1.0] if is_comparable else [1.0, None])
+    assert any("losses differ by at most" in sentence for sentence in sentences) == is_comparable
+    message = f"Training losses are not comparable, because the runs differ in {', '.join(changes)}."
+    assert (message in sentences) != is_comparable
+
+
+def test_comparison_rows_begin_with_results_and_end_with_settings_of_no_effect(two_rank_facts):
+    settings = {"evaluation.prompt": "a\nb", "training.steps": 5, "checkpoint.every": 3}
+    other = with_settings(two_rank_facts, "b", **settings)
+    rows = formatting.comparison_rows(compare_runs([two_rank_facts, {**other, "run": {**other["run"], "step": 5}}]))
+    labels = [label for label, _ in rows]
+    results = ["last step", "loss", "validation loss", "perplexity", "tokens per second", "peak memory of a rank"]
+    assert labels[:8] == [*results, "training.steps", "whole step"]
+    assert sorted(labels[-2:]) == ["checkpoint.every", "evaluation.prompt"]
+    assert dict(rows)["evaluation.prompt"][1] == ("a\nb", "a\\nb", "")
 
 
 def test_compare_runs_has_perplexity_and_last_steps_that_differ(two_rank_facts):
@@ -100,6 +132,22 @@ def test_report_of_many_runs_prints_one_table_with_a_row_per_run(tmp_path):
     assert "validation" in output
     assert "First change" not in output
     assert "change first" not in output
+
+
+def test_report_of_many_runs_says_how_many_columns_do_not_fit(tmp_path):
+    runs = [copy_run(two_rank_run(), tmp_path / str(number)) for number in range(4)]
+    page = tmp_path / "page.html"
+    comparison = command_json("report", *runs)["comparison"]
+    wide, narrow = (command_output("report", *runs, "--html", page, width=width) for width in (400, 80))
+    assert "left out" not in wide
+    heads = set(re.findall(r"\w+", narrow.partition("two in ")[0]))
+    assert {"loss", "validation", "perplexity", "tokens", "memory"} <= heads
+    assert "goodput" not in heads
+    (note,) = [line for line in narrow.splitlines() if "left out" in line]
+    assert note.endswith(f"columns left out; see {page} or --json")
+    row = next(line for line in narrow.splitlines() if line.startswith("two in "))
+    _, *shown_cells = re.split(" {2,}", row.strip())
+    assert int(note.split()[0]) == len(formatting.comparison_rows(comparison)) - len(shown_cells)
 
 
 def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):

@@ -118,7 +118,9 @@ def test_runs_with_other_held_out_text_are_not_compared(tmp_path: Path) -> None:
     assert row["measured"] == [4.0, 4.4, 4.4]
     assert row["ratio"] == [1.0, None, None]
     (sentence,) = [line for line in format_comparison(comparison) if "held-out" in line]
-    assert sentence.startswith("The runs were last evaluated on different held-out text, so that these losses are not")
-    assert sentence.endswith(": 1,024 tokens and 4,096 tokens.")
+    assert sentence == (
+        "The runs were last evaluated on different held-out text, so that validation losses are not comparable: "
+        "1,024 tokens and 4,096 tokens."
+    )
     (row,) = [row for row in compare_runs(runs[1:])["rows"] if row["quantity"] == "held-out loss"]
     assert row["ratio"] == [1.0, 1.0]

@@ -28,3 +28,20 @@ from phalanx.report import formatting
 )
 def test_format_number_chooses_digits_by_unit(value, unit, expected):
     assert formatting.format_number(value, unit) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([["/w/a.jsonl", "/w/b"], ["/w/a.jsonl"], None], ["a.jsonl, b", "a.jsonl", "-"]),
+        ([["/old/x/text"], ["/new/x/text"]], ["old/x/text", "new/x/text"]),
+        (["hf:org/name", "a\nb", ""], ["hf:org/name", r"a\nb", '""']),
+        ([True, [0.9, 0.95], []], ["true", "0.9, 0.95", "[]"]),
+        (["x" * 50 + "1", "x" * 50 + "2"], ["…xxxxxxxx1", "…xxxxxxxx2"]),
+        (["a" * 50, "b" * 50], ["a" * 32 + "…", "b" * 32 + "…"]),
+        (["x" * 50 + "1", "x" * 50 + "2", "y"], ["x" * 50 + "1", "x" * 50 + "2", "y"]),
+        (["x" * 50, "x" * 51], ["…xxxxxxxx", "…xxxxxxxxx"]),
+    ],
+)
+def test_setting_texts_are_short_and_show_the_difference(values: list[object], texts: list[str]) -> None:
+    assert formatting.setting_texts(values) == texts

@@ -49,7 +49,7 @@ def test_run_marks_names_changes_of_layout_and_config() -> None:
         start(10, ranks=4, settings={"layout.pp": 2, "optimizer.learning_rate": 0.2}),
     ]
     assert [(mark["kind"], mark["text"]) for mark in run_marks(events)] == [
-        ("change", "step 8: resumed; ranks: 4 (before: 2); layout.pp: 2 (before: 1); data.train: none (before: ['a'])"),
+        ("change", "step 8: resumed; ranks: 4 (before: 2); layout.pp: 2 (before: 1); data.train: none (before: a)"),
         ("resume", "step 9: resumed"),
         ("change", "step 10: resumed; optimizer.learning_rate: 0.2 (before: 0.1)"),
     ]

@@ -16,19 +16,18 @@ MAX_SIDE_BY_SIDE = 3
 """Maximum number of runs whose reports stand side by side; the reports of more runs follow each other."""
 MAX_TITLE_SETTINGS = 3
 """Maximum number of differing settings in the title of a run."""
-MEASURE_ORDER = (
-    "last step",
-    "loss",
-    "held-out loss",
-    "perplexity",
-    "tokens_per_second",
-    "targets_per_second",
-    "step",
-    "mfu",
-    "peak memory of a rank",
-    "goodput",
+MEASURE_ORDER = (*formatting.RESULTS, "step", "mfu", "goodput")
+"""Measures that come before the others."""
+TOKEN_SETTINGS = (
+    "data.train",
+    "data.dataset",
+    "data.tokenizer",
+    "data.text_key",
+    "data.mask_documents",
+    "training.seq_len",
+    "training.loss",
 )
-"""Measures at the beginning of a table of runs."""
+"""Beginnings of the names of settings that must be equal for training losses to be comparable."""
 
 
 def report_data(runs: Sequence[Facts]) -> Facts:
@@ -46,9 +45,13 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
     run_facts = [facts["run"] for facts in runs]
     names = run_labels(run_facts)
     settings = _find_differing_settings(run_facts)
+    token_settings = {name: values for name, values in settings.items() if name.startswith(TOKEN_SETTINGS)}
     unknown = [name for name, run in zip(names, run_facts, strict=True) if "settings" not in run]
     same_model = None if unknown else not any(name.startswith("model.") for name in settings)
-    rows = sorted(_compare_measures(runs), key=lambda row: (*MEASURE_ORDER, row["quantity"]).index(row["quantity"]))
+    rows = sorted(
+        _compare_measures(runs, token_settings),
+        key=lambda row: (*MEASURE_ORDER, row["quantity"]).index(row["quantity"]),
+    )
     return {
         "names": names,
         "titles": _make_titles(names, settings),
@@ -57,35 +60,38 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
         "differences": [
             *_describe_models(unknown, same_model),
             *_describe_peaks(run_facts),
+            *_describe_token_settings(token_settings),
             *_describe_held_out([_last_held_out_curve(facts) for facts in runs]),
         ],
         "rows": rows,
-        "loss_apart": _max_loss_difference(runs) if same_model else None,
+        "loss_apart": _max_loss_difference(runs) if same_model and not token_settings else None,
     }
 
 
 def _find_differing_settings(runs: Sequence[Facts]) -> dict[str, list[Any]]:
-    """Return the value of each run, or None, for each setting that is not equal in all runs with known ones."""
+    """Return the value of each run, or None, for each setting that is not equal in all runs with known ones.
+
+    Minor settings come last.
+    """
     settings = [
         {"ranks": run["ranks"], "device": run["device"], **run["settings"]} if "settings" in run else None
         for run in runs
     ]
     known = [fields for fields in settings if fields is not None]
+    names = dict.fromkeys(name for fields in known for name in fields)
     return {
         name: [fields.get(name) if fields else None for fields in settings]
-        for name in dict.fromkeys(name for fields in known for name in fields)
+        for name in sorted(names, key=lambda name: name.startswith(formatting.MINOR_SETTINGS))
         if any(fields.get(name) != known[0].get(name) for fields in known)
     }
 
 
 def _make_titles(names: Sequence[str], settings: dict[str, list[Any]]) -> list[str]:
-    """Return the name of each run with the first of its settings that differ, such as "a: seed=1, pp=2"."""
-    short_names = formatting.short_names(settings)
+    """Return the name of each run with the first of its settings that differ, such as "a: ranks=2, layout.pp=2"."""
+    texts = {field: formatting.setting_texts(values) for field, values in settings.items()}
     titles = []
     for index, name in enumerate(names):
-        own = [
-            f"{short_names[field]}={values[index]}" for field, values in settings.items() if values[index] is not None
-        ]
+        own = [f"{field}={texts[field][index]}" for field, values in settings.items() if values[index] is not None]
         more = [f"and {len(own) - MAX_TITLE_SETTINGS} more"] if len(own) > MAX_TITLE_SETTINGS else []
         titles.append(f"{name}: {', '.join([*own[:MAX_TITLE_SETTINGS], *more])}" if own else name)
     return titles
@@ -106,7 +112,7 @@ def _describe_models(unknown: Sequence[str], same_model: bool | None) -> Iterato
     if unknown:
         yield f"These runs may have different models: no usable run.toml in {', '.join(unknown)}."
     elif not same_model:
-        yield "These are different models: their losses, times and bytes are not comparable."
+        yield "These are different models: their losses, times and bytes differ for this reason too."
 
 
 def _describe_peaks(runs: Sequence[Facts]) -> Iterator[str]:
@@ -118,10 +124,15 @@ def _describe_peaks(runs: Sequence[Facts]) -> Iterator[str]:
         )
 
 
-def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
+def _describe_token_settings(token_settings: dict[str, list[Any]]) -> Iterator[str]:
+    if token_settings:
+        yield f"Training losses are not comparable, because the runs differ in {', '.join(token_settings)}."
+
+
+def _compare_measures(runs: Sequence[Facts], token_settings: dict[str, list[Any]]) -> Iterator[Facts]:
     """Yield a row for each measure, with the value of each run or None.
 
-    Held-out losses have a ratio if the run evaluated the text of the first one.
+    Losses have a ratio if the run trained on the tokens of the first one, and held-out losses if it evaluated them.
     """
     for name, unit in dict.fromkeys(
         (row["quantity"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
@@ -134,7 +145,13 @@ def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
     last_steps = [facts["run"]["step"] for facts in runs]
     if len(set(last_steps)) > 1:
         yield _build_comparison_row("last step", "steps", last_steps) | {"ratio": [None] * len(runs)}
-    yield _build_comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
+    losses = [formatting.last_value(facts["curves"].get("loss")) for facts in runs]
+    loss_row = _build_comparison_row("loss", "loss", losses)
+    loss_row["ratio"] = [
+        ratio if all(values[index] == values[0] for values in token_settings.values()) else None
+        for index, ratio in enumerate(loss_row["ratio"])
+    ]
+    yield loss_row
     curves = [_last_held_out_curve(facts) for facts in runs]
     losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
     for held_out_row in (
@@ -161,7 +178,7 @@ def _describe_held_out(curves: Sequence[Facts]) -> Iterator[str]:
     if not all(have_same_held_out_text(evaluated[0], curve) for curve in evaluated):
         counts = dict.fromkeys(formatting.format_tokens(curve["held_out_tokens"]) for curve in evaluated)
         yield (
-            "The runs were last evaluated on different held-out text, so that these losses are not comparable: "
+            "The runs were last evaluated on different held-out text, so that validation losses are not comparable: "
             f"{' and '.join(counts)}."
         )
 

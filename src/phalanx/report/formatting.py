@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.report.swarm_rounds import ALL_ROUNDS, PER_ROUND
@@ -48,6 +48,27 @@ BOTTLENECK_NAMES = {
     "expert": "a hot expert",
 }
 """Names of bottlenecks, as causes of a share of a step."""
+RESULTS = (
+    "last step",
+    "loss",
+    "held-out loss",
+    "perplexity",
+    "tokens_per_second",
+    "targets_per_second",
+    "peak memory of a rank",
+)
+"""Measures at the beginning of a table of runs, before the settings that differ."""
+MINOR_SETTINGS = (
+    "optimizer.warmup_steps",
+    "evaluation.prompt",
+    "evaluation.samples",
+    "checkpoint.",
+    "recovery.",
+    "metrics.",
+)
+"""Beginnings of the names of settings that rarely explain a difference of results, at the end of a table of runs."""
+MAX_SETTING_WIDTH = 32
+"""Characters of a setting's value; more only if values would otherwise look equal."""
 STATE_DESCRIPTIONS = {
     True: "the run is still active",
     False: "the run has stopped",
@@ -195,25 +216,56 @@ def format_comparison(comparison: Mapping[str, Any]) -> list[str]:
 def comparison_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[tuple[Any, str, str]]]]:
     """Return the rows of a comparison: label and a cell per run, with the value, its text and its ratio to the first.
 
-    The first rows are the differing settings. Measures that no run has, or that are 0 in all of them, are left out.
+    The order is: results, differing settings, other measures, minor settings. Measures that no run has, or that are 0
+    in all of them, are left out.
     """
-    rows = []
-    names = short_names(comparison["settings"])
+    numbered_rows = []  # with the number of their group in this order
     for name, values in comparison["settings"].items():
-        rows.append((names[name], [(value, UNKNOWN if value is None else str(value), "") for value in values]))
+        cells = [(value, text, "") for value, text in zip(values, setting_texts(values), strict=True)]
+        numbered_rows.append((3 if name.startswith(MINOR_SETTINGS) else 1, (name, cells)))
     for row in comparison["rows"]:
         if any(row["measured"]):
             texts = [format_number(value, row["unit"]) for value in row["measured"]]
             ratios = ["", *("" if ratio is None else format_ratio(ratio) for ratio in row["ratio"][1:])]
             label = DISPLAY_NAMES.get(row["quantity"], row["quantity"])
-            rows.append((label, list(zip(row["measured"], texts, ratios, strict=True))))
-    return rows
+            cells = list(zip(row["measured"], texts, ratios, strict=True))
+            numbered_rows.append((0 if row["quantity"] in RESULTS else 2, (label, cells)))
+    return [row for _, row in sorted(numbered_rows, key=lambda numbered_row: numbered_row[0])]
 
 
-def short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Return the last part of each dotted name, or the whole name if several end in this part."""
-    counts = Counter(field.rpartition(".")[2] for field in fields)
-    return {field: last if counts[last := field.rpartition(".")[2]] == 1 else field for field in fields}
+def setting_texts(values: Sequence[Any], unset: str = UNKNOWN) -> list[str]:
+    """Return the values of a setting in several runs as short texts that differ where the values do.
+
+    An absolute path is shortened to its file name, and to as many directories as tell the values apart. Long texts
+    begin shortly before the first difference.
+    """
+    num_distinct = len(set(map(repr, values)))
+    for path_parts in range(1, 2 + max(str(value).count("/") for value in values)):
+        texts = [unset if value is None else _setting_text(value, path_parts) for value in values]
+        if len(set(texts)) == num_distinct:
+            break
+    if max(map(len, texts)) <= MAX_SETTING_WIDTH:
+        return texts
+    differing_columns = (index for index, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1)
+    first_difference = next(differing_columns, min(map(len, texts)))
+    begin = max(0, first_difference - 8)
+    width = MAX_SETTING_WIDTH
+    while True:
+        end = begin + width
+        cut_texts = [f"{'…' * (begin > 0)}{text[begin:end]}{'…' * (len(text) > end)}" for text in texts]
+        if len(set(cut_texts)) == len(set(texts)):
+            return cut_texts
+        width *= 2
+
+
+def _setting_text(value: Any, path_parts: int) -> str:
+    """Return a value in one line; of an absolute path, only the last parts."""
+    if isinstance(value, list) and value:
+        return ", ".join(_setting_text(item, path_parts) for item in value)
+    if not isinstance(value, str) or not value:
+        return json.dumps(value)
+    text = "/".join(value.rstrip("/").split("/")[-path_parts:]) if value.startswith("/") else value
+    return text.translate({ord("\n"): r"\n", ord("\r"): r"\r", ord("\t"): r"\t"})
 
 
 def seconds_left(facts: Mapping[str, Any]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.report.formatting import setting_texts
 from phalanx.runs.events import FAILED, FINISHED, ROLLED_BACK, STARTED
 
 
@@ -31,7 +32,8 @@ def run_marks(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ignored = now.keys() - before.keys() if len(before) == 1 else {"training.steps"} - before.keys()
             names = [name for name in {**now, **before} if now.get(name) != before.get(name) and name not in ignored]
             changes = "".join(
-                f"; {name}: {now.get(name, 'none')} (before: {before.get(name, 'none')})" for name in names
+                "; {}: {} (before: {})".format(name, *setting_texts([now.get(name), before.get(name)], unset="none"))
+                for name in names
             )
             text = f"step {event['step']}: {text}{changes}"
             marks.append({"step": event["step"], "kind": "change" if names else kind, "text": text})

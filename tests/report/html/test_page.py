@@ -7,6 +7,7 @@ import json
 import locale
 import re
 import sys
+from html import escape
 from itertools import pairwise
 
 import pytest
@@ -138,12 +139,22 @@ def test_report_page_of_many_runs_begins_with_a_sortable_table(two_run_report):
     text = main(report_data(runs))
     assert text.startswith('<main class="several">\n<section><h1>5 runs</h1><div class="scroll"><table class="sort')
     assert re.findall(r'<td data-value="(\d)">', text) == ["0", "1", "2", "3", "4"]
-    assert re.findall("<summary>(run-.*?)</summary>", text) == [f"run-{number}: seed={number}" for number in range(5)]
+    assert re.findall("<summary>(run-.*?)</summary>", text) == [
+        f"run-{number}: training.seed={number}" for number in range(5)
+    ]
     figures = parse_embedded_json(text, "figures")
     assert {f"curves-{number}" for number in range(5)} | {"curves"} <= set(figures)
     colors = {trace["line"]["color"] for trace in figures["curves"]["data"] if trace["mode"] == "lines"}
     assert len(colors) == 5
     assert "<title>5 runs - Phalanx</title>" in page(report_data(runs))
+
+
+def test_report_page_has_titles_of_runs_once_and_then_their_names(two_run_report):
+    text = re.sub(r"<script\b.*?</script>", "", main(two_run_report), flags=re.DOTALL)
+    for name, title in zip(two_run_report["comparison"]["names"], two_run_report["comparison"]["titles"], strict=True):
+        assert title != name
+        assert text.count(escape(title)) == 1
+        assert text.count(f"<h3>{name}</h3>") > 3
 
 
 def test_group_rows_omits_zero_rows(two_run_report):

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.common.text import text_table
 from phalanx.report import formatting, gpu_samples
 from phalanx.report.compare_runs import MAX_SIDE_BY_SIDE
 from phalanx.report.gpu_profile import facts as gpu_profile
-from phalanx.spec.formatting import format_ratio, format_seconds
+from phalanx.spec.formatting import format_ratio, format_seconds, plural
 from phalanx.spec.terminal import Terminal
 
 Facts = dict[str, Any]
@@ -43,7 +43,7 @@ def print_report(report: Facts, file: Path) -> None:
     console = Terminal(width=max(Terminal().width, 80), highlight=False)
     comparison = report["comparison"]
     is_overview = len(report["runs"]) > MAX_SIDE_BY_SIDE
-    for part in () if comparison is None else (*_render_run_table(comparison, as_rows=is_overview), Text()):
+    for part in () if comparison is None else (*_render_run_table(comparison, file, as_rows=is_overview), Text()):
         console.print(part, soft_wrap=isinstance(part, Text))
     for facts in () if is_overview else report["runs"]:
         for part in _render_report(facts):
@@ -181,23 +181,37 @@ def gpu_table(title: str, rows: Sequence[Sequence[str]]) -> Group:
     return Group(Text(title, "bold"), table)
 
 
-def _render_run_table(comparison: Facts, as_rows: bool) -> Iterator[RenderableType]:
-    """Yield the differing settings and the measures of runs; each run is a column with ratios, or a row without."""
+def _render_run_table(comparison: Facts, file: Path, as_rows: bool) -> Iterator[RenderableType]:
+    """Yield the measures and the differing settings of runs; each run is a column with ratios, or a row without.
+
+    Columns that do not fit are counted; the page (`file`) has them.
+    """
     rows = formatting.comparison_rows(comparison)
     if as_rows:
-        table = _make_table("run")
-        width = max(map(len, comparison["names"])) + 2
+        total_width = max(Terminal().width, 80)
+        name_width = min(total_width // 3, max(map(len, comparison["names"])))
+        free_width = total_width - name_width
+        table = text_table(Column("run", width=name_width, overflow="fold"))
+        shown = []
         for label, cells in rows:
-            width += 2 + max(map(len, [*label.split(), *(text for _, text, _ in cells)]))
-            if width <= max(Terminal().width, 80):
-                table.add_column(Text(label), justify="right")
+            title = label.replace(".", ".\n")
+            width = max(map(len, [*title.split(), *(text for _, text, _ in cells)]))
+            if width + 2 <= free_width:
+                free_width -= width + 2
+                table.add_column(Text(title), justify="right", width=width, overflow="fold")
+                shown.append(cells)
         for index, name in enumerate(comparison["names"]):
-            table.add_row(Text(name), *(Text(cells[index][1]) for _, cells in rows[: len(table.columns) - 1]))
+            table.add_row(Text(name), *(Text(cells[index][1]) for cells in shown))
+        yield table
+        if len(shown) < len(rows):
+            yield Text(f"{plural(len(rows) - len(shown), 'column')} left out; see {file} or --json", "dim")
     else:
         table = _make_table("", *comparison["names"])
         for label, cells in rows:
             table.add_row(label, *(Text(f"{text}  {ratio:>8}" if ratio else text) for _, text, ratio in cells))
-    yield table
+        for column in table.columns:
+            column.overflow = "fold"
+        yield table
     yield from map(Text, formatting.format_comparison(comparison))
 
 

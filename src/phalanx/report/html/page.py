@@ -29,7 +29,7 @@ PROFILE_HINT = "For the passes of a step and the memory over it, train with <cod
 MAX_OPEN_MARKS = 5
 """Maximum number of marks in the curves whose lines are visible at first."""
 Column = tuple[str, Facts, str]
-"""A run of a section: its number in ids of elements, its facts, and its title."""
+"""A run of a section: its number in ids of elements, its facts, and its name."""
 FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None]]] = {
     "ranks": ("Time of each rank's step", figures.ranks),
     "timeline": ("Passes of a step", timeline_figures.passes),
@@ -69,45 +69,51 @@ def main(report: Facts) -> str:
     runs = report["runs"]
     comparison = report["comparison"]
     figures_by_id: dict[str, Figure] = {}
-    titles = comparison["titles"] if comparison else [runs[0]["run"]["name"]]
+    names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
+    titles = comparison["titles"] if comparison else names
     parts = []
     if comparison:
         parts.append(_render_run_comparison(comparison))
-        parts.append(_render_curves("curves", runs, titles, figures_by_id))
-    columns = [(str(index), facts, title) for index, (facts, title) in enumerate(zip(runs, titles, strict=True))]
+        parts.append(_render_curves("curves", runs, names, figures_by_id))
+    columns = [(str(index), facts, name) for index, (facts, name) in enumerate(zip(runs, names, strict=True))]
     if len(runs) <= MAX_SIDE_BY_SIDE:
-        parts += _render_runs(columns, figures_by_id)
+        parts += _render_runs(columns, titles, figures_by_id)
     else:
         parts += [
-            f"<details><summary>{escape(column[2])}</summary>{''.join(_render_runs([column], figures_by_id))}</details>"
-            for column in columns
+            f"<details><summary>{escape(title)}</summary>"
+            f"{''.join(_render_runs([column], [column[2]], figures_by_id))}</details>"
+            for column, title in zip(columns, titles, strict=True)
         ]
     css_class = ' class="several"' if comparison else ""
     scripts = f"{_render_json_script('facts', report)}\n{_render_json_script('figures', figures_by_id)}"
     return f"<main{css_class}>\n{''.join(parts)}\n{scripts}\n</main>"
 
 
-def _render_runs(columns: Sequence[Column], figures_by_id: dict[str, Figure]) -> Iterator[str]:
-    """Yield the sections of a run, or of a few runs side by side; figures get the id of their element."""
+def _render_runs(columns: Sequence[Column], titles: Sequence[str], figures_by_id: dict[str, Figure]) -> Iterator[str]:
+    """Yield the sections of a run, or of a few runs side by side; figures get the id of their element.
+
+    The first section has the titles of the runs, and the others their names.
+    """
     runs = [facts for _, facts, _ in columns]
-    yield f"<section>{_render_columns([_render_header(*column) for column in columns])}</section>"
+    headers = [_render_header(index, facts, title) for (index, facts, _), title in zip(columns, titles, strict=True)]
+    yield f"<section>{_render_columns(headers)}</section>"
     yield _render_section("", columns, [_render_verdict(facts) for facts in runs])
     yield _render_section("Predicted and measured", columns, [_render_comparison_tables(facts) for facts in runs])
     yield from (_render_figure_section(section, columns, figures_by_id) for section in ("ranks", "timeline"))
     yield _render_section("Step on the GPU", columns, [_render_gpu_step(facts["gpu"]) for facts in runs])
     yield _render_section("GPUs during the run", columns, [_render_gpu_samples(facts["gpu_samples"]) for facts in runs])
     if len(columns) == 1:
-        (index, facts, title) = columns[0]
-        yield _render_curves(f"curves-{index}", [facts], [title], figures_by_id)
+        (index, facts, name) = columns[0]
+        yield _render_curves(f"curves-{index}", [facts], [name], figures_by_id)
     sections = ("rounds", "memory", "traffic", "experts")
     yield from (_render_figure_section(section, columns, figures_by_id) for section in sections)
     if all(facts["timeline"] is None and facts["memory"] is None and "swarm" not in facts for facts in runs):
         yield f'<p class="quiet hint">{PROFILE_HINT}</p>'
 
 
-def _render_curves(name: str, runs: Sequence[Facts], titles: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
+def _render_curves(name: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
     """Return the section of the curves, with a line on each mark of a single run."""
-    figure = figures.curves(runs, titles)
+    figure = figures.curves(runs, names)
     if figure is None:
         return ""
     figures_by_id[name] = figure
@@ -147,13 +153,13 @@ def _render_columns(cells: Sequence[str]) -> str:
 
 
 def _render_section(title: str, columns: Sequence[Column], cells: Sequence[str]) -> str:
-    """Return a section with a cell for each run, with titles if there are several runs; "" if no cell has content."""
+    """Return a section with a cell for each run, with names if there are several runs; "" if no cell has content."""
     if not any(cells):
         return ""
     if len(cells) > 1:
         cells = [
-            f"<h3>{escape(run_title)}</h3>{cell or '<p class=quiet>No data.</p>'}"
-            for (_, _, run_title), cell in zip(columns, cells, strict=True)
+            f"<h3>{escape(name)}</h3>{cell or '<p class=quiet>No data.</p>'}"
+            for (_, _, name), cell in zip(columns, cells, strict=True)
         ]
     heading = f"<h2>{title}</h2>" if title else ""
     return f"<section>{heading}{_render_columns(cells)}</section>\n"
@@ -310,7 +316,7 @@ def _render_gpu_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _render_run_comparison(comparison: Facts) -> str:
-    """Return the differences between runs in sentences, and a table of differing settings and measures.
+    """Return the differences between runs in sentences, and a table of measures and differing settings.
 
     A few runs are columns, with ratios to the first one. More runs are rows, which a click on a column's title sorts.
     """
@@ -327,7 +333,10 @@ def _render_run_comparison(comparison: Facts) -> str:
         table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
         return f"<section><h1>{len(names)} runs</h1>{table}{sentences}</section>\n"
     labels = ("run", *(label for label, _ in rows))
-    head = "".join(f'<th scope="col"><button type="button">{escape(label)}</button></th>' for label in labels)
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(label).replace(".", ".<wbr>")}</button></th>'
+        for label in labels
+    )
     body = ""
     for index, name in enumerate(names):
         swatch = f'<span style="background:{figures.run_color(index, len(names))}"></span>'
