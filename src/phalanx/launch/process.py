@@ -55,8 +55,8 @@ def select_device(run: RunSpec) -> str:
     if requested == "cuda" and not torch.cuda.is_available():
         problem = "is not available: PyTorch finds no GPU on this machine"
         fix = (
-            "run it on a machine with GPUs; to check the file here, use phalanx plan, launch or dryrun; to train on this "
-            'CPU, set cluster.device = "cpu"'
+            "run it on a machine with GPUs; to check the file here, use phalanx plan, launch or dryrun; to train on "
+            'this CPU, set cluster.device = "cpu"'
         )
         raise LocalNodeError("cluster.device", "cuda", problem, fix)
     return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"

@@ -526,11 +526,13 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
     unset = {"data": ("train", "tokenizer", "tokenizer_vocab"), "training": ("steps",)}
     unset |= {"optimizer": ("warmup_steps",), "checkpoint": ("every",)}
     assert [name for table, names in unset.items() for name in names if name in run_table[table]] == []
+    out.unlink()
     settings = ("--set", "training.steps=9000", "--set", "checkpoint.every=70", "--set", "data.tokenizer=llama.json")
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *settings, "--out", out)
     assert "not set: data.train (stdlib), optimizer.warmup_steps (50). These" in " ".join(errors.split())
     planned = load_run(out)
     assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
+    out.unlink()
     small = ("--set", "model.preset=tiny", "--machine", "cpu", "--nproc", 2)
     errors = cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
     assert "small runs" not in errors
