@@ -55,7 +55,11 @@ def select_device(run: RunSpec) -> str:
         set_gpu_environment()
     if requested == "cuda" and not torch.cuda.is_available():
         problem = "is not available: PyTorch finds no GPU on this machine"
-        raise LocalNodeError("cluster.device", "cuda", problem, 'set cluster.device = "cpu" or "auto"')
+        fix = (
+            "run it on a machine with GPUs; to check the file here, use phalanx plan, launch or dryrun; to train on "
+            'this CPU, set cluster.device = "cpu"'
+        )
+        raise LocalNodeError("cluster.device", "cuda", problem, fix)
     return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"
 
 

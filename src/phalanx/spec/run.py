@@ -298,6 +298,11 @@ class RunSpec(Spec):
     swarm: SwarmSpec | None = None
     """Training on nodes joined by slow links (`phalanx swarm`)."""
 
+    @property
+    def model_name(self) -> str:
+        """The preset or Hugging Face directory that the model comes from, or else the name of the run if it is set."""
+        return self.model.source_name or (self.name if "name" in self.model_fields_set else "model")
+
     def on_device(self, device: str) -> RunSpec:
         """Return this run with `cluster.device` set, because "auto" does not name the device in use."""
         return self.replace(cluster=self.cluster.replace(device=device))

@@ -526,15 +526,48 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
     unset = {"data": ("train", "tokenizer", "tokenizer_vocab"), "training": ("steps",)}
     unset |= {"optimizer": ("warmup_steps",), "checkpoint": ("every",)}
     assert [name for table, names in unset.items() for name in names if name in run_table[table]] == []
+    out.unlink()
     settings = ("--set", "training.steps=9000", "--set", "checkpoint.every=70", "--set", "data.tokenizer=llama.json")
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *settings, "--out", out)
     assert "not set: data.train (stdlib), optimizer.warmup_steps (50). These" in " ".join(errors.split())
     planned = load_run(out)
     assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
+    out.unlink()
     small = ("--set", "model.preset=tiny", "--machine", "cpu", "--nproc", 2)
     errors = cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
     assert "small runs" not in errors
     assert errors.splitlines()[0].endswith(f"; start it with phalanx train {out}")
+
+
+def test_plan_of_a_config_without_trainable_weights_writes_a_run_from_new_weights(tmp_path):
+    out = tmp_path / "planned.toml"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 128}
+    reasons = {
+        "qwen2": "is planned as Phalanx's transformer of its sizes, without biases of queries, keys and values",
+        "llama": "has no *.safetensors",
+    }
+    for family, reason in reasons.items():
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+        errors = cli_runner.command_stderr(
+            "plan", folder / "config.json", "--machine", "cpu", "--nproc", 1, "--top", 1, "--out", out
+        )
+        assert "start it" not in errors
+        assert f"train from new weights, not those of the model, with phalanx train {out}" in errors
+        header = out.read_text().splitlines()[1]
+        assert reason in header
+        assert header.endswith("; this run trains Phalanx's transformer of these sizes from new weights")
+        planned = load_run(out, environment={})
+        assert (planned.name, planned.model.from_hf, planned.model.hidden_size) == (family, None, 64)
+        assert f"trainer: {family} on 1 x cpu" in plan_output(folder, "--machine", "cpu", "--nproc", 1, "--top", 1)
+        out.unlink()
+    (folder / "model.safetensors").touch()
+    errors = cli_runner.command_stderr("plan", folder, "--machine", "cpu", "--nproc", 1, "--top", 1, "--out", out)
+    assert "start it with" in errors
+    assert load_run(out, environment={}).model.from_hf == str(folder)
+    assert "new weights" not in out.read_text()
 
 
 def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
@@ -573,8 +606,9 @@ def test_plan_reports_shortage_and_needed_devices_when_no_layout_fits(run):
 def test_plan_raises_user_error_for_unknown_machine(run):
     with pytest.raises(UserError, match="did you mean 'h100'"):
         plan_output(run, "--machine", "h1000")
-    with pytest.raises(UserError, match=r"cluster\.peak_flops is unknown"):
+    with pytest.raises(UserError, match=r"cluster\.peak_flops is unknown, .* names no machine") as error_info:
         plan_output(run)
+    assert "--machine h100, or on a machine without GPUs --machine cpu" in error_info.value.fix
 
 
 def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):

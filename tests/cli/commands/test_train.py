@@ -161,7 +161,7 @@ def test_replan_layout_is_equal_on_nodes_that_chose_other_recomputation(tmp_path
         (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "cannot be resolved"),
         (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "finds no GPU"),
         (("--nodes", "1:2", "--rendezvous", "127.0.0.1", "--nproc", "8"), 2, "is not a valid rendezvous address"),
-        (("--nproc", "8"), 2, "finds no GPU"),
+        (("--nproc", "8"), 2, "fix: run it on a machine with GPUs; to check the file here, use"),
     ],
 )
 def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(

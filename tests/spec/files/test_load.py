@@ -155,7 +155,25 @@ def test_run_of_a_model_has_the_batch_of_published_runs(tmp_path):
         assert (training.seq_len, training.tokens_per_step, training.precision) == (seq_len, 2**22, "bf16")
         assert not {"seq_len", "tokens_per_step"} & training.model_fields_set
     assert load_run("llama3-8b", environment={}).model == load_model_spec("llama3-8b")
+    (tmp_path / "model.safetensors").touch()
     assert load_run(tmp_path, environment={}).model == load_model_spec(str(tmp_path))
+
+
+def test_run_of_a_config_starts_from_its_weights_only_if_there_are_any(tmp_path):
+    folder = tmp_path / "my llama"
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(LLAMA_CONFIG))
+    for path in (folder, config):
+        run = load_run(path, environment={})
+        assert (run.model.from_hf, run.model.hidden_size, run.optimizer.learning_rate) == (None, 4096, 3e-4)
+        assert run.name == "my-llama"
+    (folder / "model-00001-of-00002.safetensors").touch()
+    for path in (folder, config):
+        run = load_run(path, environment={})
+        assert (run.model.from_hf, run.optimizer.learning_rate) == (str(folder), 2e-5)
+    assert load_run("llama3-8b", environment={}).name == "llama3-8b"
+    assert load_run("llama3-8b", ["name=mine"], {}).name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +208,7 @@ def test_file_with_the_name_of_a_preset_is_the_run_file(tmp_path, monkeypatch):
     assert load_run("llama3-8b", environment={}).name == "mine"
     assert load_run("tiny", environment={}).model.preset == "tiny"
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    (tmp_path / "tiny" / "model.safetensors").touch()
     assert load_run("tiny", environment={}).model.from_hf == "tiny"
 
 

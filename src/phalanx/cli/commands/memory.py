@@ -197,7 +197,7 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
 
 def _print_memory(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
-    console.print(run.model.source_name or "model", style="bold", end="  ", highlight=False)
+    console.print(run.model_name, style="bold", end="  ", highlight=False)
     print_line(console, describe(run.model))
     sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"

@@ -183,7 +183,7 @@ def _describe_layout(run: RunSpec, world_size: int) -> str:
         if getattr(layout, axis) > 1:
             is_outer = axis == "pp" and layout.rank_order == "pipeline_outer"
             axes.append(f"{axis} {getattr(layout, axis)}{' (outer)' if is_outer else ''}")
-    return f"{run.model.source_name or 'model'}, {', '.join(axes)}"
+    return f"{run.model_name}, {', '.join(axes)}"
 
 
 def _print_placement(facts: dict[str, Any]) -> None:

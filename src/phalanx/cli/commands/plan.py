@@ -18,7 +18,17 @@ from phalanx.cli.commands.plan_export import export_layout
 from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.commands.plan_predict import predict
 from phalanx.cli.common.default_command import GroupWithDefault
-from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
+from phalanx.cli.common.options import (
+    AllSchedules,
+    Json,
+    Machine,
+    Nodes,
+    Nproc,
+    Overrides,
+    RunOrModel,
+    Topology,
+    counted_family_note,
+)
 from phalanx.cli.common.output_file import RUN_FILE, check_output_file
 from phalanx.spec.errors import UserError
 
@@ -135,7 +145,7 @@ def plan(
     ranked = rank_layouts(run_spec, world_size, num_shown, all_schedules=all_)
     # Before any output, which a pager may cut off
     if out is not None:
-        _write_planned_run(run_spec, ranked.best, out)
+        _write_planned_run(run_spec, ranked.best, out, source=run)
     if json_:
         import json
 
@@ -230,8 +240,18 @@ def _with_best_checkpoint_interval(run: RunSpec, planned: EvaluatedLayout) -> tu
     return run.replace(checkpoint=checkpoint.replace(every=cost.interval_steps)), note
 
 
-def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> None:
-    """Write the run with a layout, ready to train."""
+def _new_weights_note(source: Path) -> str | None:
+    """Return why a run of a Hugging Face config.json starts from new weights; None for other sources."""
+    from phalanx.spec.files.load import hf_config_file, lacks_weights, model_source
+
+    if (note := counted_family_note(source)) is not None:
+        return note
+    is_config = "from_hf" in (model_source(source) or {})
+    return f"{source}: has no *.safetensors" if is_config and lacks_weights(hf_config_file(str(source))) else None
+
+
+def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path, source: Path) -> None:
+    """Write the run with a layout, ready to train; `source` is its run file or model."""
     from phalanx.cli.common.output_file import write_file
     from phalanx.launch.jobs.job import PORT
     from phalanx.spec.files.write import to_toml
@@ -241,7 +261,9 @@ def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> No
 
     run, interval_note = _with_best_checkpoint_interval(run, planned)
     omitted, unset_note = unset_choices_of_large_model(run)
-    notes = [note for note in (learning_rate_note(run), interval_note, unset_note) if note]
+    if (weights_note := _new_weights_note(source)) is not None:
+        weights_note += "; this run trains Phalanx's transformer of these sizes from new weights"
+    notes = [note for note in (weights_note, learning_rate_note(run), interval_note, unset_note) if note]
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
     toml_text = to_toml(run.replace(layout=planned.candidate.layout()), omitted)
     write_file("--out", file, f"{''.join(comments)}{toml_text}")
@@ -250,6 +272,7 @@ def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path) -> No
     if run.cluster.nodes > 1:
         start += f" --rendezvous FIRST_NODE:{PORT} on each node"
         start += f", or phalanx launch {name} --to slurm|kubernetes|skypilot"
-    print(f"wrote {file} ({planned.candidate}, P(OOM) {planned.p_oom:.1%}); start it with {start}", file=sys.stderr)
+    purpose = "start it" if weights_note is None else "train from new weights, not those of the model,"
+    print(f"wrote {file} ({planned.candidate}, P(OOM) {planned.p_oom:.1%}); {purpose} with {start}", file=sys.stderr)
     for note in notes:
         print(note, file=sys.stderr)

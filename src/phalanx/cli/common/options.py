@@ -24,14 +24,21 @@ def complete_presets(folder: str) -> Callable[[str], list[str]]:
     return complete
 
 
-def note_counted_family(path: Path) -> Path:
-    """Log what a plan leaves out of a model whose family Phalanx cannot train. Returns the path."""
+def counted_family_note(path: Path) -> str | None:
+    """Return what a plan leaves out of a model whose family Phalanx cannot train; None for others."""
     from phalanx.spec.files.hf_families import COUNTED_FAMILIES
     from phalanx.spec.files.load import counted_family
 
-    if (family := counted_family(path)) is not None:
-        text = "%s: %s is planned as Phalanx's transformer of its sizes, without %s; Phalanx cannot train its weights"
-        logger.warning(text, path, family, COUNTED_FAMILIES[family])
+    if (family := counted_family(path)) is None:
+        return None
+    model = f"{family} is planned as Phalanx's transformer of its sizes, without {COUNTED_FAMILIES[family]}"
+    return f"{path}: {model}; Phalanx cannot train its weights"
+
+
+def log_counted_family(path: Path) -> Path:
+    """Log the note of `counted_family_note`. Returns the path."""
+    if (note := counted_family_note(path)) is not None:
+        logger.warning("%s", note)
     return path
 
 
@@ -41,7 +48,7 @@ RunOrModel = Annotated[
     Argument(
         help="A run file, or a model: a preset (`phalanx info --list`), a Hugging Face config.json or its directory.",
         metavar="RUN.toml|MODEL",
-        callback=note_counted_family,
+        callback=log_counted_family,
     ),
 ]
 Ranks = Annotated[

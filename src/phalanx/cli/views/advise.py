@@ -29,7 +29,7 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
     situation = advised.situation
     best = advised.best
-    name = run.model.source_name or "model"
+    name = run.model_name
     machine = run.cluster.preset or "device"
     agreement = f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner"
     setup = f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}, "

@@ -57,7 +57,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
 def _print_memory_verdict(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
     memory = diagnosis.current_footprint.memory
     cluster = run.cluster
-    name = run.model.source_name or "model"
+    name = run.model_name
     machine = cluster.preset or "device"
     verdict = describe_fit(diagnosis.current_footprint.p_oom)
     print_line(

@@ -26,7 +26,7 @@ class NodeCount:
 def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
     """Print a row for each number of nodes, with tokens/s per device relative to the first that fits."""
     console = plan_console()
-    name = run.model.source_name or "model"
+    name = run.model_name
     for line in (
         f"{PREDICTED_TRAINER}: {name} on {run.cluster.preset or 'the cluster'}, {describe_batch(run)}; the "
         "layout that --out writes for each number of nodes",

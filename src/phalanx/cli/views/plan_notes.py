@@ -23,7 +23,7 @@ PREDICTED_TRAINER = "Phalanx's own trainer"
 
 def describe_setup(run: RunSpec, world_size: int) -> str:
     """Describe the model, the machine and the batch."""
-    name = run.model.source_name or "model"
+    name = run.model_name
     return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}, {describe_batch(run)}"
 
 

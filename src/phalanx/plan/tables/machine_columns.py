@@ -87,8 +87,12 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     """
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
-            fix = f"add --machine h100 (`phalanx info --list` shows all), or set cluster.preset or cluster.{field}"
-            raise UserError(f"cluster.{field}", None, "is unknown, but a plan requires it", fix=fix)
+            problem = "is unknown, but a plan requires it"
+            if cluster.preset is None and cluster.peak_flops is None:
+                problem += ", and the run names no machine"
+            example = "cpu" if cluster.device == "cpu" else "h100, or on a machine without GPUs --machine cpu"
+            fix = f"add --machine {example} (`phalanx info --list` shows all), or set cluster.preset or cluster.{field}"
+            raise UserError(f"cluster.{field}", None, problem, fix=fix)
     link, network = _resolve_link_speeds(cluster, ranks)
     filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}
 

@@ -144,7 +144,7 @@ def _describe_setup(exploration: Exploration, context: PageContext) -> dict[str,
     run = exploration.run
     training = run.training
     cluster = run.cluster
-    model = run.model.source_name or "model"
+    model = run.model_name
     machine = cluster.preset or "the cluster"
     flops = training_flops_per_token(run.model, training.seq_len)
     peak = exploration.predictions.peak_flops

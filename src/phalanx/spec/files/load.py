@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -55,8 +56,9 @@ def load_run(
 
     Args:
         path: The run file, such as `phalanx init` writes it; or a model: a preset, or a Hugging Face config.json or its
-            directory. A file of a preset's name is the file. The run of a model has sequences of at most 8,192 tokens
-            and about four million tokens a step, unless they are set.
+            directory, which starts from its weights if there are *.safetensors. A file of a preset's name is the file.
+            The run of a model has its name, sequences of at most 8,192 tokens and about four million tokens a step,
+            unless they are set.
         overrides: Fields to set, such as "training.steps=200". Without a value ("layout.dp_shard=") a field has its
             default.
         environment: The environment variables.
@@ -75,7 +77,7 @@ def load_run(
         (200, 2, 'h100')
     """
     model = model_source(path)
-    table = read_run_table(path, trust) if model is None else {"model": model}
+    table = read_run_table(path, trust) if model is None else _table_of_model(path, model)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
         kept_fields = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
         table["cluster"] = {**{field: cluster[field] for field in kept_fields}, "preset": machine}
@@ -139,6 +141,28 @@ def require_run_file(path: str | Path) -> None:
             f"write one with `phalanx plan {shlex.quote(str(path))} --machine MACHINE --out run.toml`, and set its data"
         )
         raise UserError("run file", str(path), "is a model, not a run file", fix)
+
+
+def lacks_weights(config: Path) -> bool:
+    """Return whether there are no weights next to a Hugging Face config.json."""
+    return config.name != "config.json" or not any(config.parent.glob("*.safetensors"))
+
+
+def _table_of_model(path: str | Path, model: Table) -> Table:
+    """Return the table of a run that is only a model: its name, its tokenizer and, without weights, its sizes."""
+    config = hf_config_file(str(path))
+    stem = Path(os.path.abspath(config)).parent.name if config.name == "config.json" else config.stem
+    name = str(path) if "preset" in model else stem
+    table: Table = {"model": model}
+    if name := re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-"):
+        table["name"] = name
+    if "preset" in model:
+        return table
+    if (tokenizer := config.parent / "tokenizer.json").is_file():
+        table["data"] = {"tokenizer": str(tokenizer)}
+    if "from_hf" in model:
+        table["model"] = model_table(read_json(config)) if lacks_weights(config) else {"from_hf": str(config.parent)}
+    return table
 
 
 def _run_of_model(table: Table) -> RunSpec:
