@@ -37,6 +37,16 @@ def test_data_sources_directory_is_sorted_and_skips_hidden_and_binary_files(corp
     assert names[0] == "part0/file00.py"
 
 
+def test_data_sources_log_how_many_files_of_a_directory_are_read(tmp_path, capsys):
+    for name, content in {"a.txt": b"a", "b.md": b"b", "c.bin": b"\0", "d.txt": b""}.items():
+        (tmp_path / name).write_bytes(content)
+    list(documents([str(tmp_path / "a.txt")]))
+    next(documents([str(tmp_path)]))  # only checks the beginning
+    assert capsys.readouterr().err == ""
+    list(documents([str(tmp_path)], field="data.held_out"))
+    assert capsys.readouterr().err == "phalanx: data.held_out: 2 files read, 2 skipped (binary or empty)\n"
+
+
 def test_data_sources_sort_folders_by_name(tmp_path):
     for name in "3140592687":
         (tmp_path / name).mkdir(exist_ok=True)
@@ -376,7 +386,7 @@ def test_data_sources_invalid_json_line_has_one_line_number(tmp_path):
 )
 def test_parquet_source_error_lists_text_columns(tmp_path, columns, fix):
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="data.text_key = 'text'") as caught:
+    with pytest.raises(UserError, match=r"data\.text_key = 'text'") as caught:
         list(documents([str(tmp_path / "a.parquet")]))
     assert caught.value.fix == fix
 

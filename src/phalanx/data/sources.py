@@ -6,6 +6,7 @@ import codecs
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,9 @@ from typing import Any, Literal
 from phalanx.data.compression import COMPRESSED_SUFFIXES, READ_ERRORS, import_extra, open_decompressed
 from phalanx.data.pair_metadata import METADATA_SUFFIX
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
+
+logger = logging.getLogger(__name__)
 
 FIELD = "data.train"
 RECIPE_VERSION = 5
@@ -62,21 +66,30 @@ class SourceFile:
     """Set for a file that the user named. A file from a directory or glob is skipped if it is binary."""
 
 
-def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
+def documents(
+    sources: Sequence[str], text_key: str = "text", field: str = FIELD, logs_files: bool = True
+) -> Iterator[Document]:
     """Yield every non-empty document, source after source, the files of a directory sorted by path.
 
     Sources are files, directories, globs, "stdlib" or "hf:NAME"; `text_key` is the field or column with the text of a
-    record, and `field` (or option) names the sources in errors. Raises UserError if a source is missing or unreadable,
-    a line is not valid, or all documents are empty."""
-    empty = True
-    for source_file in list_source_files(sources, field):
+    record, and `field` (or option) names the sources in errors. The number of files that a directory or glob stands for
+    is logged at the end. Raises UserError if a source is missing or unreadable, a line is not valid, or all documents
+    are empty."""
+    source_files = list_source_files(sources, field)
+    num_read = 0
+    for source_file in source_files:
+        empty = True
         for document in read_documents(source_file, text_key, field):
             if document.text:
                 empty = False
                 yield document
-    if empty:
+        num_read += not empty
+    if not num_read:
         fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
         raise UserError(field, list(sources), "has no text", fix)
+    if logs_files and not all(source_file.is_explicit or source_file.kind == "hf" for source_file in source_files):
+        skipped = f", {num_skipped} skipped (binary or empty)" if (num_skipped := len(source_files) - num_read) else ""
+        logger.info("%s: %s read%s", field, plural(num_read, "file"), skipped)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -264,7 +277,8 @@ def _record_document(source_file: SourceFile, number: int, row: Any, text_key: s
         fix = "write JSON objects, one per line or in an array"
         raise UserError("data.text_key", text_key, f"is a field of JSON objects, and {location} is none", fix)
     if text_key not in row:
-        raise UserError("data.text_key", text_key, f"is not a field of {location}", _suggest_text(number, row, text_key))
+        fix = _suggest_text(number, row, text_key)
+        raise UserError("data.text_key", text_key, f"is not a field of {location}", fix)
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
         raise UserError("data.text_key", text_key, problem, _suggest_text(number, row, text_key))
