@@ -37,6 +37,16 @@ def test_data_sources_directory_is_sorted_and_skips_hidden_and_binary_files(corp
     assert names[0] == "part0/file00.py"
 
 
+def test_data_sources_log_how_many_files_of_a_directory_are_read(tmp_path, capsys):
+    for name, content in {"a.txt": b"a", "b.md": b"b", "c.bin": b"\0", "d.txt": b""}.items():
+        (tmp_path / name).write_bytes(content)
+    list(documents([str(tmp_path / "a.txt")]))
+    next(documents([str(tmp_path)]))  # only checks the beginning
+    assert capsys.readouterr().err == ""
+    list(documents([str(tmp_path)], field="data.held_out"))
+    assert capsys.readouterr().err == "phalanx: data.held_out: 2 files read, 2 skipped (binary or empty)\n"
+
+
 def test_data_sources_sort_folders_by_name(tmp_path):
     for name in "3140592687":
         (tmp_path / name).mkdir(exist_ok=True)
@@ -330,11 +340,55 @@ def test_data_sources_reject_invalid_files(tmp_path, source, content, field, mes
     assert caught.value.fix
 
 
-def test_parquet_source_error_lists_existing_columns(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="is not a column of") as caught:
+CORRECT_RECORD = "correct or remove this record"
+RENDER_CONVERSATIONS = (
+    "conversations (the list 'messages') are not read yet: render each to one text field first, as in "
+    "docs/guides/recipes.md"
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text_key", "fix"),
+    [
+        ([{"id": 1, "body": "a", "title": "b"}], "text", "use one of its text fields: 'body', 'title'"),
+        ([{"text": 5, "body": "a"}], "text", "use one of its text fields: 'body'"),
+        ([{"id": 1}], "text", "add a text field 'text' to each record"),
+        ([{"text": 5}], "text", CORRECT_RECORD),
+        ([{"text": "a"}, {"text": 5}], "text", CORRECT_RECORD),
+        ([{"text": "a"}, {"body": "b"}], "text", CORRECT_RECORD),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "text", RENDER_CONVERSATIONS),
+        ([{"id": "1", "messages": [{"role": "user", "content": "a"}]}], "messages", RENDER_CONVERSATIONS),
+    ],
+)
+def test_data_sources_fix_of_record_without_text(tmp_path, rows, text_key, fix):
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError) as caught:
+        list(documents([str(path)], text_key))
+    assert caught.value.fix == fix
+
+
+def test_data_sources_invalid_json_line_has_one_line_number(tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", ["{'text': 1}\n"])
+    with pytest.raises(UserError) as caught:
+        list(documents([str(path)]))
+    assert caught.value.value == f"{path}:1"
+    assert caught.value.problem == "is not valid JSON: Expecting property name enclosed in double quotes"
+
+
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [
+        ({"body": ["one"], "id": [1]}, "use one of its text fields: 'body'"),
+        ({"body": ["one"], "text": [1]}, "use one of its text fields: 'body'"),
+        ({"id": [1]}, "add a text field 'text' to each record"),
+        ({"messages": [[{"role": "user"}]]}, RENDER_CONVERSATIONS),
+    ],
+)
+def test_parquet_source_error_lists_text_columns(tmp_path, columns, fix):
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"data\.text_key = 'text'") as caught:
         list(documents([str(tmp_path / "a.parquet")]))
-    assert "'body'" in caught.value.fix
+    assert caught.value.fix == fix
 
 
 def test_data_sources_reject_empty_list_and_empty_directory(tmp_path):

@@ -170,7 +170,7 @@ def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -
             _, stderr = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, stderr
     assert "rank 2 failed repeatedly; continuing without it on 2 of 3 ranks" in stderr
-    assert "continue with: " not in stderr, "there is nothing to do"
+    assert " with: phalanx train" not in stderr, "there is nothing to do"
     assert [event["rank"] for event in events_of_kind(directory, "failed")] == [2, 2]
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [3, 2]
     assert (directory / LAYOUT_FILE).exists()
@@ -185,7 +185,7 @@ def test_recovery_gives_up_when_every_start_fails(text: Path, tmp_path: Path) ->
         _, stderr = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1
     assert stderr.count("rank 0 was killed by SIGKILL") == 4
-    assert f"there is no checkpoint yet; continue with: phalanx train {directory} --resume" in stderr
+    assert f"there is no checkpoint yet; start over with: phalanx train {directory} --resume" in stderr
 
 
 def test_recovery_does_not_restart_after_divergence(text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from io import StringIO
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
+from phalanx.spec.log import LEVELS_VARIABLE
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train import worker
@@ -67,6 +69,24 @@ def test_user_error_is_raised_on_all_ranks_and_printed_once(in_training: bool, t
     printed = first[1] + second[1]
     assert printed.count("phalanx: ") == printed.count(message) == 1
     assert "Traceback" not in printed
+
+
+def train_and_capture(run: RunSpec, levels: str | None) -> str:
+    """Return what a rank of a program that configures no logging prints."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as printed:
+        logger = logging.getLogger("phalanx")
+        patch.setattr(logger, "handlers", [])
+        patch.delenv(LEVELS_VARIABLE, raising=False)
+        if levels is not None:
+            patch.setenv(LEVELS_VARIABLE, levels)
+        phalanx.run_rank(run)
+    return printed.getvalue()
+
+
+def test_run_rank_prints_messages_if_the_environment_sets_their_level(text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {"training.steps": 2})
+    assert train_and_capture(run.replace(name="silent"), None) == ""
+    assert "step 2" in train_and_capture(run.replace(name="info"), "info")
 
 
 def test_run_rank_without_other_ranks_leaves_no_process_group(text: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is no directory none"),
     (("plan", "explain", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "was not written by phalanx"),
     (("export", "mine", "out"), "has no checkpoint yet"),
-    (("export", "none", "out"), "has no run.toml"),
+    (("export", "none", "out"), "does not exist"),
     (("export", "ours", "out"), "has no run.toml"),
     (("report", "mine"), "was not created by phalanx train"),
     (("report", "none"), "does not exist"),

@@ -17,9 +17,11 @@ from phalanx.runs.create import (
     check_claimable,
     claim_run_directory,
     keep_hf_files,
+    require_run,
     write_run_directory,
 )
 from phalanx.runs.measured import measured_file, write_measured
+from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.tables import MARKER_FILE
 from phalanx.spec.run import RunSpec
@@ -113,3 +115,26 @@ def test_directory_that_another_launcher_is_marking_can_be_claimed(tmp_path: Pat
     claim_run_directory(tmp_path)
     (tmp_path / "lock").touch()
     check_claimable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem", "fix"),
+    [
+        ("runs", "has no run.toml", "name a run in runs, such as runs/chat; `phalanx runs runs` lists them"),
+        ("runs/chatt", "does not exist", "did you mean 'chat'?"),
+        ("runs/zzz", "does not exist", "name a run in runs, such as runs/chat; `phalanx runs runs` lists them"),
+        ("runs/chat/run.toml", "is a file", "use a run directory of phalanx train: runs/NAME"),
+        ("nothing/chat", "does not exist", "use a run directory of phalanx train: runs/NAME"),
+    ],
+)
+def test_path_without_a_run_names_the_run_that_was_perhaps_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str, fix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("chat", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.toml").write_text("")
+    require_run(Path("runs/chat"))
+    with pytest.raises(UserError) as caught:
+        require_run(Path(path))
+    assert (caught.value.problem, caught.value.fix) == (problem, fix)

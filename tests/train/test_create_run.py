@@ -152,6 +152,18 @@ def test_exportable_and_resumed_runs_print_nothing_about_export(text: Path, tmp_
     assert "exported" not in capsys.readouterr().err
 
 
+def test_resume_without_checkpoint_says_that_it_starts_over(text: Path, tmp_path: Path, capsys):
+    run = small_run(text, tmp_path, {})
+    message = f"phalanx: no checkpoint in {run_directory(run)} yet: starting from step 0\n"
+    check_and_prepare(run, 1, resume=False)
+    assert "no checkpoint" not in capsys.readouterr().err
+    check_and_prepare(run, 1, resume=True)
+    assert message in capsys.readouterr().err
+    save_two_checkpoints(text, tmp_path)
+    check_and_prepare(small_run(text, tmp_path, {"model": MOE}), 1, resume=True)
+    assert "no checkpoint" not in capsys.readouterr().err
+
+
 def test_resumed_run_keeps_the_steps_that_its_seconds_gave(tmp_path, capsys):
     run = run_from_table({"training": {"seconds": 9}, "output_dir": str(tmp_path)})
     claim_run_directory(run_directory(run))

@@ -389,7 +389,7 @@ def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any],
     assert process.returncode == 1
     assert "phalanx: rank 1 was killed by SIGKILL" in stderr
     assert stderr.count("phalanx: ") == 1
-    assert f"there is no checkpoint yet; continue with: phalanx train {tmp_path / 'parity'} --resume" in stderr
+    assert f"there is no checkpoint yet; start over with: phalanx train {tmp_path / 'parity'} --resume" in stderr
     failure = json.loads((tmp_path / "parity" / "failures" / "rank-00001.json").read_text())
     assert failure["reason"].startswith("was killed by SIGKILL")
 

@@ -14,9 +14,8 @@ from phalanx.report.formatting import as_sentence, bottleneck_headline
 from phalanx.report.html.page import page
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import read_run
-from phalanx.runs.create import RUN_FILE
+from phalanx.runs.create import require_run
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_optional, format_ratio
 from phalanx.spec.result_tables import data_frame, html_table
 
@@ -121,6 +120,5 @@ def diagnose(run_dir: str | Path) -> Explanation:
         ('nothing', 'the run finished after step 8')
     """
     directory = Path(run_dir)
-    if not (directory / RUN_FILE).is_file():
-        raise UserError("run directory", str(directory), f"has no {RUN_FILE}", fix="give the directory of a run")
+    require_run(directory)
     return explain_run(directory)

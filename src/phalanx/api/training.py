@@ -34,7 +34,7 @@ from phalanx.spec.errors import (
 )
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX, load_run
 from phalanx.spec.files.write import to_toml
-from phalanx.spec.log import LEVELS_VARIABLE, level_name
+from phalanx.spec.log import LEVELS_VARIABLE, level_name, log_to_stderr
 from phalanx.spec.result_tables import html_table
 from phalanx.spec.run import RunSpec
 
@@ -174,6 +174,9 @@ def run_rank(
     from phalanx.train.rank_options import RankOptions
     from phalanx.train.worker import RankSession
 
+    # Setting the variable asks for messages. Otherwise, logging is left to the program.
+    if LEVELS_VARIABLE in os.environ:
+        log_to_stderr()
     run = with_components(run, components)
     source = run if isinstance(run, RunSpec) else Path(run)
     session = RankSession(source, RankOptions(resume=resume, force=force, trust=trust))

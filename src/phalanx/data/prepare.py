@@ -165,7 +165,8 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, prefixes: list[Path], pro
         for prefix in prefixes:
             Path(f"{prefix}.bin").unlink()
         everything = prefixes[0].parent / "all"
-        write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [everything], progress=progress)
+        text = documents(data.train, data.text_key, logs_files=False)  # the first pass did
+        write_indexed_pairs(text, tokenizer, [everything], progress=progress)
         split_tail(IndexedDataset(everything), data.held_out_fraction, *prefixes)
         _carry_metadata([str(everything)], tokenizer, *prefixes)
 

@@ -6,6 +6,7 @@ import codecs
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,9 @@ from typing import Any, Literal
 from phalanx.data.compression import COMPRESSED_SUFFIXES, READ_ERRORS, import_extra, open_decompressed
 from phalanx.data.pair_metadata import METADATA_SUFFIX
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
+
+logger = logging.getLogger(__name__)
 
 FIELD = "data.train"
 RECIPE_VERSION = 5
@@ -26,6 +30,7 @@ BINARY_PROBE_BYTES = 8192
 Kind = Literal["unknown", "text", "json", "json_lines", "parquet", "hf"]
 JSON_LIKE_CODE = ".cjs .js .jl .jsx .mjs .php .py .pyi .pyw .r .rb .ts .tsx .yaml .yml"
 """Suffixes of languages in which a JSON record is a statement. Such a file is code, never records."""
+CONVERSATION_FIELDS = ("messages", "conversations")
 KIND_OF_SUFFIX: dict[str, Kind] = {
     **dict.fromkeys(JSON_LIKE_CODE.split(), "text"),
     ".json": "json",
@@ -61,21 +66,30 @@ class SourceFile:
     """Set for a file that the user named. A file from a directory or glob is skipped if it is binary."""
 
 
-def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
+def documents(
+    sources: Sequence[str], text_key: str = "text", field: str = FIELD, logs_files: bool = True
+) -> Iterator[Document]:
     """Yield every non-empty document, source after source, the files of a directory sorted by path.
 
     Sources are files, directories, globs, "stdlib" or "hf:NAME"; `text_key` is the field or column with the text of a
-    record, and `field` (or option) names the sources in errors. Raises UserError if a source is missing or unreadable,
-    a line is not valid, or all documents are empty."""
-    empty = True
-    for source_file in list_source_files(sources, field):
+    record, and `field` (or option) names the sources in errors. The number of files that a directory or glob stands for
+    is logged at the end. Raises UserError if a source is missing or unreadable, a line is not valid, or all documents
+    are empty."""
+    source_files = list_source_files(sources, field)
+    num_read = 0
+    for source_file in source_files:
+        empty = True
         for document in read_documents(source_file, text_key, field):
             if document.text:
                 empty = False
                 yield document
-    if empty:
+        num_read += not empty
+    if not num_read:
         fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
         raise UserError(field, list(sources), "has no text", fix)
+    if logs_files and not all(source_file.is_explicit or source_file.kind == "hf" for source_file in source_files):
+        skipped = f", {num_skipped} skipped (binary or empty)" if (num_skipped := len(source_files) - num_read) else ""
+        logger.info("%s: %s read%s", field, plural(num_read, "file"), skipped)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -248,7 +262,8 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                problem = f"is not valid JSON: {error}"
+                # Without the decoder's own line number, which counts within this line.
+                problem = f"is not valid JSON: {getattr(error, 'msg', error)}"
                 fix = "write one JSON object per line"
                 raise UserError(field, f"{source_file.path}:{number}", problem, fix) from None
             yield _record_document(source_file, number, row, text_key)
@@ -262,13 +277,27 @@ def _record_document(source_file: SourceFile, number: int, row: Any, text_key: s
         fix = "write JSON objects, one per line or in an array"
         raise UserError("data.text_key", text_key, f"is a field of JSON objects, and {location} is none", fix)
     if text_key not in row:
-        available = ", ".join(map(repr, row)) or "none"
-        fix = f"use one of its fields: {available}"
+        fix = _suggest_text(number, row, text_key)
         raise UserError("data.text_key", text_key, f"is not a field of {location}", fix)
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
-        raise UserError("data.text_key", text_key, problem, "set data.text_key to a text field")
+        raise UserError("data.text_key", text_key, problem, _suggest_text(number, row, text_key))
     return Document(f"{source_file.name}:{number}", text)
+
+
+def _suggest_text(number: int, row: dict[str, Any], text_key: str) -> str:
+    """Return the fix of a record without text. The records before it, if any, have text."""
+    if number > 1:
+        return "correct or remove this record"
+    for name in CONVERSATION_FIELDS:
+        if isinstance(row.get(name), list):
+            return (
+                f"conversations (the list {name!r}) are not read yet: render each to one text field first, as in "
+                "docs/guides/recipes.md"
+            )
+    if text_fields := [name for name, value in row.items() if isinstance(value, str)]:
+        return f"use one of its text fields: {', '.join(map(repr, text_fields))}"
+    return "correct or remove this record" if text_key in row else f"add a text field {text_key!r} to each record"
 
 
 def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
@@ -279,16 +308,16 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
         problem = f"is not a valid Parquet file: {error}"
         raise UserError(field, source_file.path, problem, "recreate the file") from None
     with file:
-        names = file.schema_arrow.names
-        if text_key not in names:
-            available = ", ".join(map(repr, names))
-            problem = f"is not a column of {source_file.path}"
-            raise UserError("data.text_key", text_key, problem, f"use one of: {available}")
+        schema = file.schema_arrow
+        column_type = str(schema.field(text_key).type) if schema.names.count(text_key) == 1 else ""
+        is_text = column_type.removeprefix("dictionary<values=").startswith(("string", "large_string"))
+        # The error about a column without text needs all columns, to name those with text.
+        columns = [text_key] if is_text else None
         number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
-            for text in batch.column(0).to_pylist():
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            for row in batch.to_pylist():
                 number += 1
-                yield _record_document(source_file, number, {text_key: text}, text_key)
+                yield _record_document(source_file, number, row, text_key)
 
 
 def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from phalanx.debug.collective_order import CollectiveOrder
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.debug.hang_messages import MISMATCH_FIXES, Explanation, Verdict
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.decode import unreadable_file
 from phalanx.runs.events import (
@@ -160,4 +161,6 @@ def _judge_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -> 
 
 
 def _advise_resume(directory: Path) -> str:
-    return f"run phalanx train {directory} --resume to continue"
+    has_checkpoint = bool(checkpoints(directory / CHECKPOINTS_DIR))
+    purpose = "to continue" if has_checkpoint else "to start over from step 0: there is no checkpoint yet"
+    return f"run phalanx train {directory} --resume {purpose}"

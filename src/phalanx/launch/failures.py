@@ -152,12 +152,15 @@ def find_first_failure(
 def print_resume_hint(directory: Path) -> None:
     """Print the latest checkpoint and the command that resumes from it."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
-    checkpoint_text = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
+    if saved:
+        advice = f"the last checkpoint is {saved[0].name}; continue with"
+    else:
+        advice = "there is no checkpoint yet; start over with"
     trust = ""
     # Suggest to trust the components, because this user has just run their code.
     with suppress(UserError):
         trust = " --trust" if any(named_components(load_run(directory / RUN_FILE, environment={}))) else ""
-    logger.info("  %s; continue with: phalanx train %s --resume%s", checkpoint_text, directory, trust)
+    logger.info("  %s: phalanx train %s --resume%s", advice, directory, trust)
 
 
 def read_failures(directory: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS, Measur
 from phalanx.report.collective_times import collective_times
 from phalanx.report.run_data import read_run
 from phalanx.report.step_breakdown import step_times
-from phalanx.runs.create import RUN_FILE
+from phalanx.runs.create import RUN_FILE, require_run
 from phalanx.runs.decode import read_bytes
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
 from phalanx.runs.measured import measured_file, read_measured_since
@@ -27,6 +27,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
 
     Raises UserError if the directory is not a run directory, or has too few steps.
     """
+    require_run(directory)
     records = _read_step_records(directory)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:

@@ -11,7 +11,7 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
 from phalanx.report.formatting import STATE_DESCRIPTIONS, format_times
 from phalanx.report.measured_machine import on_measured_machine
-from phalanx.runs.create import RUN_FILE
+from phalanx.runs.create import RUN_FILE, require_run
 from phalanx.runs.events import (
     FINISHED,
     describe_damaged_checkpoints,
@@ -136,11 +136,7 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
         (8, 1, None)
     """
     directory = Path(run_dir)
-    if not (directory / RUN_FILE).is_file():
-        problem = f"has no {RUN_FILE}"
-        if not directory.is_dir():
-            problem = "is a file" if directory.exists() else "does not exist"
-        raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
+    require_run(directory)
     is_coordinator = (directory / JOURNAL_FILE).is_file()
     return _read_coordinator(directory) if is_coordinator else _read_training(directory, machine)
 

@@ -28,6 +28,7 @@ from phalanx.data.prepare import PreparedData
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, checkpoints, find_damage, read_manifest, step_of
 from phalanx.runs.decode import Decode, decode_object, decoder, read_json
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
+from phalanx.spec.base import did_you_mean
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import hf_config_file, load_run
 from phalanx.spec.files.replace import replace_file
@@ -71,6 +72,25 @@ def _decode_prepared_data(content: bytes) -> PreparedData:
 def run_directory(run: RunSpec) -> Path:
     """Return the output directory of a run."""
     return Path(run.output_dir).expanduser() / run.name
+
+
+def require_run(directory: Path) -> None:
+    """Raise UserError unless a directory has a run file. The fix names the run that was perhaps meant."""
+    if (directory / RUN_FILE).is_file():
+        return
+    problem = f"has no {RUN_FILE}"
+    fix = "use a run directory of phalanx train: runs/NAME"
+    parent = directory
+    if not directory.is_dir():
+        problem = "is a file" if directory.exists() else "does not exist"
+        parent = directory.parent
+    runs = sorted(file.parent.name for file in parent.glob(f"*/{RUN_FILE}"))
+    if runs:
+        command = f"phalanx runs {shlex.quote(str(parent))}"
+        fix = f"name a run in {parent}, such as {parent / runs[0]}; `{command}` lists them"
+        if parent != directory:
+            fix = did_you_mean(directory.name, runs, fix)
+    raise UserError("run directory", str(directory), problem, fix)
 
 
 def is_run_directory(directory: Path) -> bool:

@@ -1,6 +1,7 @@
 """Messages about what is happening, through Python's logging: every module logs below the logger "phalanx".
 
-As a library, Phalanx installs no handler. Its own processes, which are commands and ranks, call `log_to_stderr`.
+As a library, Phalanx installs no handler. Its own processes, which are commands and ranks, call `log_to_stderr`, and so
+does `phalanx.run_rank` if `LEVELS_VARIABLE` is set.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class DataSpec(Spec):
     train: list[TextSource] = ["stdlib"]  # noqa: RUF012
     """Training text: files, directories or glob patterns of text, JSON records (lines or an array, whatever the file's
     name) or .parquet, also compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset; "stdlib",
-    the source of the Python library; or prefixes of Megatron .bin/.idx pairs."""
+    the source of the Python library; or prefixes of Megatron .bin/.idx pairs. Of a directory, all files below it are
+    read, except hidden, binary and empty ones, and those of `__pycache__`, `site-packages` and `dist-packages`."""
     held_out: list[TextSource] = []  # noqa: RUF012
     """Evaluation text, in the format of `train`. If empty, documents of `train` are held out by file name, and from
     Megatron pairs the end of each."""

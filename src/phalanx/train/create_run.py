@@ -121,6 +121,8 @@ def check_and_prepare(
     preflight(run, world_size, resume, step)
     saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR, step) if resume else []
     if not saved_checkpoints:
+        if resume:
+            _log_note(f"no checkpoint in {run_directory(run)} yet: starting from step 0")
         # Before the text is tokenized, which takes minutes even for a small run.
         _log_note(unset_choices_of_large_model(run)[1])
     with offer_recorded_tokens(run, resume):

@@ -85,7 +85,7 @@ def test_plan_notes_that_machine_preset_is_not_calibrated(run_directory):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("calibrate", "nowhere"), r"nowhere.*metrics\.jsonl"),
+        (("calibrate", "nowhere"), r"nowhere.*does not exist"),
         (("calibrate", "{run}", "--machine", "h1000"), "h100"),
         (("calibrate", "measured.json"), "RUN_DIR.*benchmarks alone do not determine"),
         (("calibrate", "{run}", "{run}"), "is given twice"),

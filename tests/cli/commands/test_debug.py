@@ -78,6 +78,10 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
     assert earlier_failure.endswith(failure)
     lock.close()
     assert command_output("debug", tmp_path).startswith("the run ended without a record: its launcher was killed, or")
+    resume = f"phalanx train {tmp_path} --resume"
+    assert f"{resume} to start over from step 0: there is no checkpoint yet" in command_output("debug", tmp_path)
+    (tmp_path / "checkpoints" / "step-00000040").mkdir(parents=True)
+    assert f"{resume} to continue\n" in command_output("debug", tmp_path)
     fault = tmp_path / "hangs" / "rank-00001.fault"
     fault.parent.mkdir()
     fault.write_text(

@@ -17,6 +17,7 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
+from phalanx.testing.fault_injection import NotAllowed, small_disk
 from phalanx.train.create_run import create_run
 from tests.helpers.cli_runner import command_output, command_stderr
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
@@ -246,6 +247,18 @@ def test_export_with_another_tokenizer_says_what_it_leaves_out(run_from_hf, tmp_
     for name in read_files(run / "from_hf").keys() - {"config.json", "tokenizer.json"}:
         assert name in message
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
+
+
+def test_export_to_full_disk_says_so_and_leaves_no_file(run_directory, tmp_path):
+    disk = tmp_path / "disk"
+    try:
+        with small_disk(disk, 96 * 2**10):
+            with pytest.raises(UserError, match="is on a full disk") as error_info:
+                command_output("export", run_directory, disk / "out")
+            assert error_info.value.field == "directory"
+            assert list(disk.iterdir()) == []
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
 
 
 def test_generate_and_export_reject_directory_without_checkpoint(tmp_path):

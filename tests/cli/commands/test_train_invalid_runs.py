@@ -437,6 +437,7 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
     [
         ((".",), ("run directory = '.'", "did not create it", "phalanx train run.toml")),
         ((".", "--resume"), ("run directory = '.'", "did not create it", "phalanx train run.toml")),
+        (("runs/missing", "--resume"), ("run directory = 'runs/missing' does not exist",)),
         (("OUT",), ("run directory = 'OUT'", "is not a run directory")),
         (
             ("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"),

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from phalanx.cli.common.options import Json
 from phalanx.cost.formulas.expert_placement import balanced_expert_order, max_rank_load
 from phalanx.runs.checkpoints import read_manifest, require_valid_checkpoint
-from phalanx.runs.create import RUN_FILE
+from phalanx.runs.create import RUN_FILE, require_run
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -52,6 +52,7 @@ def experts(
     """
     problem = "cannot be combined with --balance"
     require(not (balance and order), "--order", str(order), problem, fix="remove one of them")
+    require_run(run)
     run_spec = load_run(run / RUN_FILE, environment={})
     model = run_spec.model
     ranks = ep or run_spec.layout.ep

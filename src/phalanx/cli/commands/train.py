@@ -26,7 +26,7 @@ from phalanx.cli.common.options import Trust, parse_step
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.starters import kubeflow_options, set_rank_variables
 from phalanx.runs.checkpoints import require_valid_checkpoint, split_checkpoint_path, step_of
-from phalanx.runs.create import describe_complete_run, run_directory
+from phalanx.runs.create import RUN_FILE, describe_complete_run, is_run_directory, require_run, run_directory
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.base import require
 from phalanx.spec.components import named_components, require_trusted
@@ -231,10 +231,11 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
 
 def _load_run_or_directory(path: Path, overrides: list[str], machine: str | None, trust: bool | None) -> RunSpec:
     if not path.is_dir():
+        # A path with a folder and without a suffix of a file is a run directory; otherwise it may be a model's name.
+        if not path.exists() and len(path.parts) > 1 and path.suffix not in (".toml", ".json"):
+            require_run(path)
         require_run_file(path)
         return load_run(path, overrides, machine=machine, trust=trust)
-    from phalanx.runs.create import RUN_FILE, is_run_directory
-
     if not is_run_directory(path):
         run_file = path / RUN_FILE
         problem = "is not a run directory"

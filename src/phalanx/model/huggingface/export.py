@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -57,6 +59,7 @@ def export_hf(
     Raises:
         UserError: the directory exists and is not empty, no Hugging Face architecture has the model's shape, or a
             parameter is missing.
+        OSError: the files cannot be written.
     """
     directory = Path(directory).expanduser()
     if dtype not in PRECISIONS:
@@ -139,7 +142,14 @@ def _write_tensors(
     files = [SINGLE_FILE] if len(shards) == 1 else files
     for file, names in zip(files, shards, strict=True):
         shard = {name: _build_tensor(sources[name], tensors, dtype) for name in names}
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The text alone has the number of an error of the file system.
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory / file)) from None
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -15,7 +15,7 @@ from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.checkpoints import NamedStep, require_valid_checkpoint, split_checkpoint_path, step_of
-from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE
+from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE, require_run
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.components import require_trusted
 from phalanx.spec.errors import UserError
@@ -48,9 +48,7 @@ def load_trained_model(path: Path, step: NamedStep = None, *, trust: bool = Fals
     `trust`: a network that the directory names may be imported. Raises UserError if the network is not trusted, or
     there are neither intact checkpoints nor weights of a swarm."""
     run_directory, step = split_checkpoint_path(path, step)
-    if not (run_directory / RUN_FILE).is_file():
-        fix = "pass a directory from phalanx train"
-        raise UserError("run directory", str(run_directory), f"has no {RUN_FILE}", fix)
+    require_run(run_directory)
     run = load_run(run_directory / RUN_FILE, environment={}, trust=trust)
     # Check the trust before any other file of the directory is read or written.
     if run.model.implementation is not None:
