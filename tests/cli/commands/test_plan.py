@@ -548,8 +548,8 @@ def test_plan_of_a_config_without_trainable_weights_writes_a_run_from_new_weight
         "llama": "has no *.safetensors",
     }
     for family, reason in reasons.items():
-        folder = tmp_path / family
-        folder.mkdir()
+        folder = tmp_path / "a\nname = 1\x1b" / family
+        folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
         errors = cli_runner.command_stderr(
             "plan", folder / "config.json", "--machine", "cpu", "--nproc", 1, "--top", 1, "--out", out
@@ -563,6 +563,7 @@ def test_plan_of_a_config_without_trainable_weights_writes_a_run_from_new_weight
         assert (planned.name, planned.model.from_hf, planned.model.hidden_size) == (family, None, 64)
         assert f"trainer: {family} on 1 x cpu" in plan_output(folder, "--machine", "cpu", "--nproc", 1, "--top", 1)
         out.unlink()
+    folder = folder.rename(tmp_path / "llama")
     (folder / "model.safetensors").touch()
     errors = cli_runner.command_stderr("plan", folder, "--machine", "cpu", "--nproc", 1, "--top", 1, "--out", out)
     assert "start it with" in errors

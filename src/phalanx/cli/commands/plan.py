@@ -255,7 +255,7 @@ def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path, sourc
     from phalanx.cli.common.output_file import write_file
     from phalanx.launch.jobs.job import PORT
     from phalanx.spec.files.write import to_toml
-    from phalanx.spec.formatting import WRITTEN_BY
+    from phalanx.spec.formatting import WRITTEN_BY, printable
     from phalanx.spec.learning_rate import learning_rate_note
     from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
@@ -264,7 +264,8 @@ def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path, sourc
     if (weights_note := _new_weights_note(source)) is not None:
         weights_note += "; this run trains Phalanx's transformer of these sizes from new weights"
     notes = [note for note in (weights_note, learning_rate_note(run), interval_note, unset_note) if note]
-    comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
+    # A comment of TOML is one line without control characters, which a path may have.
+    comments = [f"# {printable(' '.join(line.splitlines()))}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
     toml_text = to_toml(run.replace(layout=planned.candidate.layout()), omitted)
     write_file("--out", file, f"{''.join(comments)}{toml_text}")
     name = shlex.quote(str(file))
