@@ -535,6 +535,7 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
         ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
     )
     match = re.fullmatch(
+        r"phalanx: data\.train: 8 files read\n"
         r"phalanx: data\.train = '(.+)' has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
         r"  fix: add text, or lower training\.seq_len\n",
         stderr,
