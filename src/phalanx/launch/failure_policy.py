@@ -15,7 +15,7 @@ import torch
 from phalanx.debug.explain_run import failure_headline
 from phalanx.launch.elastic_agent import FailureAction, ProcessFailures
 from phalanx.launch.failure_report import UNKNOWN_RANK, FailureCounters, decide, describe_restart, diagnose
-from phalanx.launch.failures import describe_failure, find_first_failure, print_failure, read_failures
+from phalanx.launch.failures import describe_failure, find_first_failure, log_failure, read_failures
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import RUN_FILE
@@ -83,7 +83,7 @@ class FailurePolicy:
             restart = describe_restart(report, counters, saved_checkpoints, self.has_memory_copies, limit)
             logger.warning("%s", "\n  ".join([describe_failure(first_failure), *headline, restart]))
             return decision.action
-        print_failure(self.directory, first_failure)
+        log_failure(self.directory, first_failure)
         if repeats_out_of_memory:
             remedy = f"phalanx advise oom {shlex.quote(str(self.directory / RUN_FILE))}"
             logger.info("  the same step would run out of memory again; to find a remedy: %s", remedy)

@@ -67,7 +67,7 @@ def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: in
 
     `failures` are the agent's, `kills` the number of ranks killed by the kernel's OOM killer.
     """
-    return print_final_failure(directory, find_first_failure(directory, failures, kills))
+    return log_final_failure(directory, find_first_failure(directory, failures, kills))
 
 
 def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
@@ -85,8 +85,8 @@ def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: i
     return int(first_failure["code"])
 
 
-def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
-    """Print the cause of the first failure, and record it if the user can fix it; return the exit code."""
+def log_failure(directory: Path, failure: Mapping[str, Any]) -> int:
+    """Log the cause of the first failure, and record it if the user can fix it; return the exit code."""
     if failure["code"] == 2:
         logger.error("%s", failure["reason"])
         user_error = error_from_record(failure["error"]) if "error" in failure else None
@@ -99,11 +99,11 @@ def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
     return int(failure["code"])
 
 
-def print_final_failure(directory: Path, failure: Mapping[str, Any]) -> int:
-    """Print a failure after which ranks are not restarted, and how to resume; return the exit code."""
-    code = print_failure(directory, failure)
+def log_final_failure(directory: Path, failure: Mapping[str, Any]) -> int:
+    """Log a failure after which ranks are not restarted, and how to resume; return the exit code."""
+    code = log_failure(directory, failure)
     if code != 2:
-        print_resume_hint(directory)
+        log_resume_hint(directory)
     return code
 
 
@@ -149,8 +149,8 @@ def find_first_failure(
     return record
 
 
-def print_resume_hint(directory: Path) -> None:
-    """Print the latest checkpoint and the command that resumes from it."""
+def log_resume_hint(directory: Path) -> None:
+    """Log the latest checkpoint and the command that resumes from it."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     if saved:
         advice = f"the last checkpoint is {saved[0].name}; continue with"

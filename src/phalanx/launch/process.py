@@ -239,14 +239,11 @@ def init_distributed(
         ):
             with suppress(UserError, OSError):
                 set_socket_interface(address_towards(os.environ["MASTER_ADDR"]))
-        if store is not None:
-            num_ranks = env_world_size()
-        # -1: from the environment
-        rank, num_ranks = (-1, -1) if num_ranks is None else (env_rank(), num_ranks)
+        ranks = num_ranks or env_world_size()
         started_at = time.perf_counter()
-        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=num_ranks, store=store)
+        dist.init_process_group(backend, timeout=timeout, rank=env_rank(), world_size=ranks, store=store)
         seconds = time.perf_counter() - started_at
-        logger.debug("process group of %d ranks (%s) made in %.2f s", dist.get_world_size(), backend, seconds)
+        logger.debug("process group of %d ranks (%s) made in %.2f s", ranks, backend, seconds)
         # Later groups, including those of a mesh, have PyTorch's own timeouts: half an hour on gloo.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout

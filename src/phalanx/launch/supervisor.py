@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.launch.elastic_agent import RunEndedByOtherNode, run_until_done, stop_signals_as_exit
 from phalanx.launch.failure_policy import FailurePolicy, LayoutChooser
-from phalanx.launch.failures import find_first_failure, print_final_failure, print_resume_hint
+from phalanx.launch.failures import find_first_failure, log_final_failure, log_resume_hint
 from phalanx.launch.process import run_in_place, select_device, set_worker_environment
 from phalanx.launch.rank_processes import RankStarter
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
@@ -71,7 +71,7 @@ def supervise_training(
                 fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
                 if fewer_ranks is None:
                     if policy.exit_code not in (2, EXIT_STOPPED):
-                        print_resume_hint(directory)
+                        log_resume_hint(directory)
                     return policy.exit_code
                 nproc = fewer_ranks
             return 0
@@ -86,7 +86,7 @@ def supervise_training(
         if new_records:
             first_failure = find_first_failure(directory, {}, records=new_records)
             if "lost_peer" not in first_failure:
-                return print_final_failure(directory, first_failure)
+                return log_final_failure(directory, first_failure)
         if FINISHED not in (event["kind"] for event in read_events(directory)[num_events:]):
             logger.info("stopped by a signal while ranks were starting; no new checkpoint was saved")
         raise

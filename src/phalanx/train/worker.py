@@ -217,7 +217,9 @@ class RankSession:
         if options.overrides:
             problem = "has no effect on a run directory"
             raise UserError("--set", list(options.overrides), problem, "use the run file instead")
-        read_run_directory(self.directory, options.trust)
+        # Without a store, each rank reads the directory next, and no other rank needs to know of an error.
+        if self.store is not None:
+            read_run_directory(self.directory, options.trust)
         return self.directory
 
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
