@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -79,6 +79,30 @@ def test_http_server_answers_after_threads_could_not_start(monkeypatch, capfd):
         monkeypatch.setattr(http_server.ThreadingHTTPServer, "process_request", start)
         assert is_answered("http://{}:{}/".format(*address))
     assert "can't start new thread" in capfd.readouterr().err
+
+
+def test_http_server_is_silent_about_requests_that_ctrl_c_closes(monkeypatch, capfd):
+    """Ctrl-C between a request's thread and the next request closes that request under its thread."""
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    start, closed = http_server.ThreadingHTTPServer.process_request, Event()
+
+    def start_then_interrupt(*arguments):
+        start(*arguments)
+        raise KeyboardInterrupt
+
+    def answer(path, host):
+        assert closed.wait(TIMEOUT_SECONDS)
+        return 200, "text/plain", path
+
+    monkeypatch.setattr(http_server.ThreadingHTTPServer, "process_request", start_then_interrupt)
+    with make_http_server("--port", "127.0.0.1", 0, answer) as server:
+        with socket.create_connection(server.server_address, timeout=TIMEOUT_SECONDS) as client:
+            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises(KeyboardInterrupt):
+                server.handle_request()
+        closed.set()
+        assert server.free_connections.acquire(timeout=TIMEOUT_SECONDS)
+    assert capfd.readouterr().err == ""
 
 
 def is_answered(url: str) -> bool:

@@ -110,7 +110,8 @@ def make_http_server(
                 self.free_connections.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exception(), ConnectionError):  # a closed page is not an error
+            # `_send_answer` reports those of the answer; what is left are connections closed by the page or by Ctrl-C.
+            if not isinstance(sys.exception(), OSError):
                 super().handle_error(request, client_address)
 
     try:
