@@ -52,7 +52,8 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 from tests.helpers.faulty_rank import ALL_RANK_FAULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "faults.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "results" / "benchmarks" / "faults.md"
 NODES, PORT = ("first", "second"), 29_400
 SAME = 1e-10
 """Maximum relative difference of losses in fp64 between ranks that sum in different orders."""
@@ -219,12 +220,12 @@ def launch_faulty_ranks(fault: str, file: Path) -> int:
     run = load_run(file)
     directory = create_run(run, 2, resume=False)
     set_worker_environment(2)
-    recovery, module_and_arguments = (
-        FailurePolicy(directory, run.recovery, SINGLE_NODE),
-        ("benchmarks.faults", "--rank", fault, str(directory)),
-    )
+    # Ranks do not import from the working directory.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    recovery = FailurePolicy(directory, run.recovery, SINGLE_NODE)
+    command = "benchmarks.faults", "--rank", fault, str(directory)
     with stop_signals_as_exit():
-        return 0 if run_until_done(2, lambda _: module_and_arguments, recovery.decide, SINGLE_NODE) else recovery.code
+        return 0 if run_until_done(2, lambda _: command, recovery.decide, SINGLE_NODE) else recovery.exit_code
 
 
 def with_wrong_calls(folder: Path) -> Iterator[FaultResult]:

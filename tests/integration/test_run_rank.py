@@ -13,6 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import phalanx
+from phalanx.runs.create import run_directory
+from phalanx.runs.events import read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.spec.log import LEVELS_VARIABLE
@@ -41,6 +43,25 @@ def test_run_rank_trains_twice_in_thread_and_group_of_caller(text: Path, tmp_pat
         trained = [record for record in read_metrics(tmp_path / name) if "loss" in record]
         steps = [(record["loss"], record["grad_norm"]) for record in trained]
         assert steps == [pytest.approx(step, rel=1e-10) for step in single_process]
+
+
+def train_and_go_back(run: RunSpec) -> list[tuple[str, int]]:
+    """Train a run, resume it when it is complete, and go back to step 2; return each exit reason and last step."""
+    with pytest.raises(UserError, match="--step = 2 has no effect without --resume"):
+        phalanx.run_rank(run, step=2)
+    starts: list[dict[str, Any]] = [{}, {"resume": True}, {"resume": True, "step": 2}]
+    results = [phalanx.run_rank(run, **options) for options in starts]
+    return [(result.exit_reason, result.metrics["step"]) for result in results]
+
+
+def test_run_rank_goes_back_to_step_and_does_not_start_complete_run(text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {**CHANGES, "training.steps": 4, "checkpoint": {"every": 2, "keep": {"last": 3}}})
+    assert rank_pool(2).run(train_and_go_back, run) == [[("finished", 4)] * 3] * 2
+    directory = run_directory(run)
+    started = [event for event in read_events(directory) if event["kind"] == "started"]
+    assert [event["step"] for event in started] == [0, 2]
+    names = [path.name for path in directory.glob("checkpoints/step-*")]
+    assert sorted(names) == ["step-00000002", "step-00000004", "step-00000004.abandoned"]
 
 
 def refuse_data(*_: Any) -> NoReturn:

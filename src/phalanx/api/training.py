@@ -140,6 +140,7 @@ def run_rank(
     run: RunSpec | str | Path,
     *,
     resume: bool = False,
+    step: int | Literal["best"] | None = None,
     force: bool = False,
     trust: bool = False,
     **components: Unpack[Components],
@@ -153,6 +154,7 @@ def run_rank(
     Args:
         run: The run; or the path of a run file, which rank 0 reads; or the directory of a run, to continue it.
         resume: Continue from the latest checkpoint, if there is one.
+        step: With `resume`: go back to the checkpoint of this step, or to the best.
         force: Start even if the plan exceeds the machine's memory.
         trust: Import the components that a run directory names. It runs code: read that of others before.
         components: Your own model, loss, optimizer, lr_schedule, data and callbacks (`Components`).
@@ -179,7 +181,7 @@ def run_rank(
         log_to_stderr()
     run = with_components(run, components)
     source = run if isinstance(run, RunSpec) else Path(run)
-    session = RankSession(source, RankOptions(resume=resume, force=force, trust=trust))
+    session = RankSession(source, RankOptions(resume=resume, step=step, force=force, trust=trust))
     with leaving_process_group():
         session.run()
     return _read_result(session.directory, session.exit_code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
 from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
 from phalanx.runs.checkpoints import (
-    ABANDONED_SUFFIX,
     CHECKPOINTS_DIR,
     abandon_newer,
     check_manifest,
@@ -40,8 +38,6 @@ from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
 from phalanx.spec.run import BYTES_VOCAB, KeepSpec, RunSpec, require_settings_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
-
-logger = logging.getLogger(__name__)
 
 MIN_SEQ_LEN = 16
 """Minimum sequence length that is suggested."""
@@ -264,9 +260,8 @@ def lock_run_directory(run: RunSpec, resume: bool, step: int | None = None) -> I
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     _check_directory(run, resume, step)
-    if step is not None and (newer := abandon_newer(directory / CHECKPOINTS_DIR, step)):
-        text = "going back to step %d; newer checkpoints are renamed to *%s: %s"
-        logger.info(text, step, ABANDONED_SUFFIX, ", ".join(newer))
+    if step is not None:
+        abandon_newer(directory, step)
     if lock is not None:
         os.set_inheritable(lock.fileno(), True)
     return lock

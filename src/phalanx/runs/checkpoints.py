@@ -208,6 +208,11 @@ def recover_interrupted_rewrites(directory: Path) -> None:
             backup.rename(backup.with_suffix(""))
 
 
+def parse_step(text: str) -> int | Literal["best"]:
+    """Return the step that --step names. Raises ValueError if it names none."""
+    return "best" if text == "best" else int(text)
+
+
 def split_checkpoint_path(path: Path, step: NamedStep = None) -> tuple[Path, NamedStep]:
     """Return the run directory and the step of RUN_DIR, or of RUN_DIR/checkpoints/step-N.
 
@@ -314,11 +319,14 @@ def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None, suf
         _point_latest_to(intact)
 
 
-def abandon_newer(directory: Path, step: int) -> list[str]:
-    """Rename the checkpoints after a step, from which the run continues, to step-N.abandoned; return their names."""
+def abandon_newer(run_directory: Path, step: int) -> None:
+    """Rename the checkpoints after a step, from which the run continues, to step-N.abandoned."""
+    directory = run_directory / CHECKPOINTS_DIR
     newer = [path.name for path in checkpoints(directory) if step_of(path) > step]
     quarantine(directory, newer, directory / step_name(step), ABANDONED_SUFFIX)
-    return newer
+    if newer:
+        text = "going back to step %d; newer checkpoints are renamed to *%s: %s"
+        logger.info(text, step, ABANDONED_SUFFIX, ", ".join(newer))
 
 
 def check_not_all_damaged(directory: Path) -> None:

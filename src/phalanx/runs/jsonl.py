@@ -55,19 +55,23 @@ def lines_from_end(path: Path, block_bytes: int = 2**16) -> Iterator[bytes]:
     check_regular_file(path)
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
-        rest = b""
+        # Blocks of the line that begins before `position`, the last first: joined once, as a damaged file is one line.
+        rest: list[bytes] = []
         is_end = True
         while position:
             start = max(0, position - block_bytes)
             file.seek(start)
-            first, *lines = (file.read(position - start) + rest).split(b"\n")
+            first, *lines = file.read(position - start).split(b"\n")
+            if lines:
+                lines[-1] += b"".join(reversed(rest))
+                rest = []
+            rest.append(first)
             # The text after the last newline is still being written.
             yield from reversed(lines[:-1] if is_end and lines else lines)
             is_end = is_end and not lines
             position = start
-            rest = first
         if not is_end:
-            yield rest
+            yield b"".join(reversed(rest))
 
 
 class JsonlTail:

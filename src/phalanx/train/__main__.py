@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from phalanx.launch.process import exit_rank
+from phalanx.runs.checkpoints import parse_step
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
@@ -27,6 +28,7 @@ def main() -> None:
     )
     parser.add_argument("--machine", metavar="NAME", help="machine description: a preset, or a file")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--step", type=parse_step, metavar="N|best", help="with --resume: go back to this checkpoint")
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of training ranks; the others stand by")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="device to train on, instead of the detected one")
@@ -48,6 +50,7 @@ def main() -> None:
         overrides=tuple(arguments.set),
         machine=arguments.machine,
         resume=arguments.resume,
+        step=arguments.step,
         measure=arguments.profile_memory,
         window=window,
         reduced=reduced,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.runs.checkpoints import NamedStep
 from phalanx.spec.layout import Layout
 
 
@@ -25,6 +26,8 @@ class RankOptions:
     """Machine description of a run file, instead of the one that it names."""
     resume: bool = False
     """Continue from the newest checkpoint."""
+    step: NamedStep = None
+    """With `resume`: continue from the checkpoint of this step, and rename newer ones."""
     measure: bool = False
     """Measure the memory and the traffic of one step."""
     window: range | None = None

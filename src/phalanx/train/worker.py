@@ -33,11 +33,27 @@ from phalanx.launch.process import (
 )
 from phalanx.launch.starters import is_restart
 from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
-from phalanx.runs.create import is_run_directory, read_run_directory, write_run_directory
+from phalanx.runs.checkpoints import (
+    CHECKPOINTS_DIR,
+    abandon_newer,
+    checkpoints,
+    quarantine,
+    require_valid_checkpoint,
+    split_checkpoint_path,
+    step_name,
+    step_of,
+)
+from phalanx.runs.create import (
+    describe_complete_run,
+    is_run_directory,
+    read_run_directory,
+    run_directory,
+    write_run_directory,
+)
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
+from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import load_run, require_run_file, write_effective_layout
 from phalanx.spec.recovery import RecoverySpec
@@ -88,12 +104,19 @@ class RankSession:
 
     def __init__(self, source: RunSpec | Path, options: RankOptions) -> None:
         """Start with a run directory, or with a run or its file, from which rank 0 creates one."""
+        step = options.step
+        if isinstance(source, Path):
+            source, step = split_checkpoint_path(source, step)
         self.source = source
-        self.options = replace(options, resume=options.resume or is_restart(os.environ))
         self.is_prepared = isinstance(source, Path) and source.is_dir()
+        # What is started again goes on, and does not go back again.
+        restarts = is_restart(os.environ)
+        self.options = replace(options, resume=options.resume or restarts, step=None if restarts else step)
         self.directory = source if isinstance(source, Path) else Path(source.output_dir)
         self.store: Store | None = None
         """Store of the ranks that another program than our launcher started."""
+        self.is_complete = False
+        """True if the run was complete before this start."""
         self.reported_by_rank_0 = False
         """True if rank 0 reports the error of this rank."""
         self.recovery: RecoverySpec | None = None
@@ -141,6 +164,8 @@ class RankSession:
         options = self.options
         reduced = options.reduced
         self.directory = self._prepare_on_rank_0()
+        if self.is_complete:
+            return
         if self.is_prepared:
             remove_dumps(self.directory, env_rank())
         # The components of a run file were permitted when it was loaded.
@@ -194,11 +219,13 @@ class RankSession:
                 record = error.to_record() if isinstance(error, UserError) else None
                 self.store.set(PREPARED_KEY, json.dumps({"error": record}))
                 raise
-            self.store.set(PREPARED_KEY, json.dumps({"directory": str(directory.absolute())}))
+            prepared = {"directory": str(directory.absolute()), "is_complete": self.is_complete}
+            self.store.set(PREPARED_KEY, json.dumps(prepared))
             return directory
         self.store.wait([PREPARED_KEY], timedelta(days=1))
         message = json.loads(self.store.get(PREPARED_KEY))
         if "directory" in message:
+            self.is_complete = message["is_complete"]
             return Path(message["directory"])
         self.reported_by_rank_0 = True
         if message["error"] is None:
@@ -206,21 +233,40 @@ class RankSession:
         raise error_from_record(message["error"])
 
     def _prepare(self) -> Path:
-        """Create the run directory, or check the existing one."""
+        """Create the run directory, or check the existing one, and return it."""
+        options = self.options
+        # A launcher has checked the run, and its ranks read the directory next.
+        if LAUNCHER_PID_ENV in os.environ:
+            return self.directory
+        run = self._load_run()
+        directory = self.directory if self.is_prepared else run_directory(run)
+        continues = options.resume or self.is_prepared
+        step = None
+        if options.step is not None:
+            require(continues, "--step", options.step, "has no effect without --resume", fix="add --resume")
+            step = step_of(require_valid_checkpoint(directory, options.step))
+        if continues and not is_restart(os.environ) and (message := describe_complete_run(run, step)):
+            logger.info("%s", message)
+            self.is_complete = True
+            return directory
+        if not self.is_prepared:
+            _create_run(run, options.resume, options.force, step)
+        if step is not None:
+            abandon_newer(directory, step)
+        return directory
+
+    def _load_run(self) -> RunSpec:
         options = self.options
         source = self.source
-        if not self.is_prepared:
-            if isinstance(source, Path):
-                require_run_file(source)
-                source = load_run(source, options.overrides, machine=options.machine, trust=options.trust or None)
-            return _create_run(source, options.resume, options.force)
-        if options.overrides:
-            problem = "has no effect on a run directory"
-            raise UserError("--set", list(options.overrides), problem, "use the run file instead")
-        # Without a store, each rank reads the directory next, and no other rank needs to know of an error.
-        if self.store is not None:
-            read_run_directory(self.directory, options.trust)
-        return self.directory
+        if self.is_prepared:
+            if options.overrides:
+                problem = "has no effect on a run directory"
+                raise UserError("--set", list(options.overrides), problem, "use the run file instead")
+            return read_run_directory(self.directory, options.trust)[0]
+        if isinstance(source, RunSpec):
+            return source
+        require_run_file(source)
+        return load_run(source, options.overrides, machine=options.machine, trust=options.trust or None)
 
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
@@ -319,11 +365,11 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
         dist.barrier()
 
 
-def _create_run(run: RunSpec, resume: bool, force: bool) -> Path:
+def _create_run(run: RunSpec, resume: bool, force: bool, step: int | None) -> None:
     check_fp8_capability(run)
     world_size = env_world_size()
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     run = decide_recomputation(decide_choices(run, resume), world_size, nproc)
     if not force:
         check_machine_memory(run, nproc)
-    return write_run_directory(run, check_and_prepare(run, world_size, resume))
+    write_run_directory(run, check_and_prepare(run, world_size, resume, step=step))

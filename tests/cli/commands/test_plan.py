@@ -27,7 +27,7 @@ from phalanx.plan.search.explain import PART_DESCRIPTIONS, plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
-from phalanx.spec.formatting import GIB
+from phalanx.spec.formatting import GIB, format_duration
 from phalanx.testing.processes import run_python, start_python
 from tests.helpers import cli_runner
 from tests.helpers.published_rows import MEGATRON_22B_ROW
@@ -157,7 +157,7 @@ def test_plan_writes_the_checkpoint_interval_that_its_goodput_assumes(tmp_path):
     every, text = planned_every("--mtbf", "8h")
     training = plan_json("llama3-8b", *H100, "--mtbf", "8h")["training"]
     assert every == training["interval_steps"] < 500
-    assert f"{training['interval_seconds'] / 60:.1f} minutes, or {every} steps (Young's" in text
+    assert f"{format_duration(training['interval_seconds'])}, or {every} steps (Young's" in text
     note = f"# checkpoint.every = {every}: the best goodput ({training['goodput']:.1%}) with a failure"
     assert note in out.read_text()
     assert "checkpoint.every (500)" not in out.read_text()

@@ -22,7 +22,7 @@ from phalanx.cli.commands.train_start import (
     run_on_nodes,
     run_on_one_machine,
 )
-from phalanx.cli.common.options import Trust, parse_step
+from phalanx.cli.common.options import STEP_OPTION, Trust
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.starters import kubeflow_options, set_rank_variables
 from phalanx.runs.checkpoints import require_valid_checkpoint, split_checkpoint_path, step_of
@@ -80,8 +80,7 @@ def train(
         Option(
             help="With --resume: go back to the checkpoint of this step, or to the best. Newer ones are renamed to "
             "step-N.abandoned.",
-            parser=parse_step,
-            metavar="N|best",
+            **STEP_OPTION,
         ),
     ] = None,
     profile_memory: Annotated[
@@ -141,14 +140,12 @@ def train(
             nodes = options.nodes
             rendezvous = options.rendezvous
         elif set_rank_variables(os.environ):
-            problem = "is not for ranks that another program starts"
-            fix = "rename the newer checkpoints to step-N.abandoned, and use --resume alone"
-            require(step is None, "--step", step, problem, fix=fix)
             flags = {"--resume": resume, "--force": force, "--trust": trust, "--profile-memory": profile_memory}
             words = [flag for flag, is_set in flags.items() if is_set]
             words += [word for override in set_ or [] for word in ("--set", override)]
             words += ["--profile-steps", profile_steps] if profile_steps else []
             words += ["--machine", machine] if machine else []
+            words += ["--step", str(step)] if step is not None else []
             from phalanx.launch.process import run_in_place  # imports torch, which help and completion do not need
 
             run_in_place("phalanx.train", str(run), *words)

@@ -77,21 +77,21 @@ Trust = Annotated[
 ]
 
 
-def parse_step(text: str) -> int | Literal["best"]:
-    """Return the step that --step names."""
-    if text == "best":
-        return "best"
-    if not text.isdecimal():
-        raise typer.BadParameter(f"{text!r} is not a step: write its number, or best")
-    return int(text)
+def _parse_step(text: str) -> int | Literal["best"]:
+    from phalanx.runs.checkpoints import parse_step  # would slow down help
+
+    try:
+        return parse_step(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a step: write its number, or best") from None
 
 
+STEP_OPTION: dict[str, Any] = {"parser": _parse_step, "metavar": "N|best"}
 Step = Annotated[
     Any,  # NamedStep, whose import would slow down help
     Option(
         help="Checkpoint of this step, or best: of the lowest validation loss. Default: the newest.",
-        parser=parse_step,
-        metavar="N|best",
+        **STEP_OPTION,
     ),
 ]
 TrainedRun = Annotated[

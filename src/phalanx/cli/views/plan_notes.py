@@ -116,13 +116,12 @@ def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
     )
     length = f" ({run.training.steps:,} steps, the default; --tokens sets another length)" if is_default else ""
     lines = [f"{cost.tokens:.3g} tokens{length} with layout 1: {days} at a goodput of {cost.goodput:.1%}"]
-    young = cost.young_interval_seconds / 60
-    daly = cost.daly_interval_seconds / 60
+    intervals = cost.interval_seconds, cost.young_interval_seconds, cost.daly_interval_seconds
+    best, young, daly = map(format_duration, intervals)
     written = f"{format_si(cost.checkpoint_bytes)}B in {cost.write_seconds:,.1f} s"
     lines.append(
         f"a failure every {format_duration(cost.mtbf_seconds)}; a checkpoint ({written}) is best written every "
-        f"{cost.interval_seconds / 60:,.1f} minutes, or {plural(cost.interval_steps, 'step')} "
-        f"(Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
+        f"{best}, or {plural(cost.interval_steps, 'step')} (Young's formula: {young}; Daly's: {daly})"
     )
     if cost.device_kwh is not None:
         lines.append(
