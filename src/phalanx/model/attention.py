@@ -75,11 +75,11 @@ class Attention(nn.Module):
         self.wq = ProductLinear(spec.hidden_size, query, spec.bias)
         self.wk = ProductLinear(spec.hidden_size, value, spec.bias)
         self.wv = ProductLinear(spec.hidden_size, value, spec.bias)
-        self.wo = ProductLinear(query, spec.hidden_size, spec.bias)
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
             self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
+        self.wo = ProductLinear(query, spec.hidden_size, spec.bias)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input.
