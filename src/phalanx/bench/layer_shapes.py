@@ -86,9 +86,9 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
         head = lm_head_shape(run, tensors, stage)  # possibly the embedding
         if head is not None:
             stage_layers.setdefault(MatmulShape(1, int(tokens), *head), []).append("head")
-        for product, names in stage_layers.items():
-            layers, count = layers_by_shape.get(product, ((), 0))
-            layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
+        for matmul, names in stage_layers.items():
+            layers, count = layers_by_shape.get(matmul, ((), 0))
+            layers_by_shape[matmul] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
     return layers_by_shape
 
 

@@ -16,7 +16,7 @@ from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
 from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
-from phalanx.cost.exact.parameter_shapes import Shape, Shapes, num_elements
+from phalanx.cost.exact.parameter_shapes import Shapes, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
@@ -25,6 +25,7 @@ from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import max_shard_elements

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from phalanx.cost.exact.attended_keys import attended_keys
 from phalanx.cost.exact.derive.flops import core_flops_per_key, product_flops, tokens_through
-from phalanx.cost.exact.parameter_shapes import Shape, num_elements
+from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.kinds import Recomputation
@@ -17,7 +17,7 @@ from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.parts.operations import Core, GroupedLinear, Linear, Part
+from phalanx.spec.parts.operations import Core, GroupedLinear, Linear, Part, Shape
 from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35

@@ -1,1 +1,3 @@
-"""The parts of a block, each declared once as a list of operations. What follows from it is derived by rules."""
+"""Parts of a block, each declared once as a list of operations.
+
+Why: `docs/design/decisions/declared-parts.md`."""

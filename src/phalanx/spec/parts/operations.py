@@ -32,8 +32,8 @@ class Cut:
     copied_below: bool = False
     """True if neighbors have copies of a unit where there are more ranks than units."""
     share: Literal["units", "columns", "all"] = "units"
-    """What a rank has: its units; equally many columns, completed to whole units; or all units, of which it uses its
-    own."""
+    """Units of a rank: its own; those of its columns, of which all ranks have equally many; or all units, of which it
+    uses its own."""
 
     @property
     def width(self) -> int:

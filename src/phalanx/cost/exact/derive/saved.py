@@ -39,7 +39,7 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += _router_bytes(operation, shape)
             case Combine():
                 other_bytes += _weighted_sum_bytes(operation, shape)
-    saved = Counter({part.kind: sum(tensors.values()) + other_bytes})
+    saved: Counter[str] = Counter({part.kind: sum(tensors.values()) + other_bytes})
     saved["weight_copies"] = shape.weight_copies(copied_weights)
     return saved
 
