@@ -16,7 +16,7 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     part = Part("mlp", "experts", x)
     E = moe.num_experts
     has_whole_experts = layout.ep > 1
-    logits = part.linear("router.gate", x, width=E)
+    logits = part.linear("router.gate", x, width=E, is_precise=True)
     weights = part.add(
         Route(
             reads=(logits,),

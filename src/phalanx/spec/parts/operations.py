@@ -105,8 +105,12 @@ class Operation:
         return {f"{prefix}{leaf}": parameter for leaf, parameter in self.parameters.items()}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Linear(Operation):
     """A product with a matrix: column-parallel if its output is cut, row-parallel if its input is, else copied."""
+
+    is_precise: bool = False
+    """True if it is not computed in float8: the choice of experts would change."""
 
     @property
     def matrix(self) -> Parameter:
@@ -194,7 +198,15 @@ class Part:
     operations: list[Operation] = field(default_factory=list)
 
     def linear(
-        self, name: str, x: Value, cut: Cut | None = None, *, width: int = 0, bias: bool = False, init: Init = "normal"
+        self,
+        name: str,
+        x: Value,
+        cut: Cut | None = None,
+        *,
+        width: int = 0,
+        bias: bool = False,
+        init: Init = "normal",
+        is_precise: bool = False,
     ) -> Value:
         """Append a product and return its output, which is cut, or has a width: by default that of the input."""
         width = cut.width if cut else width or self.input.width
@@ -202,7 +214,8 @@ class Part:
         if bias:
             parameters["bias"] = Parameter((width,), "zeros")
         tokens: Tokens = "all" if cut else "residual" if x.cut else x.tokens
-        return self.add(Linear(name=name, reads=(x,), writes=Value(width, cut, tokens), parameters=parameters))
+        y = Value(width, cut, tokens)
+        return self.add(Linear(name=name, reads=(x,), writes=y, parameters=parameters, is_precise=is_precise))
 
     def grouped(self, leaf: str, x: Value, experts: int, width: int, cut: Cut | None, init: Init = "normal") -> Value:
         """Append the products of rows with the matrices of their experts; return their output."""
@@ -230,10 +243,24 @@ class Part:
         own_first = sorted(self.operations, key=lambda operation: operation.name != "")
         return {name: each for operation in own_first for name, each in operation.named_parameters.items()}
 
+    def within(self, module: str) -> Part:
+        """Return the operations of a module of the part, as a part of their own."""
+        inner = Part(module, self.kind, self.input)
+        for operation in self.operations:
+            prefix, _, name = operation.name.rpartition(".")
+            if module in (operation.name, prefix):
+                inner.operations.append(replace(operation, name=name if prefix else ""))
+        return inner
+
     @property
     def linears(self) -> list[Linear]:
         """The products."""
         return [operation for operation in self.operations if isinstance(operation, Linear)]
+
+    @property
+    def reads_input(self) -> bool:
+        """True if a product reads the input of the part."""
+        return any(linear.reads == (self.input,) for linear in self.linears)
 
     def saved_inputs(self, linear: Linear) -> tuple[Value, ...]:
         """Return what a product saves as its input: the inputs of an activation, which is computed again."""
