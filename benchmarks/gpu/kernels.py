@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.harness import Table, median_milliseconds, real_or_dry, relative_error
 from phalanx.data.packing import IGNORE_INDEX
-from phalanx.model.attention import Attention, document_mask
+from phalanx.model.attention import attend, document_mask
 from phalanx.model.moe import grouped_linear
 from phalanx.model.rotary import apply_rotary, rotary_table
 from phalanx.parallel.cross_entropy import compiled_kernels, in_place_cross_entropy
@@ -81,7 +81,7 @@ def measure(table: Table) -> None:
             ("documents by a mask", BF16, document_mask(starts), documents),
             ("documents by a mask", FP32, document_mask(starts), documents),
         ):
-            ours = partial(attend, mask if mask is None else mask.cuda())
+            ours = partial(attend_with_mask, mask if mask is None else mask.cuda())
             compare(table, f"attention, {name}, T {tokens}", dtype, ours, reference, inputs)
         for dtype in (BF16, FP32):  # flash kernels in 16 bits, FlexAttention in fp32
             mask = (document_bounds(starts) if dtype == BF16 else starts).cuda()
@@ -89,7 +89,12 @@ def measure(table: Table) -> None:
                 name = f"window {window}, {'sinks' if sinks else 'no sinks'}, T {tokens}"
                 reference = partial(all_scores, within_window(document_mask(starts), window))
                 compare(
-                    table, f"attention, {name}", dtype, partial(attend, mask, window=window), reference, inputs + sinks
+                    table,
+                    f"attention, {name}",
+                    dtype,
+                    partial(attend_with_mask, mask, window=window),
+                    reference,
+                    inputs + sinks,
                 )
 
 
@@ -191,11 +196,11 @@ def shard_of_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return loss.detach().cpu(), leaf.grad.cpu()
 
 
-def attend(
+def attend_with_mask(
     mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, window: int | None = None
 ) -> Tensor:
     """Compute attention as a block calls it."""
-    return Attention.attend(q, k, v, mask, window=window, sinks_H=sinks)
+    return attend(q, k, v, mask, window=window, sinks_H=sinks)
 
 
 def within_window(mask: Tensor, window: int | None) -> Tensor:

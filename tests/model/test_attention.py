@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model import attention, transformer
-from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
+from phalanx.model.attention import Documents, attend, document_mask, has_flash_kernel
 from phalanx.spec.attention_backend import AttentionBackend
 from tests.helpers.batches import locate_documents
 
@@ -102,7 +102,7 @@ def test_attention_by_document_equals_dense_mask_in_fp64(lengths, heads, head_di
 
     def compute_output_and_gradients(mask: Tensor, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in qkv]
-        out = Attention.attend(*leaves, mask)
+        out = attend(*leaves, mask)
         out.backward(gradient.to(dtype))
         return [out, *(leaf.grad for leaf in leaves)]
 

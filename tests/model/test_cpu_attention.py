@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model.attention import Attention
+from phalanx.model.attention import attend
 from phalanx.model.cpu_attention import MIN_WINDOW_BLOCK, _split_window_blocks
 from tests.helpers.batches import locate_documents
 from tests.helpers.reference_attention import CASES, AttentionCase, attend_to_all_scores, compute, max_relative_error
@@ -15,11 +15,11 @@ from tests.helpers.reference_attention import CASES, AttentionCase, attend_to_al
 def attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    return Attention.attend(q, k, v, locate_documents(starts).bounds, window=window, sinks_H=sinks)
+    return attend(q, k, v, locate_documents(starts).bounds, window=window, sinks_H=sinks)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, _: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
-    return Attention.attend(q, k, v, None, window=window, sinks_H=sinks)
+    return attend(q, k, v, None, window=window, sinks_H=sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

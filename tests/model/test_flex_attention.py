@@ -7,7 +7,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 
 from phalanx.model import attention
-from phalanx.model.attention import Attention, attention_mask
+from phalanx.model.attention import attend, attention_mask
 from phalanx.model.flex_attention import attend_with_flex
 from phalanx.spec.attention_backend import AttentionBackend
 from tests.helpers.batches import locate_documents
@@ -37,11 +37,13 @@ def test_attention_uses_flex_where_it_is_chosen(masked: bool, monkeypatch: pytes
         calls.append(options["starts_BT"])
         return attend_with_flex(*operands, **options)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+    def attend_rows(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         mask = attention_mask(locate_documents(starts), q.dtype, q.shape[-1], window=True) if masked else None
-        return Attention.attend(q, k, v, mask, window=window, sinks_H=sinks)
+        return attend(q, k, v, mask, window=window, sinks_H=sinks)
 
     monkeypatch.setattr(attention, "attend_with_flex", count)
     case = AttentionCase("mixed" if masked else "whole", 5, "grouped", sinks=True)
-    assert max_relative_error(compute(attend, case), compute(attend_to_all_scores, case)) < 1e-14
+    assert max_relative_error(compute(attend_rows, case), compute(attend_to_all_scores, case)) < 1e-14
     assert [starts is not None for starts in calls] == [masked]

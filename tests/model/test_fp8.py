@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.model.fp8 import cast_rows, fp8_grouped_linear, fp8_linear, use_fp8_products
-from phalanx.model.mlp import MLP, build_mlp
+from phalanx.model.mlp import MLP
 from phalanx.model.moe import Experts, GroupedProduct, grouped_linear
 from phalanx.model.products import IDENTITY, Product, ProductLinear, activated_product
 from phalanx.model.transformer import Transformer
 from phalanx.spec.base import parse_table
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
 from tests.helpers.small_runs import MOE
 
 CAST_ERROR = 2**-4
@@ -115,10 +116,10 @@ def test_operands_have_shapes_and_strides_of_cuda_products(run: Callable[..., Te
 def test_only_products_of_blocks_are_in_float8() -> None:
     model = Transformer(parse_table(ModelSpec, MOE))
     use_fp8_products(model)
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    in_bf16 = {name for name, layer in linear.items() if not isinstance(layer, ProductLinear)}
-    assert in_bf16 == {"head", "blocks.0.mlp.router.gate", "blocks.1.mlp.router.gate"}
-    assert all(layer.product.linear is fp8_linear for layer in linear.values() if isinstance(layer, ProductLinear))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, ProductLinear)}
+    in_bf16 = {name for name, layer in layers.items() if layer.product.linear is not fp8_linear}
+    assert in_bf16 == {"blocks.0.mlp.router.gate", "blocks.1.mlp.router.gate"}
+    assert len(layers) > len(in_bf16)
     assert all(part.grouped_linear is fp8_grouped_linear for part in model.modules() if isinstance(part, Experts))
 
 
@@ -131,7 +132,7 @@ def test_mlp_saves_the_same_tensors_as_in_bf16() -> None:
             mlp(torch.ones(2, 8, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True))
         return sorted(x.untyped_storage().nbytes() for x in {x.data_ptr(): x for x in saved}.values())
 
-    mlp = build_mlp(spec).bfloat16()
+    mlp = MLP(blocks(spec)[0][-1].part, "swiglu").bfloat16()
     in_bf16 = saved_bytes(mlp)
     use_fp8_products(mlp)
     assert saved_bytes(mlp) == in_bf16
@@ -140,4 +141,4 @@ def test_mlp_saves_the_same_tensors_as_in_bf16() -> None:
 def test_default_grouped_product_is_in_bf16() -> None:
     spec = parse_table(ModelSpec, MOE)
     assert spec.moe is not None
-    assert Experts(spec, spec.moe).grouped_linear is grouped_linear
+    assert Experts(blocks(spec)[0][-1].part.within("experts")).grouped_linear is grouped_linear

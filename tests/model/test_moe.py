@@ -5,13 +5,20 @@ import torch.nn.functional as F
 from phalanx.model import moe as moe_file
 from phalanx.model.moe import Experts, MoE, Router, balance_loss, z_loss
 from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.parts.block import blocks
 
 
-def build_specs(**changes):
+def build_part(**changes):
     moe = MoESpec(**{"num_experts": 8, "top_k": 3, "expert_ffn_size": 16, **changes})
-    return ModelSpec(
+    spec = ModelSpec(
         vocab_size=9, hidden_size=32, num_layers=1, num_heads=4, ffn_hidden_size=16, max_seq_len=8, moe=moe
-    ), moe
+    )
+    return blocks(spec)[0][-1].part, moe
+
+
+def build_layer(**changes):
+    part, moe = build_part(**changes)
+    return MoE(moe, part)
 
 
 def randomize_parameters(module, dtype=torch.float64):
@@ -39,8 +46,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_moe_output_equals_weighted_sum_of_expert_outputs(variant):
-    spec, moe = build_specs(**variant)
-    layer, x = randomize_parameters(MoE(spec, moe)), random_inputs(2, 7)
+    part, moe = build_part(**variant)
+    layer, x = randomize_parameters(MoE(moe, part)), random_inputs(2, 7)
     out, _ = layer(x)
     expected = torch.zeros_like(x)
     for index in [(b, t) for b in range(2) for t in range(7)]:
@@ -59,11 +66,11 @@ def test_moe_output_equals_weighted_sum_of_expert_outputs(variant):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1, 0, 0, 9, 2], [0, 0, 0, 20, 0, 0, 0, 0]], ids=str)
 def test_experts_grouped_mm_equals_per_expert_loop(monkeypatch, dtype, tolerance, sizes):
-    spec, moe = build_specs()
+    part, _ = build_part()
     x, ends = random_inputs(20).to(dtype), torch.tensor(sizes).cumsum(0)
     results = []
     for grouped in (True, False):
-        experts = randomize_parameters(Experts(spec, moe), dtype)
+        experts = randomize_parameters(Experts(part.within("experts")), dtype)
         if not grouped:
             monkeypatch.setattr(moe_file, "supports_grouped_mm", lambda x, weight: False)
         assert moe_file.supports_grouped_mm(x, experts.gate) is grouped
@@ -76,8 +83,8 @@ def test_experts_grouped_mm_equals_per_expert_loop(monkeypatch, dtype, tolerance
 
 
 def test_router_bias_changes_selection_but_not_weights():
-    spec, moe = build_specs(bias_update_rate=0.1, normalize_top_k=False)
-    router, x = randomize_parameters(Router(spec, moe)), random_inputs(2, 7)
+    part, moe = build_part(bias_update_rate=0.1, normalize_top_k=False)
+    router, x = randomize_parameters(Router(moe, part.within("router"))), random_inputs(2, 7)
     _, before, _ = router(x)
     router.bias[5] = 10.0
     weights, chosen, _ = router(x)
@@ -87,8 +94,8 @@ def test_router_bias_changes_selection_but_not_weights():
 
 
 def test_router_update_bias_raises_idle_and_lowers_busy_experts():
-    spec, moe = build_specs(num_experts=4, bias_update_rate=0.1)
-    router = Router(spec, moe)
+    part, moe = build_part(num_experts=4, bias_update_rate=0.1)
+    router = Router(moe, part.within("router"))
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
     router.update_bias()
     assert router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
@@ -100,8 +107,8 @@ def test_router_update_bias_raises_idle_and_lowers_busy_experts():
 
 
 def test_router_update_bias_evens_expert_load():
-    spec, moe = build_specs(bias_update_rate=0.004)
-    router, x = randomize_parameters(Router(spec, moe)), random_inputs(4, 64) + 0.5
+    part, moe = build_part(bias_update_rate=0.004)
+    router, x = randomize_parameters(Router(moe, part.within("router"))), random_inputs(4, 64) + 0.5
 
     def max_load_ratio():
         router.load.zero_()
@@ -117,8 +124,8 @@ def test_router_update_bias_evens_expert_load():
 
 
 def test_router_load_counts_training_tokens_only():
-    spec, moe = build_specs()
-    router = randomize_parameters(Router(spec, moe))
+    part, moe = build_part()
+    router = randomize_parameters(Router(moe, part.within("router")))
     router(random_inputs(2, 7))
     with torch.no_grad():
         router(random_inputs(2, 7))
@@ -127,7 +134,7 @@ def test_router_load_counts_training_tokens_only():
 
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 def test_balance_loss_is_minimal_and_equals_coefficient_when_load_is_even(scope):
-    _, moe = build_specs(balance_loss_coef=0.02, balance_loss_scope=scope)
+    _, moe = build_part(balance_loss_coef=0.02, balance_loss_scope=scope)
 
     def loss(logits_E):
         share = logits_E.softmax(0).expand(3, 16, 8)
@@ -144,7 +151,7 @@ def test_balance_loss_is_minimal_and_equals_coefficient_when_load_is_even(scope)
 
 
 def test_z_loss_equals_scaled_squared_logsumexp():
-    _, moe = build_specs(z_loss_coef=0.001)
+    _, moe = build_part(z_loss_coef=0.001)
     logits = random_inputs(2, 7)[..., :8]
     expected = sum(0.001 * torch.log(torch.exp(row).sum()) ** 2 for row in logits.flatten(0, 1))
     torch.testing.assert_close(z_loss(moe, logits), expected)
@@ -173,11 +180,9 @@ def test_sequence_balance_loss_is_independent_of_micro_batch_split(build_model):
 def test_expert_capacity_drops_latest_tokens_of_each_sequence():
     """Each expert keeps its first ceil(factor x T k / E) choices of every sequence. Dropped choices add nothing, and
     the others keep their weights."""
-    spec, moe = build_specs(capacity_factor=0.5, top_k=2, num_shared_experts=0)
-    layer, x = randomize_parameters(MoE(spec, moe)), random_inputs(3, 16)
-    unlimited = randomize_parameters(
-        MoE(spec.model_copy(update={"moe": (unlimited_moe := build_specs(top_k=2)[1])}), unlimited_moe)
-    )
+    part, moe = build_part(capacity_factor=0.5, top_k=2, num_shared_experts=0)
+    layer, x = randomize_parameters(MoE(moe, part)), random_inputs(3, 16)
+    unlimited = randomize_parameters(build_layer(top_k=2))
     weights, chosen, _ = unlimited.router(x)
     capacity = 2  # ceil(0.5 x 16 x 2 / 8)
     expected, dropped = torch.zeros_like(x), 0
@@ -198,7 +203,7 @@ def test_expert_capacity_drops_latest_tokens_of_each_sequence():
 
 
 def test_expert_capacity_drops_no_tokens_when_large():
-    spec, moe = build_specs(capacity_factor=8.0)
-    layer, unlimited = randomize_parameters(MoE(spec, moe)), randomize_parameters(MoE(*build_specs()))
+    part, moe = build_part(capacity_factor=8.0)
+    layer, unlimited = randomize_parameters(MoE(moe, part)), randomize_parameters(build_layer())
     assert torch.equal(layer(random_inputs(2, 16))[0], unlimited(random_inputs(2, 16))[0])
     assert layer.router.dropped == 0

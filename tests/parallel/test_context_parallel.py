@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.model.attention import Attention, Documents, document_mask
+from phalanx.model.attention import Documents, attend, document_mask
 from phalanx.parallel import context_parallel
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import (
@@ -56,7 +56,7 @@ def attend_on_rank(cp: ContextParallelGroup, operands: Sequence[Tensor], documen
     *qkv, gradient = (x[:, indices] for x in operands)
     leaves = [x.requires_grad_() for x in qkv]
     ring = None if documents is None else _build_document_ring(cp, documents, gradient.dtype)
-    out = _ring_attention(Attention.attend, cp, *leaves, ring)
+    out = _ring_attention(attend, cp, *leaves, ring)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -79,7 +79,7 @@ def test_ring_attention_equals_dense_attention_in_fp64(ranks: int) -> None:
     for case, *parts in zip(CASES, *by_rank, strict=True):
         *qkv, gradient = (x.double() for x in make_operands(case))
         leaves = [x.requires_grad_() for x in qkv]
-        out = Attention.attend(*leaves, document_mask(starts_of_lengths(LENGTHS[case[0]])))
+        out = attend(*leaves, document_mask(starts_of_lengths(LENGTHS[case[0]])))
         out.backward(gradient)
         for index, expected in enumerate([out.detach(), *(leaf.grad for leaf in leaves)]):
             for rank, part in enumerate(parts):

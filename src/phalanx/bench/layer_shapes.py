@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from phalanx.cost.exact.flops import lm_head_shape, tokens_through_parameter
-from phalanx.cost.exact.parameter_shapes import strip_block_index
+from phalanx.cost.exact.flops import block_products, lm_head_shape
+from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_tensors import rank_tensors
 from phalanx.spec.batch import plan_batch
@@ -70,26 +70,25 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     """
     tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
     layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
+    layers_of_stage = layers_per_rank(run)
     for stage, tensors in enumerate(rank_tensors(run, world_size)):
         stage_layers: dict[MatmulShape, list[str]] = {}
-        weights = {name: shape for name, shape in tensors.all.items() if name.startswith("blocks.") and len(shape) > 1}
+        shapes = tensors.all
+        for layer in layers_of_stage[stage]:
+            for product in block_products(run, layer):
+                *experts, n, k = shapes[product.name]
+                num_experts = num_elements(tuple(experts))
+                rows = int(product.tokens(run, tokens))
+                shape = MatmulShape(num_experts, max(1, rows // num_experts), n, k)
+                # Names without the common part: "wq", "experts.gate"
+                name = product.name.split(".", 3)[-1].removesuffix(".weight")
+                stage_layers.setdefault(shape, []).append(name)
         head = lm_head_shape(run, tensors, stage)  # possibly the embedding
         if head is not None:
-            weights["head.weight"] = head
-        for name, shape in weights.items():
-            rows = int(tokens_through_parameter(name, run, tokens))
-            if len(shape) == 3:
-                experts, n, k = shape
-                product = MatmulShape(experts, max(1, rows // experts), n, k)
-            else:
-                product = MatmulShape(1, rows, *shape)
-            # Names without the common part: "wq", "experts.gate"
-            inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
-            layer = inner.removeprefix("attention.").removeprefix("mlp.")
-            stage_layers.setdefault(product, []).append(layer)
-        for product, names in stage_layers.items():
-            layers, count = layers_by_shape.get(product, ((), 0))
-            layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
+            stage_layers.setdefault(MatmulShape(1, int(tokens), *head), []).append("head")
+        for matmul, names in stage_layers.items():
+            layers, count = layers_by_shape.get(matmul, ((), 0))
+            layers_by_shape[matmul] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
     return layers_by_shape
 
 

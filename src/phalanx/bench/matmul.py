@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.bench.timing import time_calls
-from phalanx.model.attention import Attention, Documents, attention_mask
+from phalanx.model.attention import Documents, attend, attention_mask
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.block_attention import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
@@ -68,7 +68,7 @@ def _make_attention_calls(core: AttentionShape, dtype: torch.dtype, device: torc
     documents = Documents.whole_rows(core.batch, core.queries, device)
     has_window = core.window is not None
     mask = attention_mask(documents, dtype, core.head_dim, has_window) if core.masked else None
-    forward = partial(Attention.attend, q, k, v, mask, window=core.window)
+    forward = partial(attend, q, k, v, mask, window=core.window)
     out = forward()
     gradient = torch.ones_like(out)
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}

@@ -19,16 +19,19 @@ from torch.nn.attention.varlen import varlen_attn
 from phalanx.model.attention_sinks import attend_varlen_with_sinks
 from phalanx.model.cpu_attention import attend_on_cpu
 from phalanx.model.flex_attention import attend_with_flex
-from phalanx.model.norm import RMSNorm
-from phalanx.model.products import ProductLinear
+from phalanx.model.part import PartModule
+from phalanx.model.products import ProductLinear, TensorTuple
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Part
 
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
 MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # From torch 2.12 on grouped heads must be enabled; 2.11 supports them without an option.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+Attend = Callable[..., Tensor]
+"""Function with the arguments of `attend`."""
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
 
 
@@ -58,94 +61,83 @@ class Documents(NamedTuple):
         return cls(starts, torch.tensor(host_bounds, dtype=torch.int32, device=device), host_bounds)
 
 
-class Attention(nn.Module):
+class Attention(PartModule):
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D.
 
     Layers with a window see its tokens only. Sinks are logits of the softmax without a value."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__()
+    sinks: Tensor | None
+    q_norm: nn.Module
+    k_norm: nn.Module
+    wo: ProductLinear
+
+    def __init__(self, spec: ModelSpec, layer: int, part: Part) -> None:
+        super().__init__(part, spec.norm_eps)
         self.window = spec.attention_window(layer)
-        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.attention_sinks else None
+        if not spec.attention_sinks:
+            self.sinks = None
         self.head_dim = spec.head_dim
         self.qk_norm = spec.qk_norm
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
-        query = spec.num_heads * spec.head_dim
-        value = spec.num_kv_heads * spec.head_dim
-        self.wq = ProductLinear(spec.hidden_size, query, spec.bias)
-        self.wk = ProductLinear(spec.hidden_size, value, spec.bias)
-        self.wv = ProductLinear(spec.hidden_size, value, spec.bias)
-        self.wo = ProductLinear(query, spec.hidden_size, spec.bias)
-        if spec.qk_norm != "none":
-            per_head = spec.qk_norm == "head"
-            self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)
-            self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
+        self.attend: Attend = attend
+        """The kernel, which layouts may replace."""
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input.
 
         Learned positions have no `rotary` table. Without a `mask`, all earlier tokens of the row are visible."""
-        q, k, v = self.project_in(x_BTD)
+        q, k, v = self.read_input(self.project_in, x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK = self._split_heads(q)
-        k_BTHK = self._split_heads(k)
-        v_BTHK = self._split_heads(v)
+        q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
         out_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)
-        return self.project_out(out_BTHK.flatten(2))
+        return self.wo(out_BTHK.flatten(2))
 
-    def project_in(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_in(self, x_BTD: Tensor) -> TensorTuple:
         """Return queries, keys and values, with the heads concatenated."""
-        return self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
+        return self.project(x_BTD, "wq", "wk", "wv")
 
-    def project_out(self, heads_BTQ: Tensor) -> Tensor:
-        """Project the outputs of the heads to the width of the residual stream."""
-        return self.wo(heads_BTQ)
 
-    @staticmethod
-    def attend(
-        q_BTHK: Tensor,
-        k_BTHK: Tensor,
-        v_BTHK: Tensor,
-        mask: Tensor | None,
-        window: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
+def attend(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHK: Tensor,
+    mask: Tensor | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
 
-        The number of query heads is a multiple of that of keys and values, whose dtype is that of the products. Without
-        a `mask`, every row is one document. A query sees at most `window` keys, itself included. `sinks_H` are logits
-        in the softmax's denominator."""
-        q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
-        window = None if window is None or window >= q_BTHK.shape[1] else window
-        if mask is None and (window is not None or sinks_H is not None):
-            mask = _row_bounds(q_BTHK)
-        if mask is not None and mask.ndim == 1:
-            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
-        if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
-            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
-        grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
-        if grouped and mask is not None:
-            # On CUDA, flash attention supports no mask, and the memory-efficient kernel supports no grouped heads.
-            k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
-            grouped = False
-        with sdpa_kernel(MASKED_CUDA_KERNELS) if mask is not None else nullcontext():
-            out_BHTK = F.scaled_dot_product_attention(
-                q_BTHK.transpose(1, 2),
-                k_BTHK.transpose(1, 2),
-                v_BTHK.transpose(1, 2),
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=grouped,
-            )
-        return out_BHTK.transpose(1, 2)
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+    The number of query heads is a multiple of that of keys and values, whose dtype is that of the products. Without
+    a `mask`, every row is one document. A query sees at most `window` keys, itself included. `sinks_H` are logits
+    in the softmax's denominator."""
+    q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
+    window = None if window is None or window >= q_BTHK.shape[1] else window
+    if mask is None and (window is not None or sinks_H is not None):
+        mask = _row_bounds(q_BTHK)
+    if mask is not None and mask.ndim == 1:
+        return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
+    if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
+        return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
+    grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
+    if grouped and mask is not None:
+        # On CUDA, flash attention supports no mask, and the memory-efficient kernel supports no grouped heads.
+        k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
+        grouped = False
+    with sdpa_kernel(MASKED_CUDA_KERNELS) if mask is not None else nullcontext():
+        out_BHTK = F.scaled_dot_product_attention(
+            q_BTHK.transpose(1, 2),
+            k_BTHK.transpose(1, 2),
+            v_BTHK.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=grouped,
+        )
+    return out_BHTK.transpose(1, 2)
 
 
 def attention_mask(
@@ -202,7 +194,7 @@ def attend_within_documents(
     """Return causal attention, [B, T, H, K], within consecutive documents.
 
     On an H100 it takes 3.5 ms where a dense mask takes 62 (16,384 tokens in rows of 8,192,
-    docs/results/benchmarks/gpu-attention.md). Arguments are those of `Attention.attend`, and the `bounds` of
+    docs/results/benchmarks/gpu-attention.md). Arguments are those of `attend`, and the `bounds` of
     `Documents`."""
     packed = (q_BTHK.flatten(0, 1), k_BTHK.flatten(0, 1), v_BTHK.flatten(0, 1))
     if q_BTHK.device.type == "cpu":

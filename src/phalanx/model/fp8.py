@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.moe import Experts, grouped_linear
-from phalanx.model.products import Product, ProductLinear
+from phalanx.model.part import PartModule
+from phalanx.model.products import Product
 
 FP8 = torch.float8_e4m3fn
 MANTISSA_BITS = 23
@@ -101,7 +102,9 @@ def use_fp8_products(module: nn.Module) -> None:
 
     Embedding, norms, routers and head are unchanged."""
     for submodule in module.modules():
-        if isinstance(submodule, ProductLinear):
-            submodule.product = Product(linear=fp8_linear)
-        elif isinstance(submodule, Experts):
+        if isinstance(submodule, Experts):
             submodule.grouped_linear = fp8_grouped_linear
+        elif isinstance(submodule, PartModule):
+            for linear in submodule.part.linears:
+                if not linear.is_precise:
+                    getattr(submodule, linear.name).product = Product(linear=fp8_linear)

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.spec.model import ModelSpec
-
-RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
-
+from phalanx.spec.parts.model import model_parameters
 
 BLOCK_NUMBERS = 2**20
 """Approximate number of values that are drawn from one seed, in complete rows."""
@@ -42,14 +40,13 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     """Return the initial value of one parameter, fp32 on the CPU.
 
     Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895). Those that write into the
-    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases and sinks 0. With `rows`, other rows are
-    uninitialized and use no memory."""
-    if name.endswith(("bias", "sinks")):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
+    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases and sinks 0, as the parts declare. With
+    `rows`, other rows are uninitialized and use no memory."""
+    init = model_parameters(spec)[name].init
+    if init in ("zeros", "ones"):
+        return torch.zeros(shape) if init == "zeros" else torch.ones(shape)
     std = math.sqrt(2 / (5 * spec.hidden_size))
-    if name.endswith(RESIDUAL_OUTPUTS):
+    if init == "output":
         std /= math.sqrt(2 * spec.num_layers)
     full = torch.empty(shape)
     rows = range(shape[0]) if rows is None else rows

@@ -1,58 +1,32 @@
-"""The position-wise network of a block. Shapes: D width, F inner width."""
+"""The position-wise network of a block."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.model.products import SWIGLU, Activation, ProductLinear, activated_linear, gelu
-from phalanx.spec.model import ModelSpec
+from phalanx.model.part import PartModule
+from phalanx.model.products import SWIGLU, Activation, ProductLinear, TensorTuple, activated_linear, gelu
+from phalanx.spec.parts.operations import Part
+
+ACTIVATIONS = {"swiglu": SWIGLU, "gelu": gelu("none"), "gelu_tanh": gelu("tanh")}
 
 
-class MLP(nn.Module):
-    """A network with an inner width: its first products, an activation, and `down`."""
+class MLP(PartModule):
+    """A network with an inner width: its first products, an activation, and `down`.
 
-    activation: Activation
+    A SwiGLU is down(silu(gate x) * up x) (GLU variants, arXiv 2002.05202), GPT-2's MLP down(gelu(up x))."""
+
     down: ProductLinear
+
+    def __init__(self, part: Part, activation: str) -> None:
+        super().__init__(part)
+        self.activation: Activation = ACTIVATIONS[activation]
+        self.first_layers = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, with the shape of `x`."""
-        return activated_linear(self.down, self.activation, *self.project_in(x))
+        return activated_linear(self.down, self.activation, *self.read_input(self.project_in, x))
 
-    def project_in(self, x: Tensor) -> tuple[Tensor, ...]:
+    def project_in(self, x: Tensor) -> TensorTuple:
         """Project to the inner width: the inputs of the activation."""
-        raise NotImplementedError
-
-
-class SwiGLUMLP(MLP):
-    """down(silu(gate x) * up x) (GLU variants, arXiv 2002.05202)."""
-
-    activation = SWIGLU
-
-    def __init__(self, width: int, ffn: int) -> None:
-        super().__init__()
-        self.gate = ProductLinear(width, ffn, bias=False)
-        self.up = ProductLinear(width, ffn, bias=False)
-        self.down = ProductLinear(ffn, width, bias=False)
-
-    def project_in(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Project to the inner width: gate and up."""
-        return self.gate(x), self.up(x)
-
-
-class GELUMLP(MLP):
-    """down(gelu(up x)) (GPT-2)."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.up = ProductLinear(spec.hidden_size, spec.ffn_hidden_size, spec.bias)
-        self.down = ProductLinear(spec.ffn_hidden_size, spec.hidden_size, spec.bias)
-        self.activation = gelu("tanh" if spec.activation == "gelu_tanh" else "none")
-
-    def project_in(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Project to the inner width."""
-        return (self.up(x),)
-
-
-def build_mlp(spec: ModelSpec) -> MLP:
-    """Build the dense MLP of `spec`."""
-    return SwiGLUMLP(spec.hidden_size, spec.ffn_hidden_size) if spec.activation == "swiglu" else GELUMLP(spec)
+        return self.project(x, *self.first_layers)

@@ -8,6 +8,7 @@ Why: `docs/design/decisions/balance-loss-per-sequence.md`."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,33 +17,41 @@ from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
-from phalanx.model.mlp import SwiGLUMLP
+from phalanx.model.mlp import MLP
+from phalanx.model.part import PartModule
 from phalanx.model.products import (
     IDENTITY,
     SWIGLU,
     DeferOrCompute,
     LinearFunction,
     Product,
+    ProductLinear,
     activated_product,
     compute_now,
 )
-from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.model import MoESpec
+from phalanx.spec.parts.operations import Part
+
+Mix = Callable[..., Tensor]
+"""Function of a `MoE`, its input, and the weights and choices of its router; returns the layer's output."""
 
 
-class Router(nn.Module):
+class Router(PartModule):
     """Layer that chooses k of E experts for each token, with an auxiliary loss for unbalanced choices."""
 
     load: Tensor
     dropped: Tensor
     bias: Tensor
     relief: Tensor | None
+    gate: ProductLinear
     forward_passes = 1
     """Number of forward passes that count a choice: 2 if the router is recomputed in the backward pass."""
 
-    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
-        super().__init__()
+    def __init__(self, moe: MoESpec, part: Part) -> None:
+        super().__init__(part)
         self.moe = moe
-        self.gate = nn.Linear(spec.hidden_size, moe.num_experts, bias=False)
+        self.sum_counts: list[Callable[[Tensor], Tensor]] = []
+        """Sums of counts over the ranks that share sequences."""
         # Tokens per expert since the last reset.
         self.register_buffer("load", torch.zeros(moe.num_experts), persistent=False)
         # Dropped choices since the last reset.
@@ -56,8 +65,7 @@ class Router(nn.Module):
         """Return weights and indices of the chosen experts, [B, T, k] each, and the auxiliary loss.
 
         The loss is summed over all tokens. The index of a dropped choice is E, which is not an expert."""
-        logits = self.gate(x_BTD)
-        logits = at_least_fp32(logits)
+        logits = at_least_fp32(self.read_input(self.gate, x_BTD))
         score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
         # The bias steers the choice, never the weights (arXiv 2408.15664, section 3).
         _, chosen = (score + self.bias if self.moe.bias_update_rate else score).topk(self.moe.top_k, dim=-1)
@@ -81,7 +89,10 @@ class Router(nn.Module):
         """Return the number of tokens of each sequence that chose each expert, [B, E]."""
         chosen = chosen_BTk.flatten(1)
         counts = torch.zeros(len(chosen), self.moe.num_experts, dtype=dtype, device=chosen.device)
-        return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
+        counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
+        for sum_over_ranks in self.sum_counts:
+            counts = sum_over_ranks(counts)
+        return counts
 
     @torch.no_grad()
     def update_bias(self, apply: bool = True) -> None:
@@ -131,16 +142,16 @@ def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
     return moe.z_loss_coef * logits_BTE.logsumexp(-1).square().sum()
 
 
-class Experts(nn.Module):
+class Experts(PartModule):
     """E SwiGLU networks, each applied to a contiguous range of rows."""
 
     activation = SWIGLU
+    gate: Tensor
+    up: Tensor
+    down: Tensor
 
-    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
-        self.up = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
-        self.down = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size, moe.expert_ffn_size))
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
         self.grouped_linear: LinearFunction = grouped_linear
@@ -219,20 +230,18 @@ def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
 class MoE(nn.Module):
     """Layer that routes tokens to experts, and adds the output of the shared experts."""
 
-    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
+    def __init__(self, moe: MoESpec, part: Part) -> None:
         super().__init__()
-        self.router = Router(spec, moe)
-        self.experts = Experts(spec, moe)
-        shared_width = moe.expert_ffn_size * moe.num_shared_experts
-        self.shared = SwiGLUMLP(spec.hidden_size, shared_width) if shared_width else None
+        self.router = Router(moe, part.within("router"))
+        self.experts = Experts(part.within("experts"))
+        self.shared = MLP(part.within("shared"), "swiglu") if moe.num_shared_experts else None
+        self.mix: Mix = mix_experts
+        """Function for the layer's output, which layouts may replace."""
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""
         weights, chosen, auxiliary = self.router(x_BTD)
-        out = self.apply_experts(x_BTD, weights, chosen)
-        if self.shared is not None:
-            out = out + self.shared(x_BTD)
-        return out, auxiliary
+        return self.mix(self, x_BTD, weights, chosen), auxiliary
 
     def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token, [B, T, D].
@@ -245,6 +254,16 @@ class MoE(nn.Module):
             ((num_rows,),) = to_host_lists(counts_E.sum().view(1, 1), num_rows)
         y = self.experts(rows_of_choices(x_BTD, order[:num_rows], moe.top_k), counts_E.cumsum(0))
         return combine_expert_outputs(y, order, weights_BTk).view_as(x_BTD)
+
+
+def mix_experts(moe: MoE, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
+    """Return the weighted sum of a token's experts, plus the output of the shared experts, [B, T, D]."""
+    return add_shared(moe, x_BTD, moe.apply_experts(x_BTD, weights_BTk, chosen_BTk))
+
+
+def add_shared(moe: MoE, x_BTD: Tensor, out_BTD: Tensor) -> Tensor:
+    """Add the output of the shared experts, if there are any."""
+    return out_BTD if moe.shared is None else out_BTD + moe.shared(x_BTD)
 
 
 def sort_by_expert(chosen_BTk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

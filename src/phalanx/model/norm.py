@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -24,13 +24,19 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
+        self.normalize: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized tensor."""
-        # On CUDA this is one kernel, which requires one dtype and accumulates in fp32.
-        if x.device.type == "cuda":
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))
+        return self.normalize(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) x weight over the last axis."""
+    # On CUDA this is one kernel, which requires one dtype and accumulates in fp32.
+    if x.device.type == "cuda":
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps))
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -5,18 +5,21 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import Attention, Documents, attention_mask
-from phalanx.model.mlp import build_mlp
+from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
 from phalanx.model.norm import build_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
 from phalanx.spec.attention_backend import has_window
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
 
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 """Function of the head's input [B, T, D] and matrix [V, D]."""
@@ -27,10 +30,11 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
+        attention, ffn = (branch.part for branch in blocks(spec)[layer])
         self.attention_norm = build_norm(spec)
-        self.attention = Attention(spec, layer)
+        self.attention = Attention(spec, layer, attention)
         self.mlp_norm = build_norm(spec)
-        self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else build_mlp(spec)
+        self.mlp = MoE(spec.moe, ffn) if spec.moe and ffn.kind == "experts" else MLP(ffn, spec.activation)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
@@ -43,19 +47,55 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), None
 
 
+class Embedding(nn.Embedding):
+    """A table, of which ranks may have some rows."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Return the rows of indices."""
+        return self.look_up(indices, self.weight)
+
+
+class Head(nn.Module):
+    """The matrix of the logits. It is called, because FSDP2 gathers it in hooks of modules."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, x_BTD: Tensor, function: HeadFunction) -> Tensor:
+        """Return the result of a function of the input and the matrix."""
+        return function(x_BTD, self.weight)
+
+
 class Transformer(nn.Module):
     """Embedding, L blocks, norm and head."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         if spec.position_embedding == "learned":
-            self.positions = nn.Embedding(spec.max_seq_len, spec.hidden_size)
+            self.positions = Embedding(spec.max_seq_len, spec.hidden_size)
         self.blocks = nn.ModuleList([Block(spec, layer) for layer in range(spec.num_layers)])
         self.norm = build_norm(spec)
         if not spec.tie_embeddings:
-            self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            self.head = Head(spec.hidden_size, spec.vocab_size)
+        # What layouts replace:
+        self.logits: HeadFunction = F.linear
+        self.local_positions: Callable[[Tensor], Tensor] = row_positions
+        """Function of token ids [B, T] or an input of blocks [B, T, D]: the positions in their row of the tokens whose
+        attention is computed on this rank, [T]."""
+        self.attention_mask: Callable[[Documents, torch.dtype], Any] = partial(document_mask, spec)
+        """Mask argument of attention in a dtype."""
+        self.sum_auxiliary: Callable[[Tensor], Tensor] = same
+        """Sum of the auxiliary loss over ranks that have shares of the tokens."""
+        # A call, because a forward hook would break the graphs of compiled blocks.
+        self.wait_for_parameters: Callable[[nn.Module], None] = do_not_wait
+        """Wait of ZeRO for the new weights of a module (`parallel.data.zero_gathers`)."""
 
     def forward(
         self, tokens_BT: Tensor, documents: Documents | None = None, head: HeadFunction | None = None
@@ -94,34 +134,40 @@ class Transformer(nn.Module):
             x_BTD, block_auxiliary = block(x_BTD, table, mask)
             if block_auxiliary is not None:
                 auxiliary = auxiliary + block_auxiliary
-        return x_BTD, auxiliary
+        return x_BTD, self.sum_auxiliary(auxiliary)
 
     def apply_head(self, x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
         """Return the logits of the last block's output, [B, T, V], or the result of `head`."""
         self.wait_for_parameters(self)
-        return (head or self.logits)(self.norm(x_BTD), self.head_weight)
-
-    def wait_for_parameters(self, module: nn.Module) -> None:
-        """No-op: ZeRO waits here for the new weights of a module (`parallel.data.zero_gathers`)."""
-        # A call, because a forward hook would break the graphs of compiled blocks.
+        function = head or self.logits
+        if self.spec.tie_embeddings:
+            return function(self.norm(x_BTD), self.head_weight)
+        return cast(Tensor, self.head(self.norm(x_BTD), function))
 
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix, [V, D]."""
         return self.embedding.weight if self.spec.tie_embeddings else self.head.weight
 
-    def logits(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Return the product with the head's matrix, [B, T, V]."""
-        return F.linear(x_BTD, weight_VD)
 
-    def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
-        """Return the mask argument of attention in `dtype`."""
-        window = has_window(self.spec, documents.starts.shape[1])
-        return attention_mask(documents, dtype, self.spec.head_dim, window, self.spec.attention_sinks)
+def do_not_wait(module: nn.Module) -> None:
+    """Return at once: all weights of a module are there."""
 
-    def local_positions(self, x_BT: Tensor) -> Tensor:
-        """Return the positions in their row of the tokens whose attention is computed on this rank, [T]."""
-        return torch.arange(x_BT.shape[1], device=x_BT.device)
+
+def same(x: Tensor) -> Tensor:
+    """Return a tensor as it is."""
+    return x
+
+
+def row_positions(x_BT: Tensor) -> Tensor:
+    """Return the positions of all tokens of a row, [T]."""
+    return torch.arange(x_BT.shape[1], device=x_BT.device)
+
+
+def document_mask(spec: ModelSpec, documents: Documents, dtype: torch.dtype) -> Tensor:
+    """Return the mask argument of attention in `dtype`."""
+    window = has_window(spec, documents.starts.shape[1])
+    return attention_mask(documents, dtype, spec.head_dim, window, spec.attention_sinks)
 
 
 def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:

@@ -101,8 +101,7 @@ def apply_layout(
     if mesh.tp_group is not None:
         deferred_grads = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
         tp = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads)
-        splits_heads = layout.tp_attention == "split"
-        apply_tensor_parallel(module, tp, unsharded_experts=layout.ep > 1, sharded_heads=splits_heads)
+        apply_tensor_parallel(module, tp, layout)
         if layout.tp_attention == "gathered":
             apply_gathered_heads(module, tp)
     if mesh.ep_mesh is not None:

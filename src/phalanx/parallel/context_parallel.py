@@ -22,15 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Attention, Documents
+from phalanx.model.attention import Attend, Attention, Documents
 from phalanx.model.attention_sinks import add_sinks, sinks_gradient
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.block_attention import Ring, find_ring_blocks, load_kernels
 from phalanx.parallel.comm.wait_timer import WaitTimer
-
-Attend = Callable[..., Tensor]
 
 
 class ContextParallelGroup:
@@ -88,26 +86,23 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
 
     The model's input is this rank's tokens of every row, with the document starts of the full row."""
     inner = model.local_positions
-    model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)  # type: ignore[method-assign]
+    model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)
     if cp.method == "ring":
-        model.attention_mask = partial(_build_document_ring, cp)  # type: ignore[assignment, method-assign]
+        model.attention_mask = partial(_build_document_ring, cp)
     for submodule in model.modules():
         if isinstance(submodule, Attention):
             attend = _ring_attention if cp.method == "ring" else _ulysses_attention
-            submodule.attend = partial(attend, submodule.attend, cp)  # type: ignore[method-assign]
+            submodule.attend = partial(attend, submodule.attend, cp)
         elif isinstance(submodule, Router):
-            submodule.tokens_per_expert = partial(_count_choices, submodule.tokens_per_expert, cp)  # type: ignore[method-assign]
+            submodule.sum_counts.append(partial(_sum_counts, cp))
 
 
 def _attended_indices(inner: Callable[[Tensor], Tensor], cp: ContextParallelGroup, x_BT: Tensor) -> Tensor:
     return cp.local_token_indices(len(inner(x_BT)) * cp.size, x_BT.device)
 
 
-def _count_choices(
-    count: Callable[..., Tensor], cp: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _sum_counts(cp: ContextParallelGroup, counts: Tensor) -> Tensor:
     """Count the choices of experts over full sequences, for the balance loss."""
-    counts = count(chosen, dtype)
     with cp.comm_wait.measure():
         dist.all_reduce(counts, group=cp.group)
     return counts

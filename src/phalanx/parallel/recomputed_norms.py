@@ -7,16 +7,13 @@ the residual stream. Products and attention are never repeated, and gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.model.attention import Attention
-from phalanx.model.mlp import MLP
-from phalanx.model.moe import Router
+from phalanx.model.part import PartModule, Reader, multiply_each
 from phalanx.model.products import autocast_operands
 
 PackedOutput = tuple[torch.Size, torch.dtype]
@@ -108,38 +105,31 @@ class RecomputedNorm:
         self.num_readers = 0
         norm.forward = self._apply_norm
         for submodule in sublayer.modules():
-            if isinstance(submodule, Attention | MLP):
+            if isinstance(submodule, nn.Linear):
+                submodule.register_forward_pre_hook(self._cast_input)
+            if isinstance(submodule, PartModule) and submodule.part.reads_input:
                 # A product that is sharded over ranks casts the input once, for all layers.
-                project_in = (
-                    self._cast_operand_before(submodule.project_in)
-                    if "project_in" in vars(submodule)
-                    else submodule.project_in
-                )
-                submodule.project_in = partial(self._read_operand, project_in)  # type: ignore[method-assign]
-            elif isinstance(submodule, Router):
-                submodule.forward = partial(self._read_operand, submodule.forward)  # type: ignore[method-assign]
-            else:
-                if isinstance(submodule, nn.Linear):
-                    submodule.register_forward_pre_hook(self._cast_input)
-                continue
-            self.num_readers += 1
+                casts_once = submodule.multiply_columns is not multiply_each
+                submodule.read_input = self._read_cast if casts_once else self._read
+                self.num_readers += 1
 
     def _apply_norm(self, x: Tensor) -> Tensor:
         output = self.norm(x)
         self.call = NormCall(self.norm, x, output, self.num_readers) if torch.is_grad_enabled() else None
         return output
 
-    def _read_operand(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    def _read(self, reader: Reader, x: Tensor) -> Any:
         call = self.call
         if call is None:
-            return function(x)
-        result = call.read(function, x)
+            return reader(x)
+        result = call.read(reader, x)
         if call.output is None:
             self.call = None
         return result
 
-    def _cast_operand_before(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        return lambda x: function(x if self.call is None else self.call.cast_operand(x))
+    def _read_cast(self, reader: Reader, x: Tensor) -> Any:
+        call = self.call
+        return self._read(reader if call is None else lambda x: reader(call.cast_operand(x)), x)
 
     def _cast_input(self, _: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
         return None if self.call is None else self.call.cast_operand(inputs[0])

@@ -1,10 +1,10 @@
-"""Sharding of a model's tensors over tensor-parallel ranks: by name, without torch."""
+"""Sharding of a model's tensors over tensor-parallel ranks, from the declaration of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from math import lcm, prod
 from typing import Literal
 
@@ -14,6 +14,9 @@ from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import Block, blocks
+from phalanx.spec.parts.model import model_parameters
+from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
 from phalanx.spec.run import RunSpec
 
 FP8_MULTIPLE = 16
@@ -35,42 +38,65 @@ class TensorSharding:
     summed."""
 
 
-def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorSharding:
-    """Return the sharding of a parameter over tensor- or expert-parallel ranks.
+@lru_cache
+def parameter_shardings(spec: ModelSpec, layout: Layout) -> Mapping[str, TensorSharding]:
+    """Return the sharding of each parameter over tensor- or expert-parallel ranks, by the operation that has it.
+
+    Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
+    they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2).
+    """
+    of_block = cache(partial(_block_shardings, layout=layout))
+    vocabulary = TensorSharding(0, 1) if layout.tp > 1 else _replicated(layout)
+    shardings = {"embedding.weight": vocabulary, "head.weight": vocabulary}
+    for layer, block in enumerate(blocks(spec, layout)):
+        shardings |= {f"blocks.{layer}.{name}": sharding for name, sharding in of_block(block).items()}
+    return {name: shardings.get(name, _replicated(layout)) for name in model_parameters(spec)}
+
+
+def _block_shardings(block: Block, layout: Layout) -> Mapping[str, TensorSharding]:
+    return {
+        f"{branch.part.name}.{name}": operation_sharding(operation, name, layout)
+        for branch in block
+        for operation in branch.part.operations
+        for name in operation.named_parameters
+    }
+
+
+def operation_sharding(operation: Operation, name: str, layout: Layout) -> TensorSharding:
+    """Return the sharding of a parameter of an operation.
 
     Queries, keys, values and the first projections of an MLP are sharded by output, the projections after them by input
     (Megatron-LM, arXiv 1909.08053, section 3). Key/value heads are replicated if there are fewer heads than ranks.
-    Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
-    they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2). Experts are sharded like MLPs, or with
-    expert parallelism between experts.
+    Experts are sharded like MLPs, or with expert parallelism between experts.
     """
-    tp = layout.tp
-    (*_, module, leaf) = name.split(".")
-    row_sharding = TensorSharding(0, 1)
-    owner = f"{name}.".partition(".mlp.")[2].partition(".")[0]
-    per_head = spec.qk_norm == "head"
-    if owner == "experts" and layout.ep > 1:
+    if isinstance(operation, GroupedLinear) and layout.ep > 1:
         return TensorSharding(0, 1, "ep", is_partial_sum=True)
-    if tp == 1:
-        return TensorSharding(None, 1)
-    if leaf == "sinks":
-        return row_sharding if layout.tp_attention == "split" else TensorSharding(None, tp, is_partial_sum=True)
-    if owner == "experts":
-        return TensorSharding(2 if leaf == "down" else 1, 1)
-    if layout.tp_attention == "gathered" and module in ("q_norm", "k_norm"):
-        return TensorSharding(None, tp, is_partial_sum=True)
-    if module in ("wk", "wv") and layout.tp_attention == "gathered":
-        return row_sharding
-    if module in ("wk", "wv") or (module == "k_norm" and not per_head):
-        replication = kv_head_replication(spec, tp)
-        return TensorSharding(None if replication == tp else 0, replication, is_partial_sum=replication > 1)
-    if module in ("wq", "up", "embedding", "head") or (module == "gate" and owner != "router"):
-        return row_sharding
-    if module == "q_norm" and not per_head:
-        return row_sharding
-    if module in ("wo", "down") and leaf == "weight":
-        return TensorSharding(1, 1)
-    return TensorSharding(None, tp, is_partial_sum=layout.sequence_parallel or module in ("q_norm", "k_norm"))
+    if layout.tp == 1:
+        return _replicated(layout)
+    match operation:
+        case Linear():
+            matrix_dim = 1 if isinstance(operation, GroupedLinear) else 0
+            if operation.role == "column":
+                assert operation.writes.cut
+                return _sharded_units(operation.writes.cut, layout.tp, matrix_dim)
+            if operation.role == "row" and not name.endswith(".bias"):
+                return TensorSharding(matrix_dim + 1, 1)
+        case Norm(reads=(x,)) if x.cut is not None:
+            # Each head is on some ranks only, which add to the gradient of a scale that all heads share.
+            return _sharded_units(x.cut, layout.tp) if operation.crosses_ranks else _replicated(layout, partial=True)
+        case Core():
+            return TensorSharding(0, 1) if operation.heads.share == "units" else _replicated(layout, partial=True)
+    return _replicated(layout)
+
+
+def _sharded_units(cut: Cut, ranks: int, dim: int = 0) -> TensorSharding:
+    replication = cut.replication(ranks)
+    return TensorSharding(None if replication == ranks else dim, replication, is_partial_sum=replication > 1)
+
+
+def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
+    """Return the sharding of a tensor of which each rank has all, but uses it for all tokens and heads or for some."""
+    return TensorSharding(None, layout.tp, is_partial_sum=layout.tp > 1 and (partial or layout.sequence_parallel))
 
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:

@@ -18,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.cost.exact.parameter_shapes import Shape
+from phalanx.spec.parts.operations import Shape
 from phalanx.swarm.codec import Buffer, encode
 from phalanx.swarm.pieces import ModelPiece
 

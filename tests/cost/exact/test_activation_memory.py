@@ -1,13 +1,18 @@
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
 from unittest import mock
 
 import pytest
 
 from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes
+from phalanx.cost.exact.derive.deferred import deferred_by_part
+from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
 
 torch = pytest.importorskip("torch")
 
@@ -143,29 +148,34 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
     return saved.bytes, recomputed
 
 
-def measure_saved_bytes_on_rank(cases):
-    """Return the live bytes after forward pass and loss of a rank's part of each model, by (spec, precision,
-    autocast, layout, masked). With expert parallelism, routing is balanced."""
+def build_on_rank(spec, precision, autocast, changes):
+    """Return layout, mesh and strategy of a rank's part of a model, whose routing is balanced."""
     import torch.distributed as dist
 
     from phalanx.parallel import apply
-    from phalanx.parallel.context_parallel import local_token_indices
     from phalanx.parallel.mesh import build_mesh
+
+    layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
+    mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
+    # Use autocast as with several replicas.
+    with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
+        strategy = apply.apply_layout(spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision)
+    for part in strategy.module.modules():
+        if isinstance(part, Router):
+            part.bias = torch.zeros(spec.moe.num_experts)
+            part.gate.register_forward_hook(lambda gate, args, logits: make_balanced_router_logits(logits))
+    return layout, mesh, strategy
+
+
+def measure_saved_bytes_on_rank(cases):
+    """Return the live bytes after forward pass and loss of a rank's part of each model, by (spec, precision,
+    autocast, layout, masked). With expert parallelism, routing is balanced."""
+    from phalanx.parallel.context_parallel import local_token_indices
 
     saved_bytes = []
     for spec, precision, autocast, changes, masked in cases:
-        layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
-        mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
-        # Use autocast as with several replicas.
-        with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
-            strategy = apply.apply_layout(
-                spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision
-            )
+        layout, mesh, strategy = build_on_rank(spec, precision, autocast, changes)
         model = strategy.module
-        for part in model.modules():
-            if isinstance(part, Router):
-                part.bias = torch.zeros(spec.moe.num_experts)
-                part.gate.register_forward_hook(lambda gate, args, logits: make_balanced_router_logits(logits))
         saved = SavedStorages(model)
 
         def entered(block, args, saved=saved):
@@ -231,6 +241,67 @@ def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, na
         for spec, precision, autocast, layout, masked in cases
     ]
     measured = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
+    assert dict(zip(map(str, cases), measured[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
+
+
+def measure_deferred_bytes_on_rank(cases):
+    """Return the bytes that the blocks of a rank's part of each model need for the second half of a backward pass."""
+    from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads, split_backward
+
+    deferred_bytes = []
+    for spec, precision, autocast, changes in cases:
+        _, _, strategy = build_on_rank(spec, precision, autocast, changes)
+        model = strategy.module
+        tp = strategy.model_parallel.tensor_parallel
+        deferred_grads = tp.deferred_grads if tp else DeferredWeightGrads()
+        split_backward(model, deferred_grads)
+        needed = SavedStorages(model)
+        tokens = torch.randint(spec.vocab_size, (6, 20))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            x, auxiliary = model.run_blocks(model.blocks, model.embed(tokens, None), None)
+        with deferred_grads.deferring() as deferred:
+            (x.float().square().sum() + auxiliary).backward()
+            for tensor in find_tensors(deferred):
+                needed.record(tensor)
+            deferred_bytes.append(needed.bytes)
+            deferred.clear()
+    return deferred_bytes
+
+
+def find_tensors(value):
+    """Yield the tensors that functions keep in their arguments and closures."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_tensors(item)
+    elif isinstance(value, partial):
+        yield from find_tensors([value.func, *value.args, *value.keywords.values()])
+    elif isinstance(value, FunctionType):
+        yield from find_tensors([cell.cell_contents for cell in value.__closure__ or ()])
+    elif hasattr(value, "cache_info"):
+        yield from find_tensors(value.__wrapped__)
+
+
+DEFERRED = ("shared-tokens", "whole-tokens", "experts", "experts-of-shared-tokens", "gathered-heads")
+
+
+@pytest.mark.parametrize("recomputes_norms", [False, True], ids=["none", "norms"])
+@pytest.mark.parametrize("layout_name", DEFERRED)
+def test_deferred_weight_gradients_need_the_bytes_of_their_operands(layout_name, recomputes_norms):
+    from phalanx.testing import rank_pool
+
+    changes, names = PARALLEL_LAYOUTS[layout_name]
+    changes = changes | {"activation_checkpointing": "norms" if recomputes_norms else "none"}
+    layout = Layout(**changes)
+    specs = [(SPECS | THREE_HEAD_SPECS)[name] for name in names]
+    cases = [(spec, *PRECISIONS[numbers], changes) for spec in specs for numbers in PRECISIONS]
+    expected = []
+    for spec, precision, autocast, _ in cases:
+        shape = ForwardShape(batch=6, sequence=20, precision=precision, layout=layout, autocast=autocast, masked=False)
+        parts = (branch.part for block in blocks(spec, layout) for branch in block)
+        expected.append(sum(deferred_by_part(part, shape, recomputes_norms) for part in parts))
+    measured = rank_pool(2).run(measure_deferred_bytes_on_rank, cases)
     assert dict(zip(map(str, cases), measured[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 

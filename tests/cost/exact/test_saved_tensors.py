@@ -1,10 +1,11 @@
 """Bytes that depend on the kind of a block."""
 
+from phalanx.cost.exact.derive.temporary import fp8_cast_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.saved_tensors import fp8_cast_bytes
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
 
 SHAPE = ForwardShape(batch=1, sequence=64, precision="fp8", layout=Layout(), autocast=False, masked=False, on_cuda=True)
 
@@ -16,5 +17,8 @@ def experts_after_dense_block(num_experts: int) -> ModelSpec:
 
 def test_fp8_casts_of_experts_and_of_dense_blocks_are_counted_apart() -> None:
     few, many = experts_after_dense_block(4), experts_after_dense_block(8)
-    assert fp8_cast_bytes(few, 0, SHAPE) == fp8_cast_bytes(many, 0, SHAPE)
-    assert fp8_cast_bytes(many, 1, SHAPE) - fp8_cast_bytes(few, 1, SHAPE) == 4 * 32 * few.hidden_size
+    (dense, few_experts), (same_dense, many_experts) = (
+        [fp8_cast_bytes(block[-1].part, SHAPE) for block in blocks(spec)] for spec in (few, many)
+    )
+    assert dense == same_dense
+    assert many_experts - few_experts == 4 * 32 * few.hidden_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model.attention import Attention
+from phalanx.model.attention import attend
 from phalanx.train.profiling.flop_counter import FlopCounter
 
 ROWS, INNER, OUT, EXPERTS = 32, 64, 48, 4
@@ -40,6 +40,6 @@ def test_window_counts_visible_pairs(window: int) -> None:
     tokens, heads, head_dim = 512, 2, 8
     x = torch.randn(1, tokens, heads, head_dim)
     with FlopCounter() as counter:
-        Attention.attend(x, x, x, None, window=window)
+        attend(x, x, x, None, window=window)
     first_pairs = window * window / 2
     assert counter.flops == 4 * heads * head_dim * (first_pairs + (tokens - window) * window)

@@ -23,23 +23,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.activation_bytes import ActivationBytes
-from phalanx.cost.exact.block_moments import BlockMoments, block_moments
+from phalanx.cost.exact.block_moments import SavedByPart, block_moments
+from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_expert_rows, saved_by_part
+from phalanx.cost.exact.derive.temporary import activated_linear
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head, widened_head_bytes
-from phalanx.cost.exact.saved_tensors import (
-    expert_rows,
-    norm_output_bytes,
-    saved_by_attention,
-    saved_by_expert_rows,
-    saved_by_experts,
-    saved_by_inputs,
-    saved_by_mlp,
-    saved_by_norm,
-)
+from phalanx.cost.exact.saved_tensors import saved_by_inputs
 from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes, widened_gradient_bytes
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import Block, blocks, describe_norm
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
@@ -141,9 +135,12 @@ def activation_bytes(
         on_cuda=on_cuda,
         all_logits=all_logits,
     )
-    saved, inside_blocks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
+    stage_blocks = [blocks(spec, layout)[layer] for layer in stage.layers]
+    saved_by = {branch.part: saved_by_part(spec, branch.part, shape) for block in set(stage_blocks) for branch in block}
+    inputs = _saved_by_inputs(spec, shape, stage)
+    saved, inside_blocks = _saved_by_blocks(stage_blocks, shape, stage, saved_by=saved_by, inputs=inputs)
     deferred = (
-        deferred_bytes(spec, shape, layers=stage.layers, recomputed=stage.recomputed, last=stage.last)
+        deferred_bytes(spec, shape, blocks=stage_blocks, recomputed=stage.recomputed, last=stage.last)
         if stage.splits_backward
         else []
     )
@@ -154,31 +151,39 @@ def activation_bytes(
         **(saved + _saved_by_head(spec, shape, stage)),
         loss=loss_bytes(spec, shape) if stage.last else 0,
         head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
-        saved_by_final_norm=saved_by_norm(spec, shape) if stage.last else 0,
-        moments=_last_block_moments(spec, shape, stage),
-        **_expert_bytes(spec, shape, stage.layers[-1]),
+        saved_by_final_norm=norm_bytes(describe_norm(spec, "norm"), shape) if stage.last else 0,
+        # In all stages but the last, the gradient of the block's output is a message.
+        moments=block_moments(
+            stage_blocks[-1],
+            shape,
+            saved_by=saved_by,
+            output_gradient=_stream_bytes(spec, shape) if stage.last else 0,
+            splits_backward=stage.splits_backward,
+        ),
+        **_expert_bytes(stage_blocks[-1], shape),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
         recomputed_first=recompute_peaks[0] if recompute_peaks else 0,
         deferred_weight_grads=sum(deferred),
         inside_blocks=max(inside_blocks),
-        weight_gradient=weight_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
+        weight_gradient=weight_gradient_bytes(spec, shape, blocks=stage_blocks, last=stage.last) if deferred else 0,
         widened_head=widened_head_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
-        widened_gradient=widened_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
+        widened_gradient=widened_gradient_bytes(spec, shape, blocks=stage_blocks, last=stage.last) if deferred else 0,
         embedding_gradient=shape.max_local_count(spec.vocab_size) * spec.hidden_size * shape.residual_bytes
         if stage.first
         else 0,
     )
 
 
-def _expert_bytes(spec: ModelSpec, shape: ForwardShape, layer: int) -> dict[str, int]:
+def _expert_bytes(block: Block, shape: ForwardShape) -> dict[str, int]:
     """Return what a block's experts save for their rows, and the gradient of these."""
-    if spec.moe is None or not spec.is_moe_layer(layer):
+    part = block[-1].part
+    if part.kind != "experts":
         return {}
     return {
-        "saved_by_expert_rows": saved_by_expert_rows(spec, spec.moe, shape),
-        "expert_input_gradient": expert_rows(spec.moe, shape)[0] * spec.hidden_size * shape.compute_bytes,
+        "saved_by_expert_rows": saved_by_expert_rows(part, shape),
+        "expert_input_gradient": shape.operand_bytes(activated_linear(part).writes),
     }
 
 
@@ -209,11 +214,13 @@ def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -
 
 def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
     """Return what the last stage saves after its blocks: the last norm, the head and the loss."""
-    return Counter(norms=saved_by_norm(spec, shape)) + saved_by_head(spec, shape) if stage.last else Counter()
+    if not stage.last:
+        return Counter()
+    return Counter(norms=norm_bytes(describe_norm(spec, "norm"), shape)) + saved_by_head(spec, shape)
 
 
 def _saved_by_blocks(
-    spec: ModelSpec, shape: ForwardShape, stage: StageBlocks, inputs: Counter[str]
+    blocks: Sequence[Block], shape: ForwardShape, stage: StageBlocks, saved_by: SavedByPart, inputs: Counter[str]
 ) -> tuple[Counter[str], list[int]]:
     """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each block runs backward.
 
@@ -223,44 +230,29 @@ def _saved_by_blocks(
     """
     saved = inputs.copy()
     inside_blocks = list[int]()
-    stream_bytes = _stream_bytes(spec, shape)
+    stream_bytes = shape.value_bytes(blocks[0][0].part.input)
     checkpoint = Counter(checkpoints=stream_bytes)
-    norm_saved = Counter(norms=saved_by_norm(spec, shape))
-    attention_saved = saved_by_attention(spec, shape)
     on_device = stage.recomputed - stage.num_offloaded(shape)
-    for index, layer in enumerate(stage.layers):
+    for index, block in enumerate(blocks):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
-        mlp_saved = (
-            saved_by_experts(spec, spec.moe, shape)
-            if spec.moe and spec.is_moe_layer(layer)
-            else saved_by_mlp(spec, shape)
-        )
+        by_branch = [Counter(norms=norm_bytes(branch.norm, shape)) + saved_by[branch.part] for branch in block]
         if method in ("full", "offload"):
             saved += checkpoint if index < on_device else Counter()
-            again = saved + norm_saved + attention_saved + norm_saved + mlp_saved
+            again = saved.total() + sum(branch.total() for branch in by_branch)
             # The first norm saves the block's input, which a block that is not offloaded has saved already.
             other_inputs = (index > on_device) - (index < on_device)
-            inside_blocks.append(again.total() + other_inputs * stream_bytes)
+            inside_blocks.append(again + other_inputs * stream_bytes)
         elif method == "selective":
-            saved += norm_saved + checkpoint
+            attention, _ = block
+            saved += Counter(norms=norm_bytes(attention.norm, shape)) + checkpoint
             # The projections also save their input, unless autocast makes copies of it.
-            inside_blocks.append((saved + attention_saved).total() - (0 if shape.autocast else stream_bytes))
-            saved += norm_saved + mlp_saved
+            again = saved.total() + saved_by[attention.part].total()
+            inside_blocks.append(again - (0 if shape.autocast else stream_bytes))
+            saved += by_branch[-1]
         else:
-            saved += norm_saved + attention_saved + norm_saved + mlp_saved
-            saved -= norm_output_bytes(spec, layer, shape) if method == "norms" else Counter()
+            for branch, size in zip(block, by_branch, strict=True):
+                saved += size
+                if method == "norms":
+                    saved -= Counter({branch.part.kind: norm_output_bytes(branch.part, shape)})
             inside_blocks.append(saved.total())
     return saved, inside_blocks
-
-
-def _last_block_moments(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> BlockMoments:
-    """Return the moments of the last block.
-
-    In all stages but the last, the gradient of the block's output is a message."""
-    return block_moments(
-        spec,
-        stage.layers[-1],
-        shape,
-        output_gradient=_stream_bytes(spec, shape) if stage.last else 0,
-        splits_backward=stage.splits_backward,
-    )

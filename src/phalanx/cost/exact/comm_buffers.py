@@ -12,11 +12,11 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import add
 
-from phalanx.cost.exact.block_moments import attention_exchange_bytes
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
+from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
-from phalanx.cost.exact.parameter_shapes import Shape, Shapes, num_elements
+from phalanx.cost.exact.parameter_shapes import Shapes, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
@@ -24,6 +24,8 @@ from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Schedule
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import max_shard_elements
@@ -96,7 +98,8 @@ def cuda_exchange_bytes(run: RunSpec, batch: int) -> int:
         masked=False,
         on_cuda=True,
     )
-    exchanged_bytes = attention_exchange_bytes(run.model, shape)
+    parts = {branch.part for block in set(blocks(run.model, layout)) for branch in block}
+    exchanged_bytes = max(attention_exchange_bytes(part, shape) for part in parts if part.kind == "attention")
     if layout.tp > 1:
         num_buffers = 4 if layout.sequence_parallel else 2
         exchanged_bytes += num_buffers * shape.tokens * (run.model.hidden_size + 1) * shape.compute_bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.cost.exact.attended_keys import attended_keys
-from phalanx.cost.exact.parameter_shapes import Shape, num_elements, parameter_shapes
-from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.derive.flops import core_flops_per_key, product_flops, tokens_through
+from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.kinds import Recomputation
@@ -16,6 +16,8 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.operations import Core, GroupedLinear, Linear, Part, Shape
 from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35
@@ -54,16 +56,16 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
         seq_len: T, tokens of a sequence.
         causal: Count the lower triangle of attention pairs only, which is half. PaLM counts every pair.
     """
-    attention_parameters = sum(
-        num_elements(shape)
-        for name, shape in parameter_shapes(spec).items()
-        if ".attention." in name and len(shape) > 1
-    )
-    projections = 2.0 * attention_parameters
-    head = 2.0 * spec.vocab_size * spec.hidden_size
-    keys = sum(attended_keys(spec, layer, seq_len, causal=causal) for layer in range(spec.num_layers))
-    core_flops = 4 * spec.num_heads * spec.head_dim * keys
-    return ForwardFlops(projections, core_flops, 2 * count_parameters(spec).matmul - projections - head, head=head)
+    projections = core = mlp = 0.0
+    for layer, block in enumerate(blocks(spec)):
+        for branch in block:
+            products = product_flops(branch.part)
+            if branch.part.kind == "attention":
+                projections += products
+                core += core_flops_per_key(branch.part) * attended_keys(spec, layer, seq_len, causal=causal)
+            else:
+                mlp += products
+    return ForwardFlops(projections, core, mlp, head=2.0 * spec.vocab_size * spec.hidden_size)
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
@@ -188,14 +190,14 @@ def _block_product_flops(
     total = 0.0
     attention = 0.0
     output = 0.0
-    names = {str(layer) for layer in layers}
-    for name, shape in tensors.all.items():
-        if name.startswith("blocks.") and len(shape) > 1 and name.split(".")[1] in names:
-            matrix = shape[1:] if ".experts." in name else shape
-            flops = 2 * tokens_through_parameter(name, run, tokens) * num_elements(matrix)
+    shapes = tensors.all
+    for layer in layers:
+        for product in block_products(run, layer):
+            flops = 2 * product.tokens(run, tokens) * num_elements(shapes[product.name][-2:])
             total += flops
-            attention += flops * (".attention." in name)
-            output += flops * (".attention.wo." in name)
+            if product.part.kind == "attention":
+                attention += flops
+                output += flops if product.linear is product.part.linears[-1] else 0
     return _BlockProductFlops(total, attention, output)
 
 
@@ -211,26 +213,48 @@ def _recomputed_attention_flops(run: RunSpec, products: _BlockProductFlops) -> f
 
 def _attention_core_flops(run: RunSpec, layers: Sequence[int], tokens: float) -> float:
     """Return the FLOPs of attention's core in the forward pass of some layers on a rank's heads."""
-    spec = run.model
-    keys = sum(attended_keys(spec, layer, run.training.seq_len) for layer in layers)
-    heads = -(-spec.num_heads // run.layout.tp)
-    return 4 * heads * spec.head_dim * keys * tokens
+    total = 0.0
+    for layer in layers:
+        keys = attended_keys(run.model, layer, run.training.seq_len)
+        total += sum(_core_flops_on_rank(branch.part, run.layout.tp) for branch in blocks(run.model)[layer]) * keys
+    return total * tokens
 
 
-def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
-    """Return the number of a rank's tokens that a tensor multiplies.
+def _core_flops_on_rank(part: Part, ranks: int) -> float:
+    """Return the FLOPs of a query and a key that it sees, in the largest share of a rank."""
+    return sum(
+        core.flops_per_key / core.heads.units * core.heads.units_on_rank(ranks)
+        for core in part.operations
+        if isinstance(core, Core)
+    )
 
-    Stacked experts multiply the rows of all experts together, with balanced experts.
 
-    Args:
-        name: Name of the parameter.
-    """
-    layout = run.layout
-    moe = run.model.moe
-    local_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
-    if moe is not None and ".experts." in name:
-        return (local_tokens if layout.ep > 1 else tokens) * moe.top_k * min(1.0, moe.capacity_factor or 1.0)
-    return local_tokens if ".router." in name else tokens
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a layer."""
+
+    name: str
+    """Name of its matrix in the model, or of its stack of matrices."""
+    part: Part
+    linear: Linear
+
+    def tokens(self, run: RunSpec, tokens: float) -> float:
+        """Return the number of a rank's tokens that it multiplies: the rows of all experts together, if balanced.
+
+        Args:
+            run: Run whose layout shares the product.
+            tokens: Tokens of the tensor-parallel ranks together.
+        """
+        capacity = run.model.moe.capacity_factor if run.model.moe and isinstance(self.linear, GroupedLinear) else None
+        return tokens_through(self.linear, run.layout, tokens) * min(1.0, capacity or 1.0)
+
+
+def block_products(run: RunSpec, layer: int) -> Iterator[Product]:
+    """Yield the matrix products of a layer."""
+    for branch in blocks(run.model, run.layout)[layer]:
+        for linear in branch.part.linears:
+            leaf = next(iter(linear.parameters))
+            yield Product(f"blocks.{layer}.{branch.part.name}.{linear.name}.{leaf}", branch.part, linear)
 
 
 def lm_head_shape(run: RunSpec, tensors: RankTensors, pp_rank: int) -> Shape | None:

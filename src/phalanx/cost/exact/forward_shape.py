@@ -9,7 +9,13 @@ from phalanx.spec.attention_backend import AttentionBackend, choose_backend, has
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Value
 from phalanx.spec.precision import Precision
+
+INDEX_BYTES = 8
+"""Bytes of an index of a token, target, position or rank in an order: int64."""
+STATISTIC_BYTES = 4
+"""Bytes of a mean, 1 / std or log-sum-exp that a CUDA kernel saves: fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +91,26 @@ class ForwardShape:
         """Bytes of a number in the residual stream, which autocast leaves in the parameters' fp32."""
         return self.high_precision_bytes if self.autocast else self.compute_bytes
 
-    def linear_input_bytes(self, width: int, readers: int) -> int:
-        """Return the bytes of the input that `readers` linear layers share.
+    def num_tokens(self, value: Value) -> int:
+        """Return the number of tokens of a value on this rank, with copies."""
+        return value.copies * (self.residual_tokens if value.tokens == "residual" else self.tokens)
 
-        Autocast casts it for each of them separately. Layers that are split over ranks gather it together."""
-        return self.residual_tokens * width * self.compute_bytes * (readers if self.autocast and self.tp == 1 else 1)
+    def width(self, value: Value) -> int:
+        """Return the numbers per token of a value on this rank."""
+        return value.cut.width_on_rank(self.tp) if value.cut else value.width
+
+    def value_bytes(self, value: Value) -> int:
+        """Return the bytes of a value on this rank."""
+        number_bytes = {
+            "residual": self.residual_bytes,
+            "compute": self.compute_bytes,
+            "high": self.high_precision_bytes,
+        }[value.numbers]
+        return self.num_tokens(value) * self.width(value) * number_bytes
+
+    def operand_bytes(self, value: Value) -> int:
+        """Return the bytes of a value in a product, whose inputs autocast casts."""
+        return self.num_tokens(value) * self.width(value) * self.compute_bytes
 
     def weight_copies(self, count: int) -> int:
         """Return the bytes of the casts of `count` fp32 weights, which products save under autocast."""

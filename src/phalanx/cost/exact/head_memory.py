@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.saved_tensors import INDEX_BYTES
+from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
 from phalanx.spec.chunks import loss_chunk_rows
 from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import residual_stream
 
 
 def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """Return the bytes that the head and the loss save: its input and the gradient of the logits, or its gradients."""
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
+    input_bytes = shape.operand_bytes(residual_stream(spec))
     if shape.num_logits_chunks(spec) > 1:
-        input_bytes = shape.residual_tokens * spec.hidden_size * shape.compute_bytes
         return Counter(head_and_loss=input_bytes + matrix * shape.residual_bytes)
-    saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1) + _logits_bytes(spec, shape, shape.tokens)
+    saved_bytes = input_bytes + _logits_bytes(spec, shape, shape.tokens)
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(matrix))
 
 

@@ -15,16 +15,17 @@ from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
+from phalanx.cost.exact.forward_shape import INDEX_BYTES
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes, zero_gradient_bytes
-from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, num_elements
+from phalanx.cost.exact.parameter_shapes import is_muon_parameter, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
-from phalanx.cost.exact.saved_tensors import INDEX_BYTES
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.layout import FSDP_STRATEGIES, MAX_BF16_SUMS, ZERO_STRATEGIES
+from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements

@@ -6,21 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.model import ModelSpec
-
-PART_BY_MODULE = {
-    "embedding": "embedding",
-    "positions": "embedding",
-    "attention": "attention",
-    "mlp": "mlp",
-    "experts": "experts",
-    "shared": "shared_experts",
-    "router": "router",
-    **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm", "norm"), "norms"),
-    "head": "head",
-}
-"""Part that a module's parameters belong to; the innermost module of a name decides."""
+from phalanx.spec.parts.block import blocks, describe_norm
+from phalanx.spec.parts.operations import GroupedLinear, Norm, Operation, Parameter, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +65,49 @@ class ParameterCount:
 
 @lru_cache
 def count_parameters(spec: ModelSpec) -> ParameterCount:
-    """Return the number of parameters of a model by part: the sums over `parameter_shapes`."""
-    count: Counter[str] = Counter()
-    biases = 0
-    for name, shape in parameter_shapes(spec).items():
-        part = next(PART_BY_MODULE[module] for module in reversed(name.split(".")) if module in PART_BY_MODULE)
-        count[part] += num_elements(shape)
-        biases += num_elements(shape) if name.endswith((".bias", ".sinks")) and part != "norms" else 0
+    """Return the number of parameters of a model by part, as its parts declare them."""
+    table = spec.vocab_size * spec.hidden_size
+    positions = spec.max_seq_len * spec.hidden_size if spec.position_embedding == "learned" else 0
+    count = Counter(embedding=table + positions, head=0 if spec.tie_embeddings else table)
+    count["norms"] = _num_parameters(describe_norm(spec, "norm"))
+    for block in blocks(spec):
+        for branch in block:
+            count["norms"] += _num_parameters(branch.norm)
+            for operation in branch.part.operations:
+                numbers = _num_parameters(operation)
+                count[_part_of(operation, branch.part)] += numbers
+                count["inactive_experts"] += _num_inactive(operation)
+                if not isinstance(operation, Norm):
+                    count["biases"] += numbers - sum(matrix.numbers for matrix in _matrices(operation))
+    fields = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
     return ParameterCount(
-        **{part: count[part] for part in PART_BY_MODULE.values()},
-        inactive_experts=count["experts"] // spec.moe.num_experts * (spec.moe.num_experts - spec.moe.top_k)
-        if spec.moe
-        else 0,
-        biases=biases,
-        tied_head=spec.vocab_size * spec.hidden_size if spec.tie_embeddings else 0,
+        **{field: count[field] for field in fields},
+        inactive_experts=count["inactive_experts"],
+        biases=count["biases"],
+        tied_head=table if spec.tie_embeddings else 0,
     )
+
+
+def _part_of(operation: Operation, part: Part) -> str:
+    """Return the part to which the parameters of an operation belong."""
+    if isinstance(operation, Norm):
+        return "norms"
+    if part.kind != "experts" or isinstance(operation, GroupedLinear):
+        return part.kind
+    return "router" if operation.name.startswith("router.") else "shared_experts"
+
+
+def _num_parameters(operation: Operation) -> int:
+    return sum(parameter.numbers for parameter in operation.parameters.values())
+
+
+def _num_inactive(operation: Operation) -> int:
+    """Return the parameters of experts that a token does not use."""
+    if not isinstance(operation, GroupedLinear):
+        return 0
+    experts = operation.matrix.shape[0]
+    return operation.matrix.numbers // experts * (experts - operation.reads[0].copies)
+
+
+def _matrices(operation: Operation) -> list[Parameter]:
+    return [parameter for parameter in operation.parameters.values() if len(parameter.shape) > 1]

@@ -9,10 +9,11 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from phalanx.cost.exact.attended_keys import attended_keys
-from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
+from phalanx.cost.exact.derive.flops import core_flops_per_key, product_flops
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
 from phalanx.spec.run import RunSpec
 
 
@@ -72,15 +73,11 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
-    flops_per_key = 12 * spec.num_heads * spec.head_dim
-    blocks = [flops_per_key * attended_keys(spec, layer, seq_len, causal=causal) for layer in range(spec.num_layers)]
-    for name, shape in parameter_shapes(spec).items():
-        owner, _, rest = name.partition(".")
-        if owner == "blocks" and len(shape) >= 2:
-            layer, _, tensor = rest.partition(".")
-            active_fraction = spec.moe.top_k / spec.moe.num_experts if spec.moe and ".experts." in f".{tensor}" else 1.0
-            blocks[int(layer)] += 6 * num_elements(shape) * active_fraction
-    return 2.0 * spec.hidden_size, *blocks, 6.0 * spec.vocab_size * spec.hidden_size
+    costs = []
+    for layer, block in enumerate(blocks(spec)):
+        keys = attended_keys(spec, layer, seq_len, causal=causal)
+        costs.append(3 * sum(product_flops(branch.part) + keys * core_flops_per_key(branch.part) for branch in block))
+    return 2.0 * spec.hidden_size, *costs, 6.0 * spec.vocab_size * spec.hidden_size
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:

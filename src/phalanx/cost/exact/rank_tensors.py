@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
 
-from phalanx.cost.exact.parameter_shapes import Shape, Shapes, parameter_shapes, strip_block_index
+from phalanx.cost.exact.parameter_shapes import Shapes, parameter_shapes, strip_block_index
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parts.operations import Shape
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import TensorSharding, rows_on_rank, tensor_sharding
+from phalanx.spec.tensor_sharding import TensorSharding, parameter_shardings, rows_on_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
     expert_replicas = dims.dp_size * dims.cp * dims.tp // dims.ep // num_copies
     full_shapes = parameter_shapes(spec)
-    sharding_of = cache(partial(tensor_sharding, spec, layout))
-    shardings = {name: sharding_of(strip_block_index(name)) for name in full_shapes}
+    shardings = parameter_shardings(spec, layout)
     shapes = {
         name: _local_shape(layout, sharding, full_shapes[name], tp_rank=tp_rank) for name, sharding in shardings.items()
     }

@@ -11,7 +11,7 @@ from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import tensor_sharding
+from phalanx.spec.tensor_sharding import parameter_shardings
 
 NUM_SCALARS = 8
 """Number of scalars that ranks sum in every step (`train.step_sums.StepSums`)."""
@@ -72,8 +72,9 @@ def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupK
     layout = run.layout
     sharded = layout.data_parallel in SHARDED_STRATEGIES
     group_sets: set[tuple[tuple[GroupKind, int], ...]] = set()
+    shardings = parameter_shardings(run.model, layout)
     for name in rank.names:
-        sharding = tensor_sharding(run.model, layout, name)
+        sharding = shardings[name]
         split = list[tuple[GroupKind, int]]()
         if sharding.dim is not None:
             ranks = layout.ep if sharding.mesh_axis == "ep" else layout.tp // sharding.replication

@@ -28,7 +28,7 @@ from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, rows_on_rank, tensor_sharding
+from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, parameter_shardings, rows_on_rank
 
 
 def traffic_by_role(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
@@ -181,8 +181,9 @@ def _partial_gradient_traffic(
     bytes_by_group = dict[tuple[int, GroupKind], int]()
     is_zero = run_strategy(run, data_dims) in ZERO_STRATEGIES
     bytes_per_element = zero_gradient_bytes(precision, micro_batches) if is_zero else STATE_BYTES[precision]
+    shardings = parameter_shardings(run.model, layout)
     for name, shape in rank.dense.items():
-        sharding = tensor_sharding(run.model, layout, name)
+        sharding = shardings[name]
         if sharding.is_partial_sum:
             group: tuple[int, GroupKind] = sharding.replication, "tp" if sharding.replication == layout.tp else "copies"
             rows = rows_on_rank(shard_index, shape[0], rank.shards) if rank.shards > 1 else shape[0]

@@ -22,6 +22,7 @@ from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import BatchPlan, needs_all_logits
 from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
+from phalanx.spec.parts.block import blocks
 from phalanx.spec.run import RunSpec
 
 
@@ -169,4 +170,6 @@ def _is_in_stage(name: str, stage: StageBlocks) -> bool:
 
 def _stage_signature(run: RunSpec, stage: StageBlocks) -> tuple[object, ...]:
     """Return a key that is equal for stages with equal activations: their blocks' kinds, and their ends."""
-    return tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last, stage.recomputed
+    model_blocks = blocks(run.model, run.layout)
+    kinds = tuple(model_blocks[layer] for layer in stage.layers)
+    return kinds, stage.first, stage.last, stage.recomputed

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
-from phalanx.model.transformer import HeadFunction, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter
 from phalanx.parallel.comm.wait_timer import TimedWork, WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
@@ -253,13 +253,6 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
         cast("FSDPModule", embedding).set_unshard_in_backward(False)
     # The head is not resharded between its passes, because its backward pass follows at once.
     shard([model.norm, model.head], reshard_after_forward=False)
-
-    def forward_of_head(x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
-        return (head or model.logits)(x_BTD, model.head.weight)
-
-    # FSDP2 gathers in hooks of modules, so the head must be called.
-    model.head.forward = forward_of_head  # type: ignore[method-assign, assignment]
-    model.apply_head = lambda x_BTD, head: model.head(model.norm(x_BTD), head)  # type: ignore[method-assign]
 
 
 def _list_units_in_forward_order(root: nn.Module) -> list[FSDPModule]:

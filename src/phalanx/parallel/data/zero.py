@@ -130,7 +130,7 @@ class ZeRO(Strategy):
                 if (pending := gathers()) is not None:
                     pending.wait_for_module(module)
 
-            transformer.wait_for_parameters = wait_for_parameters  # type: ignore[method-assign]
+            transformer.wait_for_parameters = wait_for_parameters
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:

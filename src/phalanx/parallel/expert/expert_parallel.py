@@ -87,12 +87,11 @@ def apply_expert_parallel(model: Transformer, ep: ExpertParallelGroup) -> None:
     """Make the expert layers of a model, with this rank's experts, send tokens to the other ranks."""
     for part in model.modules():
         if isinstance(part, MoE):
-            part.forward = partial(_moe_forward, part, ep)  # type: ignore[method-assign]
+            part.mix = partial(_mix_with_exchange, ep)
 
 
-def _moe_forward(moe: MoE, ep: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and auxiliary loss of `MoE.forward`, with tokens sent to their experts' ranks."""
-    weights, chosen, auxiliary = moe.router(x_BTD)
+def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Return the output of a layer, with tokens sent to their experts' ranks."""
     plan = _plan_dispatch(moe, ep, chosen)
     rows = rows_of_choices(x_BTD, plan.order[: sum(plan.send_counts)], moe.router.moe.top_k)
     if torch.is_autocast_enabled(rows.device.type):
@@ -111,7 +110,7 @@ def _moe_forward(moe: MoE, ep: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tens
     y = y[by_expert.argsort()]
     y = cast(Tensor, _Combine.apply(y, ep, plan.recv_counts, plan.send_counts))
     out = combine_expert_outputs(y, plan.order, weights).view_as(x_BTD)
-    return out if shared is None else out + shared, auxiliary
+    return out if shared is None else out + shared
 
 
 @dataclass(frozen=True, kw_only=True)

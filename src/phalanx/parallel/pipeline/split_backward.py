@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from phalanx.model.moe import Experts
@@ -68,16 +68,10 @@ def compute_weight_grads(deferred: list[WeightGradient]) -> None:
 def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> None:
     """Make the linear layers and experts of a model defer their weight gradients into `deferred_grads`."""
     product = Product(deferred_grads.defer_or_compute)
-    if "logits" not in vars(module):
-        module.logits = lambda x_BTD, weight_VD: activated_product(product, IDENTITY, weight_VD, x_BTD)  # type: ignore[method-assign]
+    if module.logits is F.linear:
+        module.logits = lambda x_BTD, weight_VD: activated_product(product, IDENTITY, weight_VD, x_BTD)
     for submodule in module.modules():
         if isinstance(submodule, ProductLinear):
             submodule.product = replace(submodule.product, defer_or_compute=deferred_grads.defer_or_compute)
-        elif isinstance(submodule, nn.Linear):
-            submodule.forward = partial(_apply_linear, submodule, product)  # type: ignore[method-assign]
         elif isinstance(submodule, Experts):
             submodule.defer_or_compute = deferred_grads.defer_or_compute
-
-
-def _apply_linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:
-    return activated_product(product, IDENTITY, layer.weight, x, bias=layer.bias)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 
 
-def column_parallel(x: Tensor, tp: TensorParallelGroup, *layers: ProductLinear) -> TensorTuple:
+def column_parallel(tp: TensorParallelGroup, x: Tensor, *layers: ProductLinear) -> TensorTuple:
     """Return this rank's columns of the products of `x` with each layer's matrix."""
     operands = autocast_operands(x, *(layer.weight for layer in layers))
     products = ColumnParallelLinear.apply(*operands, tp, layers[0].product.linear)

@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.model.attention import Attention
+from phalanx.model.part import Multiply
 from phalanx.model.products import TensorTuple
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
@@ -26,8 +27,8 @@ def apply_gathered_heads(model: Transformer, tp: TensorParallelGroup) -> None:
     columns = GatheredHeads(model.spec, tp)
     for part in model.modules():
         if isinstance(part, Attention):
-            part.project_in = partial(_project_in_gathered, part.project_in, columns)  # type: ignore[method-assign, assignment]
-            part.attend = partial(_attend_local_heads, part.attend, columns)  # type: ignore[method-assign]
+            part.multiply_columns = partial(_gather_products, part.multiply_columns, columns)
+            part.attend = partial(_attend_local_heads, part.attend, columns)
 
 
 class GatheredHeads:
@@ -48,10 +49,8 @@ class GatheredHeads:
         """Number of columns of these heads on other ranks, before and after this rank's."""
 
 
-def _project_in_gathered(
-    project_in: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor
-) -> TensorTuple:
-    q, k, v = project_in(x_BTD)
+def _gather_products(multiply: Multiply, columns: GatheredHeads, x_BTD: Tensor, *layers: nn.Module) -> TensorTuple:
+    q, k, v = multiply(x_BTD, *layers)
     q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.tp)).unbind()
     return q, k, F.pad(v, columns.padding)
 

@@ -21,7 +21,7 @@ from phalanx.parallel.mesh import Mesh, make_device_mesh
 from phalanx.parallel.module_tensors import named_modules
 from phalanx.spec.layout import ZERO_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, tensor_sharding
+from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, parameter_shardings
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class ModelSharding:
         self.spec = spec
         self.layout = layout
         self.mesh = mesh
+        self._shardings = parameter_shardings(spec, layout)
         self.shapes: dict[str, torch.Size] = {}
         """Shapes of full tensors by name."""
         self._placements: dict[object, tuple[DeviceMesh, list[Placement]]] = {}
@@ -58,7 +59,7 @@ class ModelSharding:
 
     def sharding_of(self, name: str) -> TensorSharding:
         """Return the sharding of the parameter with this name."""
-        return tensor_sharding(self.spec, self.layout, name)
+        return self._shardings[name]
 
     def shard_parameters(self, module: nn.Module) -> None:
         """Replace each parameter, still on the meta device, by this rank's shard."""

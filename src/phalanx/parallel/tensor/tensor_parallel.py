@@ -19,19 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.model.attention import Attention
 from phalanx.model.dtypes import at_least_fp32
-from phalanx.model.mlp import MLP, SwiGLUMLP
-from phalanx.model.moe import MoE, Router
-from phalanx.model.norm import RMSNorm
-from phalanx.model.products import ProductLinear, autocast_operands
+from phalanx.model.moe import MoE, Router, add_shared
+from phalanx.model.part import PartModule
+from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -46,6 +44,8 @@ from phalanx.parallel.tensor.autograd import (
     RowParallelProduct,
     column_parallel,
 )
+from phalanx.spec.layout import Layout
+from phalanx.spec.parts.operations import GroupedLinear, Norm
 
 
 class TensorParallelGroup:
@@ -135,62 +135,52 @@ class TensorParallelGroup:
 # -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
-def apply_tensor_parallel(
-    model: Transformer, tp: TensorParallelGroup, unsharded_experts: bool, sharded_heads: bool = True
-) -> None:
-    """Make a model with sharded tensors (`parameter_sharding.py`) compute with the ranks of the group.
-
-    Args:
-        model: Model with this rank's shards.
-        tp: The ranks with the other shards.
-        unsharded_experts: Each expert is on one rank, not sharded.
-        sharded_heads: Ranks have different heads; if false, the heads are gathered (`gathered_heads.py`).
-    """
-    for part in model.modules():
-        if isinstance(part, MoE) and unsharded_experts:
-            continue
-        _parallelize_part(part, tp)
-        if isinstance(part, Attention) and part.qk_norm == "full" and sharded_heads:
-            part.q_norm.forward = partial(_norm_across_heads, part.q_norm, tp)  # type: ignore[method-assign]
-            part.k_norm.forward = partial(_norm_across_heads, part.k_norm, tp)  # type: ignore[method-assign]
-    model.logits = partial(_local_logits, tp)  # type: ignore[method-assign]
+def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: Layout) -> None:
+    """Make a model with sharded tensors (`parameter_sharding.py`) compute with the ranks of the group."""
+    for module in model.modules():
+        if isinstance(module, PartModule):
+            _share_products(module, tp)
+        elif isinstance(module, MoE) and layout.ep == 1:
+            module.mix = partial(_mix_expert_shards, tp)
+        if isinstance(module, Router) and tp.sequence:
+            module.sum_counts.append(tp.all_reduce)
+    if layout.tp_attention == "split":
+        _share_norms(model, tp)
+    model.logits = partial(_local_logits, tp)
     if hasattr(model, "embedding"):
-        model.embedding.forward = partial(_embed_tokens, model.embedding, tp)  # type: ignore[method-assign]
+        model.embedding.look_up = partial(_embed_tokens, tp)
     if tp.sequence:
         _apply_sequence_parallel(model, tp)
 
 
-def _parallelize_part(part: nn.Module, tp: TensorParallelGroup) -> None:
-    """Make a pair of products, or the experts, compute with the shards of all ranks."""
-    if isinstance(part, Attention):
-        _shard_first_products(part, tp, ("wq", "wk", "wv"))
-        _shard_last_product(part.wo, tp)
-    elif isinstance(part, MLP):
-        _shard_first_products(part, tp, ("gate", "up") if isinstance(part, SwiGLUMLP) else ("up",))
-        _shard_last_product(part.down, tp)
-    elif isinstance(part, MoE):
-        part.apply_experts = partial(_apply_expert_shards, part.apply_experts, tp)  # type: ignore[method-assign]
+def _share_products(module: PartModule, tp: TensorParallelGroup) -> None:
+    """Make pairs of products compute with the shards of all ranks."""
+    for linear in module.part.linears:
+        if isinstance(linear, GroupedLinear):
+            continue
+        if linear.role == "column":
+            module.multiply_columns = partial(column_parallel, tp)
+        elif linear.role == "row":
+            layer = getattr(module, linear.name)
+            layer.product = RowParallelProduct(tp.deferred_grads.defer_or_compute, layer.product.linear, tp=tp)
+
+
+def _share_norms(model: Transformer, tp: TensorParallelGroup) -> None:
+    """Make the norms of vectors that ranks share sum their squares."""
+    for module in model.modules():
+        if isinstance(module, PartModule):
+            for operation in module.part.operations:
+                if isinstance(operation, Norm) and operation.crosses_ranks:
+                    getattr(module, operation.name).normalize = partial(_norm_across_heads, tp)
 
 
 def _apply_sequence_parallel(model: Transformer, tp: TensorParallelGroup) -> None:
-    """Make routers, positions and the auxiliary loss compute with a part of the tokens on each rank."""
-    for part in model.modules():
-        if isinstance(part, Router):
-            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, tp)  # type: ignore[method-assign]
+    """Make positions and the auxiliary loss compute with a part of the tokens on each rank."""
     if hasattr(model, "positions"):
-        model.positions.forward = partial(_embed_positions, model.positions, tp)  # type: ignore[method-assign]
-    model.local_positions = lambda x_BT: _attended_indices(x_BT, tp)  # type: ignore[method-assign]
+        model.positions.look_up = partial(_embed_positions, tp)
+    model.local_positions = partial(_attended_indices, tp)
     if model.spec.moe:
-        model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, tp)  # type: ignore[method-assign]
-
-
-def _shard_first_products(part: Any, tp: TensorParallelGroup, layers: tuple[str, ...]) -> None:
-    # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
-    part.project_in = lambda x: column_parallel(x, tp, *(getattr(part, name) for name in layers))
-
-
-def _shard_last_product(layer: ProductLinear, tp: TensorParallelGroup) -> None:
-    layer.product = RowParallelProduct(tp.deferred_grads.defer_or_compute, layer.product.linear, tp=tp)
+        model.sum_auxiliary = partial(_sum_auxiliary_loss, tp)
 
 
 def _local_logits(tp: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -199,20 +189,20 @@ def _local_logits(tp: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> 
     return cast(Tensor, logits)
 
 
-def _embed_tokens(embedding: nn.Embedding, tp: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
+def _embed_tokens(tp: TensorParallelGroup, tokens_BT: Tensor, weight: Tensor) -> Tensor:
     """Return the embedding of each token from the rank that has its row."""
     row = tokens_BT - tp.first_row
-    is_remote = (row < 0) | (row >= len(embedding.weight))
-    x_BTD = F.embedding(row.masked_fill(is_remote, 0), embedding.weight).masked_fill(is_remote[..., None], 0)
+    is_remote = (row < 0) | (row >= len(weight))
+    x_BTD = F.embedding(row.masked_fill(is_remote, 0), weight).masked_fill(is_remote[..., None], 0)
     return cast(Tensor, ReduceToSequence.apply(x_BTD, tp))
 
 
-def _embed_positions(positions: nn.Embedding, tp: TensorParallelGroup, indices: Tensor) -> Tensor:
+def _embed_positions(tp: TensorParallelGroup, indices: Tensor, weight: Tensor) -> Tensor:
     """Return the position embeddings of this rank's tokens."""
-    return F.embedding(indices.chunk(tp.size, dim=-1)[tp.rank], positions.weight)
+    return F.embedding(indices.chunk(tp.size, dim=-1)[tp.rank], weight)
 
 
-def _attended_indices(x_BT: Tensor, tp: TensorParallelGroup) -> Tensor:
+def _attended_indices(tp: TensorParallelGroup, x_BT: Tensor) -> Tensor:
     """Return the indices of all tokens of a row.
 
     The input of a stage is a shard of the tokens; the input of an embedding is all token ids."""
@@ -220,33 +210,25 @@ def _attended_indices(x_BT: Tensor, tp: TensorParallelGroup) -> Tensor:
     return torch.arange(tokens, device=x_BT.device)
 
 
-def _sum_auxiliary_loss(
-    run_blocks: Callable[..., tuple[Tensor, Tensor]], tp: TensorParallelGroup, *args: Any
-) -> tuple[Tensor, Tensor]:
+def _sum_auxiliary_loss(tp: TensorParallelGroup, auxiliary: Tensor) -> Tensor:
     """Sum the auxiliary loss over ranks, because each rank's routers process some of the tokens."""
-    x_BTD, auxiliary = run_blocks(*args)
-    return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, tp))
+    return cast(Tensor, AllReduceForward.apply(auxiliary, tp))
 
 
-def _norm_across_heads(norm: RMSNorm, tp: TensorParallelGroup, x: Tensor) -> Tensor:
+def _norm_across_heads(tp: TensorParallelGroup, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) x weight, where each rank has some of the heads.
 
     An equal number of ranks has each head."""
     exact = at_least_fp32(x)
     total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), tp))
-    scale = (total / (tp.size * x.shape[-1]) + norm.eps).rsqrt()
-    return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
+    scale = (total / (tp.size * x.shape[-1]) + eps).rsqrt()
+    return (exact * scale).to(x.dtype) * weight.to(x.dtype)
 
 
-def _apply_expert_shards(
-    apply_experts: Callable[..., Tensor], tp: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor
-) -> Tensor:
+def _mix_expert_shards(tp: TensorParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Apply experts of which each rank has some columns; routing stays in the residual stream's layout."""
-    (x,) = autocast_operands(x)
-    x = GatherFromSequence.apply(x, tp)
+    (operand,) = autocast_operands(x_BTD)
+    operand = GatherFromSequence.apply(operand, tp)
     weights = GatherFromSequence.apply(weights, tp)
-    return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, tp.gather_tokens(chosen)), tp))
-
-
-def _count_choices(count: Callable[..., Tensor], tp: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-    return tp.all_reduce(count(chosen, dtype))
+    term = moe.apply_experts(operand, weights, tp.gather_tokens(chosen))
+    return add_shared(moe, x_BTD, cast(Tensor, ReduceToSequence.apply(term, tp)))

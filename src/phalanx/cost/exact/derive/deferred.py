@@ -1,0 +1,36 @@
+"""Bytes between the halves of a backward pass that is split (`parallel.pipeline.split_backward`)."""
+
+from __future__ import annotations
+
+from phalanx.cost.exact.derive.saved import saved_inputs
+from phalanx.cost.exact.derive.weights import matrix_numbers
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Value
+
+
+def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) -> int:
+    """Return the bytes that the second half needs of a part's products: inputs, gradients of outputs, copied weights.
+
+    If the outputs of norms are recomputed, the products that read one share it."""
+    inputs: dict[tuple[Value, str], int] = {}
+    others = 0
+    for linear in part.linears:
+        (x,) = linear.reads
+        if part.saved_inputs(linear) == (x,):
+            for value, reader, size in saved_inputs(part, linear, shape):
+                shared = recomputes_norms and value is part.input
+                inputs[value, "" if shared else reader] = size
+        else:  # the output of an activation, which is computed again
+            others += shape.operand_bytes(x)
+        others += output_gradient_bytes(linear, shape)
+        # Products that gather one input together do without the weights.
+        if shape.tp == 1 or linear.role != "column" or isinstance(linear, GroupedLinear):
+            others += shape.weight_copies(matrix_numbers(linear, shape))
+    return sum(inputs.values()) + others
+
+
+def output_gradient_bytes(linear: Linear, shape: ForwardShape) -> int:
+    """Return the bytes of the gradient of a product's output, of all tokens if tensor-parallel ranks share it."""
+    y = linear.writes
+    tokens = shape.tokens * y.copies if linear.role == "row" else shape.num_tokens(y)
+    return tokens * shape.width(y) * shape.compute_bytes

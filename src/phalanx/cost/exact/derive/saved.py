@@ -1,0 +1,140 @@
+"""Bytes that a part's forward pass saves for the backward pass.
+
+Tensors are counted by their memory: one that several operations read counts once, and a view as its whole tensor.
+`cost.exact.activation_memory` sums them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from phalanx.cost.exact.derive.weights import matrix_numbers
+from phalanx.cost.exact.forward_shape import INDEX_BYTES, STATISTIC_BYTES, ForwardShape
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Combine, Core, GroupedLinear, Linear, Norm, Part, Route, Value
+
+Memory = tuple[Value, str]
+"""Key of a tensor: its value, and the reader for which it is copied."""
+
+
+def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[str]:
+    """Return the bytes that a part saves, under its kind, and the copies of weights."""
+    tensors: dict[Memory, int] = {}
+    other_bytes = copied_weights = 0
+    for operation in part.operations:
+        match operation:
+            case Linear():
+                tensors |= {(value, reader): size for value, reader, size in saved_inputs(part, operation, shape)}
+                copied_weights += matrix_numbers(operation, shape)
+            case Norm():
+                other_bytes += norm_bytes(operation, shape)
+                copied_weights += _copied_scales(operation, shape)
+            case Core():
+                tensors |= _kept_by_core(operation, shape)
+                other_bytes += shape.tokens * operation.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
+                # An additive document mask, [B, T, T], unless attention is computed by document.
+                if shape.has_dense_mask(spec):
+                    other_bytes += shape.batch * shape.sequence**2 * shape.compute_bytes
+            case Route():
+                other_bytes += _router_bytes(operation, shape)
+            case Combine():
+                other_bytes += _weighted_sum_bytes(operation, shape)
+    saved: Counter[str] = Counter({part.kind: sum(tensors.values()) + other_bytes})
+    saved["weight_copies"] = shape.weight_copies(copied_weights)
+    return saved
+
+
+def saved_inputs(part: Part, linear: Linear, shape: ForwardShape) -> Iterator[tuple[Value, str, int]]:
+    """Yield the values that a product saves, the reader for which autocast copies them, and their bytes.
+
+    Autocast casts the residual stream for each product, but once for those that gather it together."""
+    for value in part.saved_inputs(linear):
+        reader = ""
+        if shape.autocast and value.numbers == "residual":
+            reader = "column" if shape.tp > 1 and linear.role == "column" else linear.name
+        yield value.view_of or value, reader, shape.operand_bytes(value.view_of or value)
+
+
+def saved_by_expert_rows(part: Part, shape: ForwardShape) -> int:
+    """Return the bytes that experts save for their rows: inputs, those of the activation, and weighted outputs."""
+    inputs = {
+        value: size
+        for linear in part.linears
+        if isinstance(linear, GroupedLinear)
+        for value, _, size in saved_inputs(part, linear, shape)
+    }
+    sums = (operation for operation in part.operations if isinstance(operation, Combine))
+    return sum(inputs.values()) + sum(_weighted_sum_bytes(operation, shape) for operation in sums)
+
+
+def norm_output_bytes(part: Part, shape: ForwardShape) -> int:
+    """Return the part of a part's saved bytes that is its input, which a norm has written."""
+    tensors = {
+        reader: size
+        for linear in part.linears
+        for value, reader, size in saved_inputs(part, linear, shape)
+        if value is part.input
+    }
+    return sum(tensors.values())
+
+
+def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
+    """Return the bytes that a norm saves: its input and a statistic of each vector."""
+    (x,) = norm.reads
+    number_bytes = shape.value_bytes(x) // (shape.num_tokens(x) * shape.width(x))
+    if norm.crosses_ranks and shape.tp > 1:  # by single operations
+        inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
+        return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)
+    vectors = shape.num_tokens(x) * max(1, shape.width(x) // norm.width)
+    if norm.kind == "layernorm":  # mean and 1 / std
+        return shape.value_bytes(x) + 2 * vectors * (STATISTIC_BYTES if shape.on_cuda else number_bytes)
+    return shape.value_bytes(x) + vectors * max(STATISTIC_BYTES, number_bytes)
+
+
+def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
+    """Return the numbers of a norm's scale that are cast to the precision of products."""
+    if norm.crosses_ranks and shape.tp > 1:
+        return shape.width(norm.reads[0])
+    return norm.width if shape.on_cuda else 0
+
+
+def _kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
+    """Return what flash attention saves. With context parallelism these are copies, in Ulysses of other heads."""
+    cp = shape.layout.cp
+    return {
+        (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.compute_bytes
+        for value in core.keeps
+    }
+
+
+def context_width(value: Value, shape: ForwardShape) -> int:
+    """Return the numbers per token of heads in attention: Ulysses repeats heads that are fewer than the ranks."""
+    assert value.cut
+    units = value.cut.units_on_rank(shape.tp)
+    is_ulysses = shape.layout.cp > 1 and shape.layout.cp_method == "ulysses"
+    return value.cut.unit * (max(units, shape.layout.cp) if is_ulysses else units)
+
+
+def _weighted_sum_bytes(combine: Combine, shape: ForwardShape) -> int:
+    """Return what the weighted sum of experts saves: the outputs for all rows, and their weights."""
+    rows, _ = combine.reads
+    return shape.operand_bytes(rows) + shape.num_tokens(rows) * shape.compute_bytes
+
+
+def _router_bytes(route: Route, shape: ForwardShape) -> int:
+    """Return what a router saves after its product, and the orders in which rows are gathered and returned."""
+    high = shape.high_precision_bytes
+    tokens = shape.residual_tokens
+    # z-loss: logits and logsumexp; softmax or sigmoid: scores.
+    saved_bytes = tokens * (2 * route.num_experts + 1) * high
+    # Balance loss: sums of scores.
+    saved_bytes += tokens * high if route.score == "sigmoid" else 0
+    # Selected scores and their sums.
+    saved_bytes += tokens * (route.top_k + 1) * high if route.normalizes else 0
+    # Balance loss: fractions of tokens.
+    saved_bytes += (shape.batch if route.balances_sequences else 1) * route.num_experts * high
+    has_whole_experts = shape.layout.ep > 1
+    rows = (tokens if has_whole_experts else shape.tokens) * route.top_k
+    # Selected experts; sorting by expert, and back; the same for received rows.
+    saved_bytes += (tokens * route.top_k + (4 if has_whole_experts else 2) * rows) * INDEX_BYTES
+    return saved_bytes

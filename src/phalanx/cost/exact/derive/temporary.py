@@ -1,0 +1,60 @@
+"""Temporary bytes and weights of a part's backward pass."""
+
+from __future__ import annotations
+
+from phalanx.cost.exact.derive.saved import context_width
+from phalanx.cost.exact.derive.weights import matrix_numbers
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.spec.parts.operations import Core, GatherHeads, Linear, Part
+
+
+def activated_linear(part: Part) -> Linear:
+    """Return the product of an MLP, or of experts, that reads an activation."""
+    return next(linear for linear in part.linears if part.saved_inputs(linear) != linear.reads)
+
+
+def activation_bytes(part: Part, shape: ForwardShape, splits_backward: bool) -> int:
+    """Return the peak temporary bytes of an MLP or of experts, beyond freed bytes.
+
+    They are the gradients of the inputs of the activation; with experts those of the experts' rows, before and after
+    sorting. If backward passes are in two halves, the input of the last product is included, because it is not freed.
+    """
+    last = activated_linear(part)
+    inputs = [shape.operand_bytes(value) for value in part.saved_inputs(last)]
+    if part.kind != "experts":
+        return sum(inputs) + (shape.operand_bytes(last.reads[0]) if splits_backward else 0)
+    row_bytes = shape.operand_bytes(last.writes)
+    if splits_backward:
+        return 2 * row_bytes + sum(inputs) + shape.operand_bytes(last.reads[0])
+    return 2 * max(row_bytes, *inputs)
+
+
+def fp8_cast_bytes(part: Part, shape: ForwardShape) -> int:
+    """Return the temporary bytes of the casts for the input gradient of a block's last product; 0 without float8.
+
+    A CPU, which emulates the product, also has the numbers that the casts represent."""
+    if shape.precision != "fp8":
+        return 0
+    last = activated_linear(part)
+    tokens = shape.num_tokens(last.reads[0])
+    count = tokens * last.writes.width + matrix_numbers(last, shape)
+    return count * (1 if shape.on_cuda else 1 + shape.compute_bytes)
+
+
+def attention_exchange_bytes(part: Part, shape: ForwardShape) -> int:
+    """Return the bytes of communication inside attention.
+
+    Ring attention has keys, values and their gradients, two of each (one in transit). Ulysses has the input and output
+    of an all-to-all of queries, keys and values. Ranks with columns of heads have received queries and keys,
+    contiguous, and with their gradients in transit."""
+    gathers = (operation for operation in part.operations if isinstance(operation, GatherHeads))
+    exchanged_bytes = sum(2 * shape.operand_bytes(gather.writes) for gather in gathers)
+    if shape.layout.cp == 1:
+        return exchanged_bytes
+    (core,) = (operation for operation in part.operations if isinstance(operation, Core))
+    if shape.layout.cp_method == "ring":
+        _, *keys_and_values = core.reads
+        numbers = sum(map(shape.width, keys_and_values))
+        return exchanged_bytes + shape.high_precision_bytes * 4 * numbers * shape.tokens
+    numbers = sum(context_width(value, shape) for value in core.reads)
+    return exchanged_bytes + shape.compute_bytes * 2 * numbers * shape.tokens

@@ -1,0 +1,21 @@
+"""Weights of a part's products on a rank."""
+
+from __future__ import annotations
+
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Part
+
+
+def matrix_numbers(linear: Linear, shape: ForwardShape) -> int:
+    """Return the numbers of a product's matrix on a rank, or of its matrices of all local experts."""
+    (x,) = linear.reads
+    numbers = shape.width(x) * shape.width(linear.writes)
+    if isinstance(linear, GroupedLinear):
+        numbers *= linear.matrix.shape[0] // shape.layout.ep
+    return numbers
+
+
+def part_weights(part: Part, shape: ForwardShape) -> int:
+    """Return the numbers of all matrices of a part on a rank; of a mixture those of the routed experts."""
+    grouped = [linear for linear in part.linears if isinstance(linear, GroupedLinear)]
+    return sum(matrix_numbers(linear, shape) for linear in grouped or part.linears)

@@ -1,0 +1,3 @@
+"""Parts of a block, each declared once as a list of operations.
+
+Why: `docs/design/decisions/declared-parts.md`."""

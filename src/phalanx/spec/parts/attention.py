@@ -1,0 +1,51 @@
+"""Causal self-attention with grouped key/value heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Core, Cut, GatherHeads, Parameter, Part, Value
+
+
+def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
+    """Return attention: products with heads, norms of queries and keys, the kernel, and a product of its output."""
+    part = Part("attention", "attention", x)
+    heads = Cut(spec.num_heads, spec.head_dim)
+    groups = Cut(spec.num_kv_heads, spec.head_dim, copied_below=True)
+    is_gathered = layout.tp > 1 and layout.tp_attention == "gathered"
+    columns = Cut(heads.width) if is_gathered else None
+    q = part.linear("wq", x, columns or heads, bias=spec.bias)
+    k = part.linear("wk", x, columns or groups, bias=spec.bias)
+    v = part.linear("wv", x, columns or groups, bias=spec.bias)
+    if is_gathered:
+        q, k, v, heads = _gather_heads(part, q, k, heads)
+    if spec.qk_norm != "none":
+        per_head = spec.head_dim if spec.qk_norm == "head" else 0
+        q = part.norm("q_norm", q, per_head or q.width)
+        k = part.norm("k_norm", k, per_head or k.width)
+    out = Value(heads.width, heads)
+    part.add(
+        Core(
+            reads=(q, k, v),
+            writes=out,
+            # Rotated queries and keys: not the tensors that a product or norm has written.
+            keeps=(replace(q), replace(k), v, out),
+            heads=heads,
+            flops_per_key=4 * heads.width,
+            parameters={"sinks": Parameter((spec.num_heads,), "zeros")} if spec.attention_sinks else {},
+        )
+    )
+    if columns:
+        out = Value(columns.width, columns, view_of=out)
+    part.linear("wo", out, bias=spec.bias, init="output")
+    return part
+
+
+def _gather_heads(part: Part, q: Value, k: Value, heads: Cut) -> tuple[Value, Value, Value, Cut]:
+    """Return all queries and keys, and the values of a rank's heads, with these (`parallel.tensor.gathered_heads`)."""
+    every = replace(heads, share="all")
+    local = replace(heads, share="columns")
+    part.add(GatherHeads(reads=(q, k), writes=Value(2 * heads.width, replace(every, units=2 * heads.units))))
+    return Value(heads.width, every), Value(heads.width, every), Value(heads.width, local), local

@@ -1,0 +1,39 @@
+"""A mixture of experts: a router, the experts that it chooses for each token, and experts of all tokens."""
+
+from __future__ import annotations
+
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.parts.mlp import append_mlp
+from phalanx.spec.parts.operations import Combine, Cut, Dispatch, Part, Route, Value
+
+
+def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) -> Part:
+    """Return the experts of a layer.
+
+    Ranks have some columns of every expert and all tokens, or with expert parallelism some experts, and rows of their
+    own tokens. Experts are balanced and drop no tokens, so a rank receives as many rows as it sends."""
+    part = Part("mlp", "experts", x)
+    E = moe.num_experts
+    has_whole_experts = layout.ep > 1
+    logits = part.linear("router.gate", x, width=E, is_precise=True)
+    weights = part.add(
+        Route(
+            reads=(logits,),
+            writes=Value(moe.top_k, tokens="residual", numbers="high"),
+            num_experts=E,
+            top_k=moe.top_k,
+            score=moe.router_score,
+            normalizes=moe.normalize_top_k,
+            balances_sequences=moe.balance_loss_scope == "sequence",
+        )
+    )
+    rows = Value(x.width, tokens="residual" if has_whole_experts else "all", copies=moe.top_k)
+    part.add(Dispatch(reads=(x, weights), writes=rows, num_experts=E))
+    cut = None if has_whole_experts else Cut(moe.expert_ffn_size)
+    inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut) for leaf in ("gate", "up")]
+    y = part.grouped("down", part.activate(*inner), E, x.width, None, init="output")
+    part.add(Combine(reads=(y, weights), writes=Value(x.width, tokens="residual")))
+    if moe.num_shared_experts:
+        append_mlp(part, x, moe.expert_ffn_size * moe.num_shared_experts, is_gated=True, prefix="shared.")
+    return part

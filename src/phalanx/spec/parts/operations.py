@@ -1,0 +1,277 @@
+"""Operations of the parts of a block, and the values between them.
+
+An operation says what it reads and writes, which parameters it has, and how tensor-parallel ranks share them. From that
+follow parameters and shards (`spec.tensor_sharding`), and by one rule per kind of operation saved bytes, FLOPs, traffic
+and temporary bytes (`cost.exact.derive`).
+
+Symbols: D width of the residual stream, E experts, k of them per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+Shape = tuple[int, ...]
+Tokens = Literal["residual", "all"]
+"""Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
+those of the tensor-parallel ranks together."""
+Init = Literal["normal", "output", "ones", "zeros"]
+"""Distribution of initial weights. output: normal, smaller by the number of layers, because it is added to the stream.
+"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensor-parallel ranks share a width: in units that are never divided, such as heads."""
+
+    units: int
+    unit: int = 1
+    """Numbers of a unit."""
+    copied_below: bool = False
+    """True if neighbors have copies of a unit where there are more ranks than units."""
+    share: Literal["units", "columns", "all"] = "units"
+    """Units of a rank: its own; those of its columns, of which all ranks have equally many; or all units, of which it
+    uses its own."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of all units."""
+        return self.units * self.unit
+
+    def replication(self, ranks: int) -> int:
+        """Return the number of neighbors with the same units."""
+        return max(1, ranks // self.units) if self.copied_below else 1
+
+    def units_on_rank(self, ranks: int) -> int:
+        """Return the maximum over ranks of their units."""
+        if self.share == "all":
+            return self.units
+        if self.share == "columns":
+            columns = self.width // ranks
+            starts = range(0, self.width, columns)
+            return max(-(-(start + columns) // self.unit) - start // self.unit for start in starts)
+        return max(1, -(-self.units // ranks))
+
+    def width_on_rank(self, ranks: int) -> int:
+        """Return the maximum over ranks of their numbers."""
+        return self.units_on_rank(ranks) * self.unit
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor with some numbers for each token."""
+
+    width: int
+    cut: Cut | None = None
+    """How tensor-parallel ranks share the width; None: each rank has all of it."""
+    tokens: Tokens = "all"
+    copies: int = 1
+    """Copies of a token, one for each of its experts."""
+    numbers: Literal["residual", "compute", "high"] = "compute"
+    """Precision: that of the residual stream, of products, or of statistics."""
+    view_of: Value | None = None
+    """Larger value whose memory this one shares, and keeps alive."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained tensor."""
+
+    shape: Shape
+    init: Init = "normal"
+
+    @property
+    def numbers(self) -> int:
+        """Number of its elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Operation:
+    """A step of a part."""
+
+    name: str = ""
+    """Module of the parameters, relative to the part; empty for the part itself."""
+    reads: tuple[Value, ...]
+    writes: Value
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+    @property
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Parameters by their names in the part."""
+        prefix = f"{self.name}." if self.name else ""
+        return {f"{prefix}{leaf}": parameter for leaf, parameter in self.parameters.items()}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Linear(Operation):
+    """A product with a matrix: column-parallel if its output is cut, row-parallel if its input is, else copied."""
+
+    is_precise: bool = False
+    """True if it is not computed in float8: the choice of experts would change."""
+
+    @property
+    def matrix(self) -> Parameter:
+        """The matrix, or the stack of them."""
+        return next(iter(self.parameters.values()))
+
+    @property
+    def role(self) -> Literal["column", "row", "copied"]:
+        """Return how tensor-parallel ranks share the product (Megatron-LM, arXiv 1909.08053, section 3)."""
+        if self.reads[0].cut:
+            return "row"
+        return "column" if self.writes.cut else "copied"
+
+
+class GroupedLinear(Linear):
+    """Products of the rows of all experts with one matrix each; expert-parallel ranks have some of the experts."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Norm(Operation):
+    """A norm over vectors of a width, with a scale."""
+
+    width: int
+    """Numbers of a vector: a head, or all of them."""
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+
+    @property
+    def crosses_ranks(self) -> bool:
+        """True if the vector of a token is on several tensor-parallel ranks."""
+        cut = self.reads[0].cut
+        return cut is not None and cut.share == "units" and self.width == self.reads[0].width
+
+
+class Activation(Operation):
+    """An element-wise function, which the product that reads it computes again in the backward pass."""
+
+
+class GatherHeads(Operation):
+    """Gather of columns, so that each rank has all heads."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Core(Operation):
+    """Attention: the kernel in which tokens see each other."""
+
+    keeps: tuple[Value, ...]
+    """Values that it saves as the kernel reads and writes them: queries, keys, values and output."""
+    heads: Cut
+    """Heads of queries, of each of which it also saves the log-sum-exp of a token."""
+    flops_per_key: int
+    """FLOPs of the forward pass for a query and a key that it sees."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Route(Operation):
+    """The choice of experts from logits, with the losses for balance."""
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"]
+    normalizes: bool
+    balances_sequences: bool
+    """True if the balance is measured per sequence, not per micro-batch."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dispatch(Operation):
+    """Copies of tokens for their experts, in the order of the experts."""
+
+    num_experts: int
+
+
+class Combine(Operation):
+    """The weighted sum of the outputs of a token's experts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A list of operations on the normalized input of a residual branch. Methods append to it."""
+
+    name: str
+    """Module in the block."""
+    kind: Literal["attention", "mlp", "experts"]
+    input: Value
+    operations: list[Operation] = field(default_factory=list)
+
+    def linear(
+        self,
+        name: str,
+        x: Value,
+        cut: Cut | None = None,
+        *,
+        width: int = 0,
+        bias: bool = False,
+        init: Init = "normal",
+        is_precise: bool = False,
+    ) -> Value:
+        """Append a product and return its output, which is cut, or has a width: by default that of the input."""
+        width = cut.width if cut else width or self.input.width
+        parameters = {"weight": Parameter((width, x.width), init)}
+        if bias:
+            parameters["bias"] = Parameter((width,), "zeros")
+        tokens: Tokens = "all" if cut else "residual" if x.cut else x.tokens
+        y = Value(width, cut, tokens)
+        return self.add(Linear(name=name, reads=(x,), writes=y, parameters=parameters, is_precise=is_precise))
+
+    def grouped(self, leaf: str, x: Value, experts: int, width: int, cut: Cut | None, init: Init = "normal") -> Value:
+        """Append the products of rows with the matrices of their experts; return their output."""
+        parameters = {leaf: Parameter((experts, width, x.width), init)}
+        y = replace(x, width=width, cut=cut)
+        return self.add(GroupedLinear(name="experts", reads=(x,), writes=y, parameters=parameters))
+
+    def norm(self, name: str, x: Value, width: int) -> Value:
+        """Append an RMSNorm over vectors of a width; return its output."""
+        parameters = {"weight": Parameter((width,), "ones")}
+        return self.add(Norm(name=name, reads=(x,), writes=replace(x), parameters=parameters, width=width))
+
+    def activate(self, *xs: Value) -> Value:
+        """Append an activation of values of one shape; return its output."""
+        return self.add(Activation(reads=xs, writes=replace(xs[0])))
+
+    def add(self, operation: Operation) -> Value:
+        """Append an operation; return what it writes."""
+        self.operations.append(operation)
+        return operation.writes
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """Parameters by their names in the part, in the order of PyTorch: those of the part itself come first."""
+        own_first = sorted(self.operations, key=lambda operation: operation.name != "")
+        return {name: each for operation in own_first for name, each in operation.named_parameters.items()}
+
+    def within(self, module: str) -> Part:
+        """Return the operations of a module of the part, as a part of their own."""
+        inner = Part(module, self.kind, self.input)
+        for operation in self.operations:
+            prefix, _, name = operation.name.rpartition(".")
+            if module in (operation.name, prefix):
+                inner.operations.append(replace(operation, name=name if prefix else ""))
+        return inner
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The products."""
+        return [operation for operation in self.operations if isinstance(operation, Linear)]
+
+    @property
+    def reads_input(self) -> bool:
+        """True if a product reads the input of the part."""
+        return any(linear.reads == (self.input,) for linear in self.linears)
+
+    def saved_inputs(self, linear: Linear) -> tuple[Value, ...]:
+        """Return what a product saves as its input: the inputs of an activation, which is computed again."""
+        (x,) = linear.reads
+        writer = self.writer(x)
+        return writer.reads if isinstance(writer, Activation) else (x,)
+
+    def first_reader(self, value: Value) -> Linear:
+        """Return the first column-parallel product that reads a value."""
+        return next(linear for linear in self.linears if linear.role == "column" and linear.reads == (value,))
+
+    def writer(self, value: Value) -> Operation | None:
+        """Return the operation that writes a value; None for the input of the part."""
+        return next((operation for operation in self.operations if operation.writes is value), None)
