@@ -286,7 +286,7 @@ def spoil(directory: Path) -> None:
 
     def spoiled(self: Trainer, micros: Any) -> Any:
         sums = forward(self, micros)
-        if self.loader.first_sequence(self.step) in rows:
+        if self.loader.loader.first_sequence(self.step) in rows:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.fill_(torch.nan)

@@ -55,14 +55,15 @@ def phalanx(*arguments: object) -> None:
 
 
 def train_hybrid_run() -> Path:
-    """Return the run of four ranks of the guide on reports, trained by the command that stands there."""
+    """Return the run of four ranks of the guide on reports, trained by the commands that stand there."""
     run = RUNS / "hybrid"
     if not (run / "metrics.jsonl").is_file():
         guide = (DOCS / "guides" / "reports-and-monitoring.md").read_text()
-        commands = [command for block in fenced_blocks(guide) for command in block.commands]
-        command = next(command for command in commands if "name=hybrid" in command)
-        _, _, options = command.replace("\\\n", " ").partition("phalanx train examples/demo.toml")
-        subprocess.run(f"{sys.executable} -m phalanx train {ROOT}/examples/demo.toml {options}", shell=True, check=True)
+        block = next(block for block in fenced_blocks(guide) if "name=hybrid" in " ".join(block.body))
+        for command in block.commands:
+            if not command.startswith("phalanx report"):
+                command = command.replace("phalanx ", f"{sys.executable} -m phalanx ")
+                subprocess.run(command.replace("examples/", f"{ROOT}/examples/"), shell=True, check=True)
     return run
 
 
