@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
 from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
@@ -185,6 +187,18 @@ def test_report_expects_only_steps_that_metrics_every_writes(every, last_step, i
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written_lines))
     problem = f"metrics.jsonl ends at step {last_step}, but step 8 was reached: its last lines are lost"
     assert (problem in read_run(directory).problems) == is_reported
+
+
+def test_planned_passes_of_ranks_that_share_cores_take_the_predicted_time():
+    hybrid = read_run(hybrid_run())
+    for cores in (2, 64):
+        cluster = hybrid.run.cluster.replace(cores=cores, nproc_per_node=4)
+        run_data = replace(hybrid, run=hybrid.run.replace(cluster=cluster))
+        planned = report_facts(run_data)["timeline"]["planned"]
+        evaluated = evaluate_layout(run_data.run, 4, hybrid.run.layout)
+        assert max(end for *_, end in planned) == pytest.approx(
+            evaluated.schedule_seconds, rel=1e-6 if cores == 2 else 0.02
+        )
 
 
 def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):

@@ -109,6 +109,7 @@ def report_facts(run_data: RunData) -> Facts:
     # The prediction of the run's own layout, and the planned timeline of a pipeline
     evaluated: EvaluatedLayout | None = None
     planned_timeline: Timeline | None = None
+    planned_speed = 1.0
     if run is not None and world_size:
         try:
             evaluated = evaluate_layout(run, world_size, run.layout)
@@ -118,6 +119,8 @@ def report_facts(run_data: RunData) -> Facts:
         if evaluated is not None and run.layout.pp > 1:
             with suppress(UserError):
                 planned_timeline = simulate_candidate(run, world_size, candidate_from_run(run, world_size))
+                if run.cluster.ranks_per_core > 1:
+                    planned_speed = float(planned_timeline.makespan) / evaluated.schedule_seconds
 
     stage_problem = _find_missing_stages(run_data)
     if times is not None and stage_problem is not None:
@@ -140,7 +143,9 @@ def report_facts(run_data: RunData) -> Facts:
         measures=_measure_variation_and_overlap(run_data, times),
         ranks=_break_down_ranks(run_data, times),
         curves=_collect_curves(run_data),
-        timeline=profiled_steps.pass_timeline(run_data, planned_timeline, can_simulate=stage_problem is None),
+        timeline=profiled_steps.pass_timeline(
+            run_data, planned_timeline, planned_speed, can_simulate=stage_problem is None
+        ),
         memory=profiled_steps.memory_timeline(run_data),
         gpu=gpu_facts(run_data),
         gpu_samples=gpu_sample_facts(run_data),

@@ -17,9 +17,13 @@ from phalanx.spec.errors import UserError
 Facts = dict[str, Any]
 
 
-def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: bool) -> Facts | None:
+def pass_timeline(
+    run_data: RunData, planned: Timeline | None, planned_speed: float, can_simulate: bool
+) -> Facts | None:
     """Return the passes of one step: planned, simulated with measured times, and measured.
 
+    The planned passes are drawn `planned_speed` times as fast as in the simulation, which assumes that ranks always
+    share their cores with others.
     A pass is a row of rank, kind, stage, micro-batch, start and end in seconds. `can_simulate` says whether the
     times of all stages are known.
     """
@@ -46,7 +50,7 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
         timeline["simulated"] = _timeline_to_rows(
             simulate_measured(run, run_data.world_size, stage_times(run_data, [step]))
         )
-        timeline["planned"] = _timeline_to_rows(planned) if planned else None
+        timeline["planned"] = _timeline_to_rows(planned, planned_speed) if planned else None
     return timeline
 
 
@@ -57,8 +61,9 @@ def on_rank0_clock(line: JsonRecord, offset_seconds: float) -> Iterator[ActionSp
         yield ActionSpan.from_row(row).shifted(offset)
 
 
-def _timeline_to_rows(timeline: Timeline) -> list[list[Any]]:
-    return [[rank, *span.to_row()] for rank, span in executed_spans(timeline)]
+def _timeline_to_rows(timeline: Timeline, speed: float = 1.0) -> list[list[Any]]:
+    spans = executed_spans(timeline)
+    return [[rank, *span.to_row()[:-2], span.start / speed, span.end / speed] for rank, span in spans]
 
 
 def _has_memory_samples(run_data: RunData, step: int) -> bool:
