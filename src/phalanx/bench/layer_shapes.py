@@ -14,6 +14,7 @@ from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_tensors import rank_tensors
 from phalanx.spec.batch import plan_batch
+from phalanx.spec.parts.block import blocks
 from phalanx.spec.run import RunSpec
 
 
@@ -119,8 +120,10 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         ring=is_ring,
     )
     counts: Counter[AttentionShape] = Counter()
+    model_blocks = blocks(spec)
     for layer in layers:
-        window = spec.attention_window(layer)
+        (core,) = (core for branch in model_blocks[layer] for core in branch.part.cores)
+        window = core.window
         if window is not None and window >= run.training.seq_len:
             window = None
         counts[make_shape(keys=tokens, causal=True, window=window)] += 1

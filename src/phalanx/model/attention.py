@@ -71,9 +71,10 @@ class Attention(PartModule):
     k_norm: nn.Module
     wo: ProductLinear
 
-    def __init__(self, spec: ModelSpec, layer: int, part: Part) -> None:
+    def __init__(self, spec: ModelSpec, part: Part) -> None:
         super().__init__(part, spec.norm_eps)
-        self.window = spec.attention_window(layer)
+        (core,) = part.cores
+        self.window = core.window
         if not spec.attention_sinks:
             self.sinks = None
         self.head_dim = spec.head_dim

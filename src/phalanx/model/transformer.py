@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from phalanx.model.norm import build_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
 from phalanx.spec.attention_backend import has_window
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.block import Branch, blocks
 
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 """Function of the head's input [B, T, D] and matrix [V, D]."""
@@ -28,11 +28,11 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """A transformer block: x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, branches: Sequence[Branch]) -> None:
         super().__init__()
-        attention, ffn = (branch.part for branch in blocks(spec)[layer])
+        attention, ffn = (branch.part for branch in branches)
         self.attention_norm = build_norm(spec)
-        self.attention = Attention(spec, layer, attention)
+        self.attention = Attention(spec, attention)
         self.mlp_norm = build_norm(spec)
         self.mlp = MoE(spec.moe, ffn) if spec.moe and ffn.kind == "experts" else MLP(ffn, spec.activation)
 
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         if spec.position_embedding == "learned":
             self.positions = Embedding(spec.max_seq_len, spec.hidden_size)
-        self.blocks = nn.ModuleList([Block(spec, layer) for layer in range(spec.num_layers)])
+        self.blocks = nn.ModuleList([Block(spec, branches) for branches in blocks(spec)])
         self.norm = build_norm(spec)
         if not spec.tie_embeddings:
             self.head = Head(spec.hidden_size, spec.vocab_size)

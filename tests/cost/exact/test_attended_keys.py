@@ -16,9 +16,8 @@ SPEC = ModelSpec(vocab_size=9, hidden_size=16, num_layers=4, num_heads=2, ffn_hi
 
 @pytest.mark.parametrize("window", [1, 3, 40, 64, 100])
 def test_attended_keys_are_pairs_of_mask_without_half_the_diagonal(window: int) -> None:
-    spec = SPEC.replace(sliding_window=window)
     mask = torch.ones(64, 64).tril().triu(1 - window)
-    below, above = attended_keys(spec, 0, 64), attended_keys(spec, 0, 64, causal=False)
+    below, above = attended_keys(window, 64), attended_keys(window, 64, causal=False)
     # T / 2 approximates (T + 1) / 2: a triangle is half a square.
     assert below == pytest.approx(mask.sum().item() / 64 - min(window, 64) / 128)
     assert above == min(window, 64)
@@ -26,7 +25,6 @@ def test_attended_keys_are_pairs_of_mask_without_half_the_diagonal(window: int) 
 
 def test_full_layers_attend_to_half_of_the_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1, 3])
-    assert [attended_keys(spec, layer, 64) for layer in range(4)] == [4 - 16 / 128, 32, 4 - 16 / 128, 32]
     assert attended_fraction(spec, 64) == pytest.approx((32 + 3.875) / 64)
     assert attended_fraction(SPEC, 64) == attended_fraction(spec, 4) == 1
     assert model_columns(spec, 64)["attended_fraction"] == attended_fraction(spec, 64)

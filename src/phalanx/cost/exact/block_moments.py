@@ -21,7 +21,7 @@ from phalanx.cost.exact.derive.temporary import (
 from phalanx.cost.exact.derive.weights import matrix_numbers, part_weights
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import Core, Part
+from phalanx.spec.parts.operations import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def _attention_moments(
     attention: Part, ffn: Part, shape: ForwardShape, saved_by: SavedByPart
 ) -> tuple[BlockMoment, ...]:
     """Return the moments of attention, and of the products that project to heads."""
-    (core,) = (operation for operation in attention.operations if isinstance(operation, Core))
+    (core,) = attention.cores
     has_separate_experts = shape.layout.ep > 1 and ffn.kind == "experts"
     ffn_weights = 0 if has_separate_experts else part_weights(ffn, shape)
     freed_bytes = saved_by[ffn].total()

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.exact.attended_keys import attended_keys
-from phalanx.cost.exact.derive.flops import core_flops_per_key, product_flops, tokens_through
+from phalanx.cost.exact.derive.flops import core_flops, product_flops, tokens_through
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
@@ -17,7 +16,7 @@ from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.parts.operations import Core, GroupedLinear, Linear, Part, Shape
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Shape
 from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35
@@ -57,12 +56,12 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
         causal: Count the lower triangle of attention pairs only, which is half. PaLM counts every pair.
     """
     projections = core = mlp = 0.0
-    for layer, block in enumerate(blocks(spec)):
+    for block in blocks(spec):
         for branch in block:
             products = product_flops(branch.part)
             if branch.part.kind == "attention":
                 projections += products
-                core += core_flops_per_key(branch.part) * attended_keys(spec, layer, seq_len, causal=causal)
+                core += core_flops(branch.part, seq_len, causal)
             else:
                 mlp += products
     return ForwardFlops(projections, core, mlp, head=2.0 * spec.vocab_size * spec.hidden_size)
@@ -213,20 +212,13 @@ def _recomputed_attention_flops(run: RunSpec, products: _BlockProductFlops) -> f
 
 def _attention_core_flops(run: RunSpec, layers: Sequence[int], tokens: float) -> float:
     """Return the FLOPs of attention's core in the forward pass of some layers on a rank's heads."""
-    total = 0.0
-    for layer in layers:
-        keys = attended_keys(run.model, layer, run.training.seq_len)
-        total += sum(_core_flops_on_rank(branch.part, run.layout.tp) for branch in blocks(run.model)[layer]) * keys
-    return total * tokens
-
-
-def _core_flops_on_rank(part: Part, ranks: int) -> float:
-    """Return the FLOPs of a query and a key that it sees, in the largest share of a rank."""
-    return sum(
-        core.flops_per_key / core.heads.units * core.heads.units_on_rank(ranks)
-        for core in part.operations
-        if isinstance(core, Core)
+    model_blocks = blocks(run.model)
+    per_token = sum(
+        core_flops(branch.part, run.training.seq_len, ranks=run.layout.tp)
+        for layer in layers
+        for branch in model_blocks[layer]
     )
+    return per_token * tokens
 
 
 @dataclass(frozen=True)

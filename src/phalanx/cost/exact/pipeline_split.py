@@ -8,8 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from phalanx.cost.exact.attended_keys import attended_keys
-from phalanx.cost.exact.derive.flops import core_flops_per_key, product_flops
+from phalanx.cost.exact.derive.flops import core_flops, product_flops
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
@@ -73,10 +72,10 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
-    costs = []
-    for layer, block in enumerate(blocks(spec)):
-        keys = attended_keys(spec, layer, seq_len, causal=causal)
-        costs.append(3 * sum(product_flops(branch.part) + keys * core_flops_per_key(branch.part) for branch in block))
+    costs = [
+        3 * sum(product_flops(branch.part) + core_flops(branch.part, seq_len, causal) for branch in block)
+        for block in blocks(spec)
+    ]
     return 2.0 * spec.hidden_size, *costs, 6.0 * spec.vocab_size * spec.hidden_size
 
 

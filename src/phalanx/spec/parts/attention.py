@@ -9,7 +9,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Core, Cut, GatherHeads, Parameter, Part, Value
 
 
-def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
+def describe_attention(spec: ModelSpec, layout: Layout, window: int | None, x: Value) -> Part:
     """Return attention: products with heads, norms of queries and keys, the kernel, and a product of its output."""
     part = Part("attention", "attention", x)
     heads = Cut(spec.num_heads, spec.head_dim)
@@ -34,6 +34,7 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
             keeps=(replace(q), replace(k), v, out),
             heads=heads,
             flops_per_key=4 * heads.width,
+            window=window,
             parameters={"sinks": Parameter((spec.num_heads,), "zeros")} if spec.attention_sinks else {},
         )
     )

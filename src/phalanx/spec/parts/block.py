@@ -36,12 +36,12 @@ Block = tuple[Branch, ...]
 @lru_cache
 def blocks(spec: ModelSpec, layout: Layout = ONE_RANK) -> tuple[Block, ...]:
     """Return the blocks of a model under a layout; layers of one kind are one object."""
-    with_experts, dense = (cache(partial(_describe_block, spec, layout, has_experts)) for has_experts in (True, False))
-    return tuple(with_experts() if spec.is_moe_layer(layer) else dense() for layer in range(spec.num_layers))
+    describe = cache(partial(_describe_block, spec, layout))
+    return tuple(describe(spec.is_moe_layer(layer), spec.attention_window(layer)) for layer in range(spec.num_layers))
 
 
-def _describe_block(spec: ModelSpec, layout: Layout, has_experts: bool) -> Block:
-    attention = describe_attention(spec, layout, residual_stream(spec))
+def _describe_block(spec: ModelSpec, layout: Layout, has_experts: bool, window: int | None) -> Block:
+    attention = describe_attention(spec, layout, window, residual_stream(spec))
     x = residual_stream(spec)
     ffn = describe_experts(spec, spec.moe, layout, x) if has_experts and spec.moe else describe_mlp(spec, x)
     return tuple(Branch(describe_norm(spec, f"{part.name}_norm", part.input), part) for part in (attention, ffn))

@@ -162,6 +162,8 @@ class Core(Operation):
     """Heads of queries, of each of which it also saves the log-sum-exp of a token."""
     flops_per_key: int
     """FLOPs of the forward pass for a query and a key that it sees."""
+    window: int | None = None
+    """Keys that a query sees at most, itself included; None: all earlier ones."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -256,6 +258,11 @@ class Part:
     def linears(self) -> list[Linear]:
         """The products."""
         return [operation for operation in self.operations if isinstance(operation, Linear)]
+
+    @property
+    def cores(self) -> list[Core]:
+        """The kernels in which tokens see each other: none, or one."""
+        return [operation for operation in self.operations if isinstance(operation, Core)]
 
     @property
     def reads_input(self) -> bool:

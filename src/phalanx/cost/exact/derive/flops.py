@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx.cost.exact.attended_keys import attended_keys
 from phalanx.spec.layout import Layout
-from phalanx.spec.parts.operations import Core, GroupedLinear, Linear, Part
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Part
 
 
 def product_flops(part: Part) -> float:
@@ -16,9 +17,22 @@ def _used_share(linear: Linear) -> float:
     return linear.reads[0].copies / linear.matrix.shape[0] if isinstance(linear, GroupedLinear) else 1.0
 
 
-def core_flops_per_key(part: Part) -> int:
-    """Return the FLOPs of attention for a query and a key that it sees."""
-    return sum(operation.flops_per_key for operation in part.operations if isinstance(operation, Core))
+def core_flops(part: Part, seq_len: int, causal: bool = True, ranks: int = 1) -> float:
+    """Return the FLOPs of attention on a token.
+
+    Args:
+        part: Part with an attention kernel, or without.
+        seq_len: T, tokens of a sequence.
+        causal: Count the keys before each query only.
+        ranks: Tensor-parallel ranks, of which the one with most heads is counted.
+    """
+    return sum(
+        core.flops_per_key
+        / core.heads.units
+        * core.heads.units_on_rank(ranks)
+        * attended_keys(core.window, seq_len, causal)
+        for core in part.cores
+    )
 
 
 def tokens_through(linear: Linear, layout: Layout, tokens: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.cost.exact.derive.saved import context_width
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.spec.parts.operations import Core, GatherHeads, Linear, Part
+from phalanx.spec.parts.operations import GatherHeads, Linear, Part
 
 
 def activated_linear(part: Part) -> Linear:
@@ -51,7 +51,7 @@ def attention_exchange_bytes(part: Part, shape: ForwardShape) -> int:
     exchanged_bytes = sum(2 * shape.operand_bytes(gather.writes) for gather in gathers)
     if shape.layout.cp == 1:
         return exchanged_bytes
-    (core,) = (operation for operation in part.operations if isinstance(operation, Core))
+    (core,) = part.cores
     if shape.layout.cp_method == "ring":
         _, *keys_and_values = core.reads
         numbers = sum(map(shape.width, keys_and_values))
