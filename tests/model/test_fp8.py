@@ -132,7 +132,7 @@ def test_mlp_saves_the_same_tensors_as_in_bf16() -> None:
             mlp(torch.ones(2, 8, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True))
         return sorted(x.untyped_storage().nbytes() for x in {x.data_ptr(): x for x in saved}.values())
 
-    mlp = MLP(blocks(spec)[0][-1].part, "swiglu").bfloat16()
+    mlp = MLP(blocks(spec)[0][-1].part).bfloat16()
     in_bf16 = saved_bytes(mlp)
     use_fp8_products(mlp)
     assert saved_bytes(mlp) == in_bf16

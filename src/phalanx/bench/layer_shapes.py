@@ -75,15 +75,14 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     for stage, tensors in enumerate(rank_tensors(run, world_size)):
         stage_layers: dict[MatmulShape, list[str]] = {}
         shapes = tensors.all
-        for layer in layers_of_stage[stage]:
-            for product in block_products(run, layer):
-                *experts, n, k = shapes[product.name]
-                num_experts = num_elements(tuple(experts))
-                rows = int(product.tokens(run, tokens))
-                shape = MatmulShape(num_experts, max(1, rows // num_experts), n, k)
-                # Names without the common part: "wq", "experts.gate"
-                name = product.name.split(".", 3)[-1].removesuffix(".weight")
-                stage_layers.setdefault(shape, []).append(name)
+        for product in block_products(run, layers_of_stage[stage]):
+            *experts, n, k = shapes[product.name]
+            num_experts = num_elements(tuple(experts))
+            rows = int(product.tokens(run, tokens))
+            shape = MatmulShape(num_experts, max(1, rows // num_experts), n, k)
+            # Names without the common part: "wq", "experts.gate"
+            name = product.name.split(".", 3)[-1].removesuffix(".weight")
+            stage_layers.setdefault(shape, []).append(name)
         head = lm_head_shape(run, tensors, stage)  # possibly the embedding
         if head is not None:
             stage_layers.setdefault(MatmulShape(1, int(tokens), *head), []).append("head")

@@ -72,7 +72,7 @@ class Attention(PartModule):
     wo: ProductLinear
 
     def __init__(self, spec: ModelSpec, part: Part) -> None:
-        super().__init__(part, spec.norm_eps)
+        super().__init__(part)
         (core,) = part.cores
         self.window = core.window
         if not spec.attention_sinks:

@@ -21,7 +21,7 @@ def attend_with_flex(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention, [B, T, H, K]; arguments as in `Attention.attend`.
+    """Return causal attention, [B, T, H, K]; arguments as in `attend`.
 
     `starts_BT` is the start of each token's document in its row; None if every row is one document."""
 

@@ -18,9 +18,9 @@ class MLP(PartModule):
 
     down: ProductLinear
 
-    def __init__(self, part: Part, activation: str) -> None:
+    def __init__(self, part: Part) -> None:
         super().__init__(part)
-        self.activation: Activation = ACTIVATIONS[activation]
+        self.activation: Activation = ACTIVATIONS[part.activation]
         self.first_layers = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
 
     def forward(self, x: Tensor) -> Tensor:

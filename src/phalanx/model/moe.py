@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
-from phalanx.model.mlp import MLP
+from phalanx.model.mlp import ACTIVATIONS, MLP
 from phalanx.model.part import PartModule
 from phalanx.model.products import (
     IDENTITY,
-    SWIGLU,
     DeferOrCompute,
     LinearFunction,
     Product,
@@ -143,15 +142,15 @@ def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
 
 
 class Experts(PartModule):
-    """E SwiGLU networks, each applied to a contiguous range of rows."""
+    """E networks, each applied to a contiguous range of rows."""
 
-    activation = SWIGLU
     gate: Tensor
     up: Tensor
     down: Tensor
 
     def __init__(self, part: Part) -> None:
         super().__init__(part)
+        self.activation = ACTIVATIONS[part.activation]
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
         self.grouped_linear: LinearFunction = grouped_linear
@@ -234,7 +233,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(moe, part.within("router"))
         self.experts = Experts(part.within("experts"))
-        self.shared = MLP(part.within("shared"), "swiglu") if moe.num_shared_experts else None
+        self.shared = MLP(part.within("shared")) if moe.num_shared_experts else None
         self.mix: Mix = mix_experts
         """Function for the layer's output, which layouts may replace."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.model.chunks import row_chunks
 from phalanx.model.dtypes import at_least_fp32
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Norm
 
 CHUNK_ELEMENTS = 2**15
 """Number of elements that are converted to fp32 at one time, few enough for a CPU's caches."""
@@ -75,7 +75,6 @@ def _split_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return row_chunks(max(1, CHUNK_ELEMENTS // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
 
 
-def build_norm(spec: ModelSpec) -> nn.Module:
-    """Build the norm of the residual stream."""
-    norm_class = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
-    return norm_class(spec.hidden_size, spec.norm_eps)
+def make_norm(norm: Norm) -> nn.Module:
+    """Return the module of a declared norm."""
+    return (RMSNorm if norm.kind == "rmsnorm" else nn.LayerNorm)(norm.width, norm.eps)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.norm import RMSNorm
+from phalanx.model.norm import make_norm
 from phalanx.model.products import ProductLinear, TensorTuple
 from phalanx.spec.parts.operations import Linear, Norm, Part
 
@@ -34,21 +34,29 @@ def read_input(reader: Reader, x: Tensor) -> Any:
 class PartModule(nn.Module):
     """Module of a part, with the declared parameters."""
 
-    def __init__(self, part: Part, norm_eps: float = 0.0) -> None:
+    multiply_columns: Multiply
+    """The column-parallel products of one input, which layouts may replace."""
+    read_input: Callable[[Reader, Tensor], Any]
+    """Application of the first operations, which recomputation of norms may wrap."""
+
+    def __init__(self, part: Part) -> None:
         super().__init__()
-        self.part = part
-        self.multiply_columns: Multiply = multiply_each
-        """The column-parallel products of one input."""
-        self.read_input: Callable[[Reader, Tensor], Any] = read_input
-        for operation in part.operations:
+        self.declare(part)
+        for operation in part.modules:
             if isinstance(operation, Linear) and operation.name:
                 (rows, columns) = operation.matrix.shape
                 self.add_module(operation.name, ProductLinear(columns, rows, "bias" in operation.parameters))
             elif isinstance(operation, Norm):
-                self.add_module(operation.name, RMSNorm(operation.width, norm_eps))
+                self.add_module(operation.name, make_norm(operation))
             else:
                 for name, parameter in operation.parameters.items():
                     self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+
+    def declare(self, part: Part) -> None:
+        """Set the declaration, and what layouts may replace."""
+        self.part = part
+        self.multiply_columns = multiply_each
+        self.read_input = read_input
 
     def project(self, x: Tensor, *names: str) -> TensorTuple:
         """Return the column-parallel products of `x` with some layers."""

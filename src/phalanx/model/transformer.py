@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from phalanx.model.attention import Attention, Documents, attention_mask
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
-from phalanx.model.norm import build_norm
+from phalanx.model.norm import make_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
 from phalanx.spec.attention_backend import has_window
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Branch, blocks
+from phalanx.spec.parts.block import Branch, blocks, describe_norm
 
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 """Function of the head's input [B, T, D] and matrix [V, D]."""
@@ -30,11 +30,11 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, branches: Sequence[Branch]) -> None:
         super().__init__()
-        attention, ffn = (branch.part for branch in branches)
-        self.attention_norm = build_norm(spec)
-        self.attention = Attention(spec, attention)
-        self.mlp_norm = build_norm(spec)
-        self.mlp = MoE(spec.moe, ffn) if spec.moe and ffn.kind == "experts" else MLP(ffn, spec.activation)
+        attention, ffn = branches
+        self.attention_norm = make_norm(attention.norm)
+        self.attention = Attention(spec, attention.part)
+        self.mlp_norm = make_norm(ffn.norm)
+        self.mlp = MoE(spec.moe, ffn.part) if spec.moe and ffn.part.kind == "experts" else MLP(ffn.part)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         if spec.position_embedding == "learned":
             self.positions = Embedding(spec.max_seq_len, spec.hidden_size)
         self.blocks = nn.ModuleList([Block(spec, branches) for branches in blocks(spec)])
-        self.norm = build_norm(spec)
+        self.norm = make_norm(describe_norm(spec, "norm"))
         if not spec.tie_embeddings:
             self.head = Head(spec.hidden_size, spec.vocab_size)
         # What layouts replace:
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         attention is computed on this rank, [T]."""
         self.attention_mask: Callable[[Documents, torch.dtype], Any] = partial(document_mask, spec)
         """Mask argument of attention in a dtype."""
-        self.sum_auxiliary: Callable[[Tensor], Tensor] = same
+        self.sum_auxiliary: Callable[[Tensor], Tensor] = identity
         """Sum of the auxiliary loss over ranks that have shares of the tokens."""
         # A call, because a forward hook would break the graphs of compiled blocks.
         self.wait_for_parameters: Callable[[nn.Module], None] = do_not_wait
@@ -154,7 +154,7 @@ def do_not_wait(module: nn.Module) -> None:
     """Return at once: all weights of a module are there."""
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     """Return a tensor as it is."""
     return x
 

@@ -102,7 +102,7 @@ def _attended_indices(inner: Callable[[Tensor], Tensor], cp: ContextParallelGrou
 
 
 def _sum_counts(cp: ContextParallelGroup, counts: Tensor) -> Tensor:
-    """Count the choices of experts over full sequences, for the balance loss."""
+    """Sum the counts of the ranks that share sequences, in place."""
     with cp.comm_wait.measure():
         dist.all_reduce(counts, group=cp.group)
     return counts

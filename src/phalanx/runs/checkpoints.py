@@ -210,6 +210,8 @@ def recover_interrupted_rewrites(directory: Path) -> None:
 
 def parse_step(text: str) -> int | Literal["best"]:
     """Return the step that --step names. Raises ValueError if it names none."""
+    if text != "best" and not text.isdecimal():
+        raise ValueError(f"{text!r} is not a step")
     return "best" if text == "best" else int(text)
 
 

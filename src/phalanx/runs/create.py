@@ -232,8 +232,8 @@ def is_finished(directory: Path) -> bool:
     return bool(saved) and step_of(saved[0]) == read_run_directory(directory)[0].training.steps
 
 
-def describe_complete_run(run: RunSpec, step: int | None = None) -> str | None:
-    """Return why there is nothing to resume, and how to train longer; None if steps are left after the checkpoint.
+def completed_steps(run: RunSpec, step: int | None = None) -> int | None:
+    """Return the number of steps of a run if none is left after its last checkpoint, or that of `step`; else None.
 
     Raises UserError if the last checkpoint has another model or optimizer."""
     directory = run_directory(run)
@@ -246,5 +246,4 @@ def describe_complete_run(run: RunSpec, step: int | None = None) -> str | None:
     if not saved or step_of(saved[0]) != steps or find_damage(saved[0]) is not None:
         return None
     check_manifest(run, read_manifest(saved[0]))
-    longer = f"phalanx train {shlex.quote(str(directory))} --resume --set training.steps={2 * steps}"
-    return f"the run is complete: step {steps:,} is its last. To train longer: {longer}"
+    return steps

@@ -101,7 +101,7 @@ def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Return the number of ranks that have the same key/value heads."""
-    return max(1, tp // spec.num_kv_heads)
+    return Cut(spec.num_kv_heads, copied_below=True).replication(tp)
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:

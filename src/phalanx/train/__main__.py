@@ -1,4 +1,4 @@
-"""`torchrun -m phalanx.train RUN.toml [--set KEY=VALUE ...] [--resume]`: one rank of a run."""
+"""`torchrun -m phalanx.train RUN.toml [--set KEY=VALUE ...] [--resume [--step N|best]]`: one rank of a run."""
 
 from __future__ import annotations
 

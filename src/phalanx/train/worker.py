@@ -44,7 +44,7 @@ from phalanx.runs.checkpoints import (
     step_of,
 )
 from phalanx.runs.create import (
-    describe_complete_run,
+    completed_steps,
     is_run_directory,
     read_run_directory,
     run_directory,
@@ -52,7 +52,7 @@ from phalanx.runs.create import (
 )
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
-from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
+from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import load_run, require_run_file, write_effective_layout
@@ -75,6 +75,8 @@ from phalanx.train.training_data import TrainingData, open_training_data
 logger = logging.getLogger(__name__)
 PREPARED_KEY = "prepared"
 """Store key of the run directory, or of the error of rank 0."""
+READ_KEY = "read/"
+"""Prefix of the store keys of the ranks that have read what rank 0 has prepared."""
 REPORTED_KEY = "reported/"
 """Prefix of the store keys of the errors that a rank has printed."""
 USER_ERROR_KEY = "user error"
@@ -104,14 +106,11 @@ class RankSession:
 
     def __init__(self, source: RunSpec | Path, options: RankOptions) -> None:
         """Start with a run directory, or with a run or its file, from which rank 0 creates one."""
-        step = options.step
-        if isinstance(source, Path):
-            source, step = split_checkpoint_path(source, step)
         self.source = source
-        self.is_prepared = isinstance(source, Path) and source.is_dir()
-        # What is started again goes on, and does not go back again.
-        restarts = is_restart(os.environ)
-        self.options = replace(options, resume=options.resume or restarts, step=None if restarts else step)
+        self.options = options
+        self.is_prepared = False
+        """True if the source is a run directory."""
+        self.is_restarted = is_restart(os.environ)
         self.directory = source if isinstance(source, Path) else Path(source.output_dir)
         self.store: Store | None = None
         """Store of the ranks that another program than our launcher started."""
@@ -146,6 +145,7 @@ class RankSession:
     def run(self) -> None:
         """Train, and report an error before it is raised."""
         try:
+            self._resolve_source()
             # Rank 0 alone reads the run file and creates the run directory, so that an error in them is reported once.
             # (A launcher has done so before it started the ranks, some of which may stand by.) A signal ends the wait.
             if LAUNCHER_PID_ENV not in os.environ and self.options.reduced is None:
@@ -158,6 +158,17 @@ class RankSession:
             if translated is error:
                 raise
             raise translated from error
+
+    def _resolve_source(self) -> None:
+        """Find the run directory and the step of a checkpoint's path."""
+        step = self.options.step
+        if isinstance(self.source, Path):
+            self.source, step = split_checkpoint_path(self.source, step)
+            self.directory = self.source
+            self.is_prepared = self.source.is_dir()
+        # Ranks that are started again go on, and do not go back again.
+        resume = self.options.resume or self.is_restarted
+        self.options = replace(self.options, resume=resume, step=None if self.is_restarted else step)
 
     def train(self) -> None:
         """Open the run, make the process group, and train."""
@@ -221,9 +232,12 @@ class RankSession:
                 raise
             prepared = {"directory": str(directory.absolute()), "is_complete": self.is_complete}
             self.store.set(PREPARED_KEY, json.dumps(prepared))
+            if self.is_complete:
+                _wait_for_readers(self.store)
             return directory
         self.store.wait([PREPARED_KEY], timedelta(days=1))
         message = json.loads(self.store.get(PREPARED_KEY))
+        self.store.set(f"{READ_KEY}{env_rank()}", "")
         if "directory" in message:
             self.is_complete = message["is_complete"]
             return Path(message["directory"])
@@ -245,13 +259,16 @@ class RankSession:
         if options.step is not None:
             require(continues, "--step", options.step, "has no effect without --resume", fix="add --resume")
             step = step_of(require_valid_checkpoint(directory, options.step))
-        if continues and not is_restart(os.environ) and (message := describe_complete_run(run, step)):
-            logger.info("%s", message)
+        # Ranks that are started again may have failed after the last step, in the evaluation.
+        if continues and not self.is_restarted and (steps := completed_steps(run, step)):
+            longer = "to train longer, start with its run file, --resume and --set training.steps=N"
+            logger.info("the run is complete: step %s is its last; %s", f"{steps:,}", longer)
             self.is_complete = True
             return directory
         if not self.is_prepared:
             _create_run(run, options.resume, options.force, step)
         if step is not None:
+            check_not_running(directory)
             abandon_newer(directory, step)
         return directory
 
@@ -262,7 +279,10 @@ class RankSession:
             if options.overrides:
                 problem = "has no effect on a run directory"
                 raise UserError("--set", list(options.overrides), problem, "use the run file instead")
-            return read_run_directory(self.directory, options.trust)[0]
+            # The directory may have been moved or copied since its creation.
+            directory = self.directory.absolute()
+            run, _ = read_run_directory(directory, options.trust)
+            return run.replace(output_dir=str(directory.parent), name=directory.name)
         if isinstance(source, RunSpec):
             return source
         require_run_file(source)
@@ -298,6 +318,12 @@ class RankSession:
                     # Free this trainer before the next one allocates memory.
                     del trainer
                     watchdog.trainer = self.trainer = None
+
+
+def _wait_for_readers(store: Store) -> None:
+    """Wait until the other ranks have read what rank 0 has prepared, because the store may be in its process."""
+    with suppress(RuntimeError):
+        store.wait([f"{READ_KEY}{rank}" for rank in range(1, env_world_size())], REPORT_TIMEOUT)
 
 
 def _report_failure(session: RankSession, error: BaseException) -> None:

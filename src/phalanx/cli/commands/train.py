@@ -26,7 +26,7 @@ from phalanx.cli.common.options import STEP_OPTION, Trust
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.starters import kubeflow_options, set_rank_variables
 from phalanx.runs.checkpoints import require_valid_checkpoint, split_checkpoint_path, step_of
-from phalanx.runs.create import RUN_FILE, describe_complete_run, is_run_directory, require_run, run_directory
+from phalanx.runs.create import RUN_FILE, completed_steps, is_run_directory, require_run, run_directory
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.base import require
 from phalanx.spec.components import named_components, require_trusted
@@ -174,8 +174,10 @@ def train(
 
     for field, component in named_components(run_spec):
         require_trusted(field, component)
-    if resume and (message := describe_complete_run(run_spec, step)):
-        logger.info("%s", message)
+    if resume and (steps := completed_steps(run_spec, step)):
+        directory = shlex.quote(str(run_directory(run_spec)))
+        longer = f"phalanx train {directory} --resume --set training.steps={2 * steps}"
+        logger.info("the run is complete: step %s is its last. To train longer: %s", f"{steps:,}", longer)
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit

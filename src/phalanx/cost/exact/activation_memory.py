@@ -26,9 +26,8 @@ from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.block_moments import SavedByPart, block_moments
 from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_expert_rows, saved_by_part
 from phalanx.cost.exact.derive.temporary import activated_linear
-from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
 from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head, widened_head_bytes
-from phalanx.cost.exact.saved_tensors import saved_by_inputs
 from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes, widened_gradient_bytes
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
@@ -135,7 +134,8 @@ def activation_bytes(
         on_cuda=on_cuda,
         all_logits=all_logits,
     )
-    stage_blocks = [blocks(spec, layout)[layer] for layer in stage.layers]
+    model_blocks = blocks(spec, layout)
+    stage_blocks = [model_blocks[layer] for layer in stage.layers]
     saved_by = {branch.part: saved_by_part(spec, branch.part, shape) for block in set(stage_blocks) for branch in block}
     inputs = _saved_by_inputs(spec, shape, stage)
     saved, inside_blocks = _saved_by_blocks(stage_blocks, shape, stage, saved_by=saved_by, inputs=inputs)
@@ -206,7 +206,7 @@ def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -
     """Return what blocks share, and the input and output of a pipeline stage if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
     recomputes = stage.recomputed > 0 and shape.layout.recomputes_attention
-    saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first, recomputes=recomputes))
+    saved = Counter(inputs=_saved_by_shared_inputs(spec, shape, stage.first, recomputes=recomputes))
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
     return saved
@@ -220,7 +220,7 @@ def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> 
 
 
 def _saved_by_blocks(
-    blocks: Sequence[Block], shape: ForwardShape, stage: StageBlocks, saved_by: SavedByPart, inputs: Counter[str]
+    stage_blocks: Sequence[Block], shape: ForwardShape, stage: StageBlocks, saved_by: SavedByPart, inputs: Counter[str]
 ) -> tuple[Counter[str], list[int]]:
     """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each block runs backward.
 
@@ -230,10 +230,10 @@ def _saved_by_blocks(
     """
     saved = inputs.copy()
     inside_blocks = list[int]()
-    stream_bytes = shape.value_bytes(blocks[0][0].part.input)
+    stream_bytes = shape.value_bytes(stage_blocks[0][0].part.input)
     checkpoint = Counter(checkpoints=stream_bytes)
     on_device = stage.recomputed - stage.num_offloaded(shape)
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(stage_blocks):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
         by_branch = [Counter(norms=norm_bytes(branch.norm, shape)) + saved_by[branch.part] for branch in block]
         if method in ("full", "offload"):
@@ -256,3 +256,25 @@ def _saved_by_blocks(
                     saved -= Counter({branch.part.kind: norm_output_bytes(branch.part, shape)})
             inside_blocks.append(saved.total())
     return saved, inside_blocks
+
+
+def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, first: bool, recomputes: bool) -> int:
+    """Return the bytes that the blocks of a stage share.
+
+    Args:
+        shape: Sizes of a micro-batch on one rank.
+        first: True for the first stage, which also saves the tokens.
+        recomputes: True if a block of the stage recomputes activations.
+    """
+    is_ring = shape.layout.cp > 1 and shape.layout.cp_method == "ring"
+    # Positions restart with each document.
+    num_positions = shape.tokens if shape.masked else shape.tokens // shape.batch
+    # Embedding: indices, and a flag for rows on other ranks.
+    token_bytes = shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
+    # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
+    position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
+    table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
+    # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
+    mask_bytes = shape.batch * shape.sequence**2 if shape.has_dense_mask(spec) and recomputes else 0
+    saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
+    return saved_bytes + (token_bytes if first else 0) + mask_bytes

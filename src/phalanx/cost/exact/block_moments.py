@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.derive.temporary import (
     activated_linear,
-    activation_bytes,
     attention_exchange_bytes,
     fp8_cast_bytes,
+    inner_gradient_bytes,
 )
-from phalanx.cost.exact.derive.weights import matrix_numbers, part_weights
+from phalanx.cost.exact.derive.weights import expert_weights, matrix_numbers, part_weights
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
 from phalanx.spec.parts.operations import Part
@@ -85,7 +85,7 @@ def block_moments(
     """
     attention, ffn = (branch.part for branch in block)
     if shape.on_cuda:
-        temporary = activation_bytes(ffn, shape, splits_backward=splits_backward) + fp8_cast_bytes(ffn, shape)
+        temporary = inner_gradient_bytes(ffn, shape, splits_backward=splits_backward) + fp8_cast_bytes(ffn, shape)
         return BlockMoments(mlp=(BlockMoment(temporary=temporary + output_gradient),))
     ffn_moments = _expert_moments if ffn.kind == "experts" else _dense_mlp_moments
     moments = BlockMoments(
@@ -107,7 +107,7 @@ def _moment_of_pass(moment: BlockMoment, output_gradient: int, splits_backward: 
 def _dense_mlp_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> tuple[BlockMoment, ...]:
     """Return the moments of the last product, with the activation, and of the first products."""
     last = activated_linear(part)
-    inner_gradients = activation_bytes(part, shape, splits_backward=splits_backward)
+    inner_gradients = inner_gradient_bytes(part, shape, splits_backward=splits_backward)
     activation_inputs = sum(map(shape.operand_bytes, part.saved_inputs(last)))
     gathered_gradient = _all_tokens_bytes(part, shape)
     first_weights = [matrix_numbers(linear, shape) for linear in part.linears if linear is not last]
@@ -132,7 +132,7 @@ def _dense_mlp_moments(part: Part, shape: ForwardShape, splits_backward: bool) -
 def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> tuple[BlockMoment, ...]:
     """Return the moments of the weighted sum of the outputs, of the last product, and of the first products."""
     if splits_backward:
-        temporary = activation_bytes(part, shape, splits_backward=splits_backward) + fp8_cast_bytes(part, shape)
+        temporary = inner_gradient_bytes(part, shape, splits_backward=splits_backward) + fp8_cast_bytes(part, shape)
         return (BlockMoment(temporary=temporary),)
     last = activated_linear(part)
     row_bytes = shape.operand_bytes(last.writes)
@@ -153,7 +153,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
             # The gradients of the activation's inputs have replaced these, and two of the rows the outputs.
             temporary=2 * row_bytes - row_bytes,
             own_weights=last_weights,
-            block_weights=part_weights(part, shape),
+            block_weights=expert_weights(part, shape),
         ),
     )
 
@@ -163,8 +163,10 @@ def _attention_moments(
 ) -> tuple[BlockMoment, ...]:
     """Return the moments of attention, and of the products that project to heads."""
     (core,) = attention.cores
-    has_separate_experts = shape.layout.ep > 1 and ffn.kind == "experts"
-    ffn_weights = 0 if has_separate_experts else part_weights(ffn, shape)
+    # Those of router and shared experts are few, and left out.
+    has_separate_experts = shape.layout.ep > 1
+    count_weights = expert_weights if ffn.kind == "experts" else part_weights
+    ffn_weights = 0 if has_separate_experts and ffn.kind == "experts" else count_weights(ffn, shape)
     freed_bytes = saved_by[ffn].total()
     first_weights = [matrix_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
     # Of gathered heads, a rank has gradients of its own.

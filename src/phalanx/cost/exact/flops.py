@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -190,13 +190,12 @@ def _block_product_flops(
     attention = 0.0
     output = 0.0
     shapes = tensors.all
-    for layer in layers:
-        for product in block_products(run, layer):
-            flops = 2 * product.tokens(run, tokens) * num_elements(shapes[product.name][-2:])
-            total += flops
-            if product.part.kind == "attention":
-                attention += flops
-                output += flops if product.linear is product.part.linears[-1] else 0
+    for product in block_products(run, layers):
+        flops = 2 * product.tokens(run, tokens) * num_elements(shapes[product.name][-2:])
+        total += flops
+        if product.part.kind == "attention":
+            attention += flops
+            output += flops if product.linear is product.part.linears[-1] else 0
     return _BlockProductFlops(total, attention, output)
 
 
@@ -241,12 +240,14 @@ class Product:
         return tokens_through(self.linear, run.layout, tokens) * min(1.0, capacity or 1.0)
 
 
-def block_products(run: RunSpec, layer: int) -> Iterator[Product]:
-    """Yield the matrix products of a layer."""
-    for branch in blocks(run.model, run.layout)[layer]:
-        for linear in branch.part.linears:
-            leaf = next(iter(linear.parameters))
-            yield Product(f"blocks.{layer}.{branch.part.name}.{linear.name}.{leaf}", branch.part, linear)
+def block_products(run: RunSpec, layers: Iterable[int]) -> Iterator[Product]:
+    """Yield the matrix products of some layers."""
+    model_blocks = blocks(run.model, run.layout)
+    for layer in layers:
+        for branch in model_blocks[layer]:
+            for linear in branch.part.linears:
+                leaf = next(iter(linear.parameters))
+                yield Product(f"blocks.{layer}.{branch.part.name}.{linear.name}.{leaf}", branch.part, linear)
 
 
 def lm_head_shape(run: RunSpec, tensors: RankTensors, pp_rank: int) -> Shape | None:

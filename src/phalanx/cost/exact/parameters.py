@@ -75,7 +75,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
             count["norms"] += _num_parameters(branch.norm)
             for operation in branch.part.operations:
                 numbers = _num_parameters(operation)
-                count[_part_of(operation, branch.part)] += numbers
+                count[_count_field(operation, branch.part)] += numbers
                 count["inactive_experts"] += _num_inactive(operation)
                 if not isinstance(operation, Norm):
                     count["biases"] += numbers - sum(matrix.numbers for matrix in _matrices(operation))
@@ -88,8 +88,8 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     )
 
 
-def _part_of(operation: Operation, part: Part) -> str:
-    """Return the part to which the parameters of an operation belong."""
+def _count_field(operation: Operation, part: Part) -> str:
+    """Return the field of `ParameterCount` for the parameters of an operation."""
     if isinstance(operation, Norm):
         return "norms"
     if part.kind != "experts" or isinstance(operation, GroupedLinear):

@@ -60,7 +60,8 @@ class PartiallyTrainedExperts(Experts):
             sharding: Shards of the model, if ranks share it.
         """
         nn.Module.__init__(self)
-        self.part = experts.part
+        self.declare(experts.part)
+        self.activation = experts.activation
         self.defer_or_compute = experts.defer_or_compute
         self.grouped_linear = experts.grouped_linear
         self.experts_on_rank = local_experts

@@ -23,8 +23,8 @@ def describe_attention(spec: ModelSpec, layout: Layout, window: int | None, x: V
         q, k, v, heads = _gather_heads(part, q, k, heads)
     if spec.qk_norm != "none":
         per_head = spec.head_dim if spec.qk_norm == "head" else 0
-        q = part.norm("q_norm", q, per_head or q.width)
-        k = part.norm("k_norm", k, per_head or k.width)
+        q = part.norm("q_norm", q, per_head or q.width, spec.norm_eps)
+        k = part.norm("k_norm", k, per_head or k.width, spec.norm_eps)
     out = Value(heads.width, heads)
     part.add(
         Core(

@@ -59,6 +59,7 @@ def describe_norm(spec: ModelSpec, name: str, output: Value | None = None) -> No
         writes=output or residual_stream(spec),
         parameters=parameters,
         width=spec.hidden_size,
+        eps=spec.norm_eps,
         kind=spec.norm,
     )
 

@@ -9,12 +9,12 @@ from phalanx.spec.parts.operations import Cut, Part, Value
 def describe_mlp(spec: ModelSpec, x: Value) -> Part:
     """Return the MLP of a dense layer."""
     part = Part("mlp", "mlp", x)
-    append_mlp(part, x, spec.ffn_hidden_size, is_gated=spec.activation == "swiglu", bias=spec.bias)
+    append_mlp(part, x, spec.ffn_hidden_size, spec.activation, bias=spec.bias)
     return part
 
 
-def append_mlp(part: Part, x: Value, width: int, *, is_gated: bool, bias: bool = False, prefix: str = "") -> None:
+def append_mlp(part: Part, x: Value, width: int, activation: str, *, bias: bool = False, prefix: str = "") -> None:
     """Append the products of an MLP of an inner width."""
-    names = ("gate", "up") if is_gated else ("up",)
+    names = ("gate", "up") if activation == "swiglu" else ("up",)
     inner = [part.linear(f"{prefix}{name}", x, Cut(width), bias=bias) for name in names]
-    part.linear(f"{prefix}down", part.activate(*inner), bias=bias, init="output")
+    part.linear(f"{prefix}down", part.activate(activation, *inner), bias=bias, init="output")

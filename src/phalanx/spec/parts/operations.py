@@ -135,17 +135,23 @@ class Norm(Operation):
 
     width: int
     """Numbers of a vector: a head, or all of them."""
+    eps: float
+    """Added to the variance or the mean square."""
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
 
     @property
     def crosses_ranks(self) -> bool:
         """True if the vector of a token is on several tensor-parallel ranks."""
         cut = self.reads[0].cut
-        return cut is not None and cut.share == "units" and self.width == self.reads[0].width
+        return cut is not None and cut.share == "units" and self.width > cut.unit
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Activation(Operation):
     """An element-wise function, which the product that reads it computes again in the backward pass."""
+
+    function: str
+    """swiglu, gelu or gelu_tanh."""
 
 
 class GatherHeads(Operation):
@@ -225,14 +231,14 @@ class Part:
         y = replace(x, width=width, cut=cut)
         return self.add(GroupedLinear(name="experts", reads=(x,), writes=y, parameters=parameters))
 
-    def norm(self, name: str, x: Value, width: int) -> Value:
+    def norm(self, name: str, x: Value, width: int, eps: float) -> Value:
         """Append an RMSNorm over vectors of a width; return its output."""
         parameters = {"weight": Parameter((width,), "ones")}
-        return self.add(Norm(name=name, reads=(x,), writes=replace(x), parameters=parameters, width=width))
+        return self.add(Norm(name=name, reads=(x,), writes=replace(x), parameters=parameters, width=width, eps=eps))
 
-    def activate(self, *xs: Value) -> Value:
+    def activate(self, function: str, *xs: Value) -> Value:
         """Append an activation of values of one shape; return its output."""
-        return self.add(Activation(reads=xs, writes=replace(xs[0])))
+        return self.add(Activation(reads=xs, writes=replace(xs[0]), function=function))
 
     def add(self, operation: Operation) -> Value:
         """Append an operation; return what it writes."""
@@ -241,9 +247,13 @@ class Part:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """Parameters by their names in the part, in the order of PyTorch: those of the part itself come first."""
-        own_first = sorted(self.operations, key=lambda operation: operation.name != "")
-        return {name: each for operation in own_first for name, each in operation.named_parameters.items()}
+        """Parameters by their names in the part, in the order of its module's."""
+        return {name: each for operation in self.modules for name, each in operation.named_parameters.items()}
+
+    @property
+    def modules(self) -> list[Operation]:
+        """Operations in the order of their modules: the part itself, products, norms. Saved state depends on it."""
+        return sorted(self.operations, key=lambda each: (each.name != "", isinstance(each, Norm)))
 
     def within(self, module: str) -> Part:
         """Return the operations of a module of the part, as a part of their own."""
@@ -252,6 +262,8 @@ class Part:
             prefix, _, name = operation.name.rpartition(".")
             if module in (operation.name, prefix):
                 inner.operations.append(replace(operation, name=name if prefix else ""))
+            elif isinstance(operation, Activation) and operation.reads[0] in [each.writes for each in inner.operations]:
+                inner.operations.append(operation)
         return inner
 
     @property
@@ -263,6 +275,12 @@ class Part:
     def cores(self) -> list[Core]:
         """The kernels in which tokens see each other: none, or one."""
         return [operation for operation in self.operations if isinstance(operation, Core)]
+
+    @property
+    def activation(self) -> str:
+        """The function of the only activation."""
+        (activation,) = (operation for operation in self.operations if isinstance(operation, Activation))
+        return activation.function
 
     @property
     def reads_input(self) -> bool:

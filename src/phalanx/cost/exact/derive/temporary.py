@@ -13,7 +13,7 @@ def activated_linear(part: Part) -> Linear:
     return next(linear for linear in part.linears if part.saved_inputs(linear) != linear.reads)
 
 
-def activation_bytes(part: Part, shape: ForwardShape, splits_backward: bool) -> int:
+def inner_gradient_bytes(part: Part, shape: ForwardShape, splits_backward: bool) -> int:
     """Return the peak temporary bytes of an MLP or of experts, beyond freed bytes.
 
     They are the gradients of the inputs of the activation; with experts those of the experts' rows, before and after

@@ -16,6 +16,10 @@ def matrix_numbers(linear: Linear, shape: ForwardShape) -> int:
 
 
 def part_weights(part: Part, shape: ForwardShape) -> int:
-    """Return the numbers of all matrices of a part on a rank; of a mixture those of the routed experts."""
-    grouped = [linear for linear in part.linears if isinstance(linear, GroupedLinear)]
-    return sum(matrix_numbers(linear, shape) for linear in grouped or part.linears)
+    """Return the numbers of all matrices of a part on a rank."""
+    return sum(matrix_numbers(linear, shape) for linear in part.linears)
+
+
+def expert_weights(part: Part, shape: ForwardShape) -> int:
+    """Return the numbers of the matrices of the routed experts on a rank."""
+    return sum(matrix_numbers(linear, shape) for linear in part.linears if isinstance(linear, GroupedLinear))
