@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import torch
 
 from phalanx.launch import process
 from phalanx.runs.events import read_events
+from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
@@ -104,3 +107,79 @@ def test_rank_chooses_recomputation_once_for_ranks_of_its_machine(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert worker.run_rank(run_file, RankOptions(resume=False)) == 0
     assert local_ranks == [3]
+
+
+@pytest.fixture(scope="module")
+def complete_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a complete run of four steps with two checkpoints, next to its directory."""
+    folder = tmp_path_factory.mktemp("complete")
+    run = small_run(text, folder, {"training.steps": 4, "checkpoint": {"every": 2, "keep": {"last": 3}}})
+    file = folder / "run.toml"
+    file.write_text(to_toml(run))
+    assert worker.run_rank(file, RankOptions()) == 0
+    return file
+
+
+def copied_directory(complete_run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(complete_run.parent / "parity", folder / "copy"))
+
+
+def started_steps(directory: Path) -> list[int]:
+    return [event["step"] for event in read_events(directory) if event["kind"] == "started"]
+
+
+def test_copy_of_complete_run_continues_from_its_own_checkpoint(complete_run: Path, tmp_path: Path) -> None:
+    directory = copied_directory(complete_run, tmp_path)
+    shutil.rmtree(directory / "checkpoints" / "step-00000004")
+    assert worker.run_rank(directory, RankOptions()) == 0
+    assert started_steps(directory) == [0, 2]
+
+
+def test_rank_goes_back_in_no_directory_that_is_training(
+    complete_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = copied_directory(complete_run, tmp_path)
+    with acquire_run_lock(directory):
+        assert worker.run_rank(directory, RankOptions(step=2)) == 2
+    assert "fix: wait until the process exits" in capsys.readouterr().err
+    assert (directory / "checkpoints" / "step-00000004").is_dir()
+    assert worker.run_rank(directory, RankOptions(step=2)) == 0
+    assert started_steps(directory) == [0, 2]
+
+
+def test_rank_rejects_another_step_than_that_of_the_path(
+    complete_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = complete_run.parent / "parity" / "checkpoints" / "step-4"
+    assert worker.run_rank(checkpoint, RankOptions(step=2)) == 2
+    assert capsys.readouterr().err.startswith("phalanx: --step = 2 is not the step of")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+SLOW_READER = """
+import time
+from torch._C._distributed_c10d import Store
+from phalanx.train.__main__ import main
+wait = Store.wait
+Store.wait = lambda *arguments: (wait(*arguments), time.sleep(1.0))
+main()
+"""
+"""A rank that reads what rank 0 has prepared a second later."""
+
+
+def test_ranks_of_complete_run_end_without_error_if_rank_0_has_the_store(complete_run: Path) -> None:
+    port = str(free_port())
+    ranks = []
+    for rank, program in enumerate((["-m", "phalanx.train"], ["-c", SLOW_READER])):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        environment = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, *program, str(complete_run), "--resume"]
+        ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
+    outputs = [process.communicate(timeout=180)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert [output.count("the run is complete: step 4 is its last") for output in outputs] == [1, 0]

@@ -52,6 +52,7 @@ SPECS = {
     "llama": LLAMA,
     "llama-wide": LLAMA.replace(tie_embeddings=True, head_dim=10, num_layers=1, ffn_hidden_size=400, vocab_size=7),
     "qwen3": LLAMA.replace(qk_norm="head", num_heads=6, head_dim=10),
+    "one-kv-head": LLAMA.replace(qk_norm="head", num_kv_heads=1),
     "qk-norm-learned": LLAMA.replace(qk_norm="full", position_embedding="learned"),
     "gpt2": GPT2,
     "gelu-rotary": GPT2.replace(activation="gelu", position_embedding="rope", norm="rmsnorm", bias=False),
@@ -204,7 +205,7 @@ def make_balanced_router_logits(logits):
     return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
 
 
-DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
+DENSE = ("llama", "qwen3", "one-kv-head", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
 SPARSE = ("mixtral", "deepseek", "olmoe")
 # Three heads of eight columns: each of two ranks has one and a half.
 THREE_HEADS = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
