@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.data import source_checks
 from phalanx.data.indexed_dataset import IndexedDataset
-from phalanx.data.source_checks import check_sources, check_vocabulary, describe_unchecked_pairs
+from phalanx.data.source_checks import check_paths, check_sources, check_vocabulary, describe_unchecked_pairs
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from tests.helpers.indexed_pairs import write_indexed_pair
@@ -56,3 +56,10 @@ def test_check_vocabulary_samples_large_dataset_for_invalid_ids(tmp_path, monkey
     dataset = IndexedDataset(write_indexed_pair(tmp_path / "tokens", [ids]))
     with pytest.raises(UserError, match="has token id 999"):
         check_vocabulary(dataset, byte_tokenizer(), "data.train")
+
+
+def test_check_paths_names_the_field_of_a_missing_source(make_data_spec, tmp_path):
+    check_paths(make_data_spec())
+    for field in ("train", "held_out"):
+        with pytest.raises(UserError, match=rf"data\.{field} = .*missing.* does not exist"):
+            check_paths(make_data_spec(**{field: [str(tmp_path / "missing.txt")]}))

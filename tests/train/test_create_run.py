@@ -58,6 +58,13 @@ def test_new_run_of_large_model_names_choices_that_are_not_set(tmp_path, monkeyp
     assert f"phalanx: not set: {unset}" in capsys.readouterr().err
 
 
+def test_new_run_notes_rows_of_model_without_tokens(text, tmp_path, capsys):
+    for vocab_size in (257, 1000):
+        run = small_run(text, tmp_path / str(vocab_size), {"model": {**DENSE, "vocab_size": vocab_size}})
+        check_and_prepare(run, 1, resume=False)
+        assert ("set model.vocab_size = 257" in capsys.readouterr().err) == (vocab_size == 1000)
+
+
 @pytest.mark.parametrize("root", [".", "..", "inner/.."])
 def test_run_with_relative_sources_resumes_from_its_directory(tmp_path, monkeypatch, root):
     (tmp_path / "work" / "inner").mkdir(parents=True)

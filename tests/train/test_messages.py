@@ -113,3 +113,6 @@ def test_end_message_names_signal_only_if_steps_remain() -> None:
         "  once",
         "run directory: runs/small",
     ]
+    evaluation = {"held_out_loss": 6.0, "held_out_bits_per_byte": 3.0, "held_out_tokens": 4096}
+    for step, prefix in ((150, "held-out loss"), (140, "step 140: held-out loss")):
+        assert end_message(trainer, {**evaluation, "step": step}, "").startswith(prefix)

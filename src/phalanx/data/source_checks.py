@@ -19,6 +19,13 @@ from phalanx.spec.run import DataSpec
 MAX_FULL_CHECK_TOKENS = 20_000_000
 
 
+def check_paths(data: DataSpec) -> None:
+    """Raise UserError for the first source that does not exist or has no files."""
+    for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
+        if sources:
+            list_files(sources, field)
+
+
 def check_sources(data: DataSpec) -> None:
     """Check every source and the tokenizer quickly. Raises UserError for the first invalid one."""
     tokenizer = tokenizer_without_training(data)

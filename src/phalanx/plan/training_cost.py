@@ -46,6 +46,7 @@ class TrainingCost:
     """Optimal interval by the published approximations of first and of higher order."""
     goodput: float
     """Fraction of wall-clock time spent on work that is never lost."""
+    device_hours: float
     device_kwh: float | None
     """Energy of the devices at their rated power. This and the following two are upper limits of what a run draws."""
     host_kwh: float | None
@@ -93,6 +94,7 @@ def estimate_training_cost(
         daly_interval_seconds=daly_interval_seconds(write_seconds, mtbf),
         goodput=availability.goodput,
         **_estimate_energy(cluster, world_size, hours),
+        device_hours=world_size * hours,
         rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
     )
 

@@ -43,6 +43,8 @@ from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
 
 logger = logging.getLogger(__name__)
+MIN_USED_VOCABULARY = 0.8
+"""Share of the model's vocabulary below which the tokenizer's size is noted."""
 
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
@@ -201,7 +203,11 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
 
     The text may be too short, the tokenizer may have more tokens than the model, or a checkpoint to resume from may be
     of another text."""
-    check_vocab_size(run, load_tokenizer(prepared.tokenizer).vocab)
+    num_tokens = load_tokenizer(prepared.tokenizer).vocab
+    check_vocab_size(run, num_tokens)
+    if manifest is None and not run.model.from_hf and num_tokens < MIN_USED_VOCABULARY * run.model.vocab_size:
+        unused = f"the tokenizer has {num_tokens:,} tokens, and the model rows for {run.model.vocab_size:,}"
+        _log_note(f"{unused}: set model.vocab_size = {num_tokens} for a smaller model")
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
         problem = f"leaves only {held_out.size} tokens for evaluation"

@@ -99,7 +99,8 @@ def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str
     """Return the message at the end of a run; `evaluation` and `sample` are empty if there are none."""
     lines = []
     if evaluation:
-        lines.append(evaluation_message(evaluation))
+        earlier = "" if evaluation["step"] == trainer.step else f"step {evaluation['step']}: "
+        lines.append(f"{earlier}{evaluation_message(evaluation)}")
     if trainer.should_stop and not trainer.is_complete:
         lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
     if sample:

@@ -83,8 +83,8 @@ USER_ERROR_KEY = "user error"
 """Store key that is set after any UserError."""
 FAILED_KEY = "failed/"
 """Prefix of the store keys of the ranks that have failed."""
-REPORT_TIMEOUT = timedelta(seconds=3)
-"""Time for other ranks to report the error that rank 0 has."""
+REPORT_TIMEOUT = timedelta(seconds=15)
+"""Time for other ranks to report the error that rank 0 has, and to exit with their own codes."""
 
 
 def run_rank(source: Path, options: RankOptions) -> int:
@@ -97,6 +97,10 @@ def run_rank(source: Path, options: RankOptions) -> int:
         code = session.exit_code
     except BaseException as error:
         code = 2 if isinstance(error, UserError) else 1
+        if "TORCHELASTIC_ERROR_FILE" in os.environ and LAUNCHER_PID_ENV not in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # for torchrun's summary
+
+            get_error_handler().record_exception(error)
     # A launcher decides by our own codes.
     return code if session.recovery is None or LAUNCHER_PID_ENV in os.environ else session.recovery.exit_code(code)
 

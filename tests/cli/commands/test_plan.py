@@ -292,7 +292,9 @@ def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
 
 
 def test_plan_prints_rent_of_training_when_price_is_set(run):
-    assert "for the devices" in plan_output(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
+    priced = plan_output(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
+    hours, price = re.search(r"([\d,]+) device-hours at 2.5: ([\d,]+)", priced).groups()
+    assert float(price.replace(",", "")) == pytest.approx(2.5 * float(hours.replace(",", "")), rel=0.02)
 
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):

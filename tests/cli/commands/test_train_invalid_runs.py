@@ -290,7 +290,10 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"model.full_attention_layers": "[0]"}, ("model.full_attention_layers", "without a sliding window")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
-    ({"cluster.nodes": 2}, ("--rendezvous is not a valid rendezvous address", "docs/guides/multi-node.md")),
+    (
+        {"cluster.nodes": 2},
+        ("--rendezvous is not set, which 2 nodes", "docs/guides/multi-node.md"),
+    ),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),

@@ -24,8 +24,8 @@ def test_resolve_rendezvous_retries_until_host_name_resolves(
 
     monkeypatch.setattr(train_start, "gethostbyname", look_up)
     monkeypatch.setattr(train_start, "RETRY_SECONDS", 0)
-    assert train_start.resolve_rendezvous("first-0.first:29500", 60) == ("first-0.first", 29500)
+    assert train_start.resolve_rendezvous("first-0.first:29500", 2, 60) == ("first-0.first", 29500)
     assert capsys.readouterr().err.count("first-0.first cannot be resolved") == 1
     errors += [gaierror(-2, "Name or service not known")]
     with pytest.raises(LocalNodeError, match=r"has a host that cannot be resolved: Name or service not known"):
-        train_start.resolve_rendezvous("first-0.first:29500", -1)
+        train_start.resolve_rendezvous("first-0.first:29500", 2, -1)

@@ -40,6 +40,7 @@ INVALID_RUNS = [
     ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]", "", "set betas[1]"),
     ("[optimizer]\nbetas = 0.9", "optimizer.betas", "0.9", "write a list in brackets"),
     ("[optimizer]\nlr = 1e-3", "optimizer.lr", "0.001", "did you mean 'learning_rate'?"),
+    ("[cluster]\nprice_per_hour = 2", "cluster.price_per_hour", "2", "did you mean 'price_per_device_hour'?"),
     ("[data]\ntrain = 3", "data.train", "3", "train = [3]"),
     ('[training]\nsteps = "2k"', "training.steps", "'2k'", "without a unit: steps = 2048 (2 x 2^10), or steps = 2000"),
     ('[training]\nseconds = "1.5k"', "training.seconds", "'1.5k'", "seconds = 1536 (1.5 x 2^10), or seconds = 1500"),

@@ -41,7 +41,7 @@ def runs(
     sort: Annotated[str, Option(help=f"Sort by {', '.join(SORT_FIELDS)}.", metavar="COLUMN")] = "date",
     json_: Json = False,
 ) -> None:
-    """List runs: state, step, loss, validation loss, speed, model, layout and the time of the last step.
+    """List runs: state, step, loss, validation loss, speed of the last 20 steps, model, layout, time of the last step.
 
     Sorted from the latest, the largest step and speed, or the lowest loss. Runs with missing or damaged files are
     listed with what is known.

@@ -167,6 +167,10 @@ def train(
     rank_options = ["--profile-memory"] if profile_memory else []
     rank_options += ["--profile-steps", profile_steps] if profile_steps else []
     start = StartOptions(resume, force, rank_options, step)
+    if not resume:
+        from phalanx.data.source_checks import check_paths  # before the import of torch, which takes seconds
+
+        check_paths(run_spec.data)
     if print_config:
         with _exit_on_local_node_error() if has_nodes else nullcontext():
             print(_format_config(run_spec, start))
@@ -189,7 +193,8 @@ def train(
         logger.info("training for %g s after the text is prepared, then evaluation", seconds)
     if has_nodes:
         with exit_codes_of_run(run_spec), _exit_on_local_node_error():
-            endpoint = resolve_rendezvous(rendezvous, run_spec.recovery.rendezvous_timeout_seconds)
+            timeout_seconds = run_spec.recovery.rendezvous_timeout_seconds
+            endpoint = resolve_rendezvous(rendezvous, max_nodes, timeout_seconds)
             raise typer.Exit(run_on_nodes(run_spec, start, min_nodes, endpoint))
     with exit_codes_of_run(run_spec):
         raise typer.Exit(run_on_one_machine(run_spec, start))

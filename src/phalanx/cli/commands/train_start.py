@@ -36,12 +36,16 @@ class StartOptions:
     """Step of the checkpoint to resume from; None: the newest."""
 
 
-def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
+def resolve_rendezvous(rendezvous: str | None, nodes: int, patience_seconds: float) -> tuple[str, int]:
     """Return the host and port of the rendezvous; wait until the name of a starting machine resolves.
 
     Raises UserError for an invalid address, and for a name that does not resolve in `patience_seconds`.
     """
-    host, _, port = (rendezvous or "").rpartition(":")
+    if rendezvous is None:
+        problem = f"is not set, which {nodes} nodes (cluster.nodes, --nodes) need"
+        fix = "add it on each node, such as --rendezvous node0:29500 (docs/guides/multi-node.md)"
+        raise UserError("--rendezvous", None, problem, fix=f"{fix}; or --nodes 1 to train on this machine alone")
+    host, _, port = rendezvous.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         fix = "write the same node and free port on all nodes, such as node0:29500 (docs/guides/multi-node.md)"
         raise UserError("--rendezvous", rendezvous, "is not a valid rendezvous address", fix=fix)

@@ -130,6 +130,7 @@ def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
             f"facility {cost.facility_kwh:,.0f} kWh (PUE {run.cluster.pue:g})"
         )
         lines[-1] += f": {cost.electricity:,.0f} for electricity" if cost.electricity else ""
-    if cost.rent:
-        lines.append(f"{cost.rent:,.0f} for the devices")
+    price = run.cluster.price_per_device_hour
+    rent = f" at {price:g}: {cost.rent:,.0f}" if price else " (cluster.price_per_device_hour gives them a price)"
+    lines.append(f"{cost.device_hours:,.0f} device-hours{rent}")
     return lines
