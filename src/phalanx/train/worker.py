@@ -97,10 +97,6 @@ def run_rank(source: Path, options: RankOptions) -> int:
         code = session.exit_code
     except BaseException as error:
         code = 2 if isinstance(error, UserError) else 1
-        if "TORCHELASTIC_ERROR_FILE" in os.environ and LAUNCHER_PID_ENV not in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # for torchrun's summary
-
-            get_error_handler().record_exception(error)
     # A launcher decides by our own codes.
     return code if session.recovery is None or LAUNCHER_PID_ENV in os.environ else session.recovery.exit_code(code)
 
