@@ -79,7 +79,7 @@ def require_run(directory: Path) -> None:
     if (directory / RUN_FILE).is_file():
         return
     problem = f"has no {RUN_FILE}"
-    fix = "use a run directory of phalanx train: runs/NAME (a run that starts has one when its text is read)"
+    fix = "use a run directory of phalanx train: runs/NAME"
     parent = directory
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"

@@ -54,6 +54,7 @@ from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionE
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.spec.base import require
+from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import load_run, require_run_file, write_effective_layout
 from phalanx.spec.recovery import RecoverySpec
@@ -253,6 +254,8 @@ class RankSession:
         if LAUNCHER_PID_ENV in os.environ:
             return self.directory
         run = self._load_run()
+        for field, component in named_components(run):
+            require_trusted(field, component)
         directory = self.directory if self.is_prepared else run_directory(run)
         continues = options.resume or self.is_prepared
         step = None

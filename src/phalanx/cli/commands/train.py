@@ -168,7 +168,7 @@ def train(
     rank_options += ["--profile-steps", profile_steps] if profile_steps else []
     start = StartOptions(resume, force, rank_options, step)
     # Of several nodes, only the rendezvous host needs the text.
-    if not (resume or has_nodes):
+    if not (resume or has_nodes or run.is_dir()):
         from phalanx.data.source_checks import check_paths  # before the import of torch, which takes seconds
 
         check_paths(run_spec.data)

@@ -56,7 +56,12 @@ def watch(
         fix = "start a second phalanx watch for it"
         raise UserError("--prometheus", prometheus, "cannot be combined with --web", fix=fix)
     # A directory that is not a run is rejected before any output.
-    read_run(run)
+    try:
+        read_run(run)
+    except UserError as error:
+        if not run.exists():
+            error.fix += "; a run that starts has its directory once its text is read"
+        raise
     with suppress(KeyboardInterrupt):
         if prometheus is not None:
             from phalanx.cli.commands.watch_servers import serve_metrics
