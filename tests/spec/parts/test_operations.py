@@ -10,7 +10,7 @@ from phalanx.spec.base import parse_table
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.model import model_parameters
-from phalanx.spec.parts.operations import Cut, Part, Value
+from phalanx.spec.parts.operations import Cut, Norm, Part, Value
 from tests.helpers.small_runs import MOE
 
 
@@ -64,3 +64,10 @@ def test_layers_of_one_kind_are_one_block() -> None:
     assert kinds[1] is kinds[3] is kinds[4]
     assert len(set(kinds)) == 3
     assert [name.split(".")[1] for name in model_parameters(spec) if name.endswith("wq.weight")] == list("01234")
+
+
+@pytest.mark.parametrize(("qk_norm", "crossing"), [("head", []), ("full", ["q_norm"])])
+def test_norm_of_one_head_crosses_no_ranks(qk_norm: str, crossing: list[str]) -> None:
+    spec = parse_table(ModelSpec, {**MOE, "num_kv_heads": 1, "qk_norm": qk_norm})
+    norms = [operation for operation in blocks(spec)[0][0].part.operations if isinstance(operation, Norm)]
+    assert [norm.name for norm in norms if norm.crosses_ranks] == crossing
