@@ -176,7 +176,7 @@ def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
     query = word.lower()
     matches = sorted((name for name in known if f"{query}-".startswith(f"{name.lower()}-")), key=len)[-1:]
     matches = matches or [name for name in known if name.lower().startswith(f"{query}-")]
-    matches = matches or [FIELD_ALIASES[name] for name in (query,) if FIELD_ALIASES.get(name) in known]
+    matches = matches or [field for alias, field in FIELD_ALIASES.items() if alias == query and field in known]
     matches = matches or difflib.get_close_matches(query, known, n=1, cutoff=0.8)
     meant = (field for alias, field in FIELD_ALIASES.items() if query.startswith(alias) and field in known)
     matches = matches or list(meant)[:1]

@@ -32,7 +32,7 @@ from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_grad
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Block, blocks, describe_norm
+from phalanx.spec.parts.block import Block, blocks, describe_norm, residual_stream
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
@@ -199,7 +199,7 @@ def _offloaded_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) 
 
 def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the residual stream on this rank."""
-    return shape.residual_tokens * spec.hidden_size * shape.residual_bytes
+    return shape.value_bytes(residual_stream(spec))
 
 
 def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:

@@ -163,10 +163,10 @@ def _attention_moments(
 ) -> tuple[BlockMoment, ...]:
     """Return the moments of attention, and of the products that project to heads."""
     (core,) = attention.cores
-    # Those of router and shared experts are few, and left out.
-    has_separate_experts = shape.layout.ep > 1
-    count_weights = expert_weights if ffn.kind == "experts" else part_weights
-    ffn_weights = 0 if has_separate_experts and ffn.kind == "experts" else count_weights(ffn, shape)
+    if ffn.kind != "experts":
+        ffn_weights = part_weights(ffn, shape)
+    else:  # those of router and shared experts are few, and left out
+        ffn_weights = expert_weights(ffn, shape) if shape.layout.ep == 1 else 0
     freed_bytes = saved_by[ffn].total()
     first_weights = [matrix_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
     # Of gathered heads, a rank has gradients of its own.

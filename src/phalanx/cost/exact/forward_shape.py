@@ -99,14 +99,14 @@ class ForwardShape:
         """Return the numbers per token of a value on this rank."""
         return value.cut.width_on_rank(self.tp) if value.cut else value.width
 
+    def number_bytes(self, value: Value) -> int:
+        """Return the bytes of one of a value's numbers."""
+        sizes = {"residual": self.residual_bytes, "compute": self.compute_bytes, "high": self.high_precision_bytes}
+        return sizes[value.numbers]
+
     def value_bytes(self, value: Value) -> int:
         """Return the bytes of a value on this rank."""
-        number_bytes = {
-            "residual": self.residual_bytes,
-            "compute": self.compute_bytes,
-            "high": self.high_precision_bytes,
-        }[value.numbers]
-        return self.num_tokens(value) * self.width(value) * number_bytes
+        return self.num_tokens(value) * self.width(value) * self.number_bytes(value)
 
     def operand_bytes(self, value: Value) -> int:
         """Return the bytes of a value in a product, whose inputs autocast casts."""

@@ -81,7 +81,7 @@ def norm_output_bytes(part: Part, shape: ForwardShape) -> int:
 def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
     """Return the bytes that a norm saves: its input and a statistic of each vector."""
     (x,) = norm.reads
-    number_bytes = shape.value_bytes(x) // (shape.num_tokens(x) * shape.width(x))
+    number_bytes = shape.number_bytes(x)
     if norm.crosses_ranks and shape.tp > 1:  # by single operations
         inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
         return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)
