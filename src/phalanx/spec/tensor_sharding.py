@@ -45,7 +45,7 @@ def parameter_shardings(spec: ModelSpec, layout: Layout) -> Mapping[str, TensorS
     Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
     they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2).
     """
-    of_block = cache(partial(_block_shardings, layout=layout))
+    of_block = cache(partial(block_shardings, layout=layout))
     vocabulary = TensorSharding(0, 1) if layout.tp > 1 else _replicated(layout)
     shardings = {"embedding.weight": vocabulary, "head.weight": vocabulary}
     for layer, block in enumerate(blocks(spec, layout)):
@@ -53,13 +53,15 @@ def parameter_shardings(spec: ModelSpec, layout: Layout) -> Mapping[str, TensorS
     return {name: shardings.get(name, _replicated(layout)) for name in model_parameters(spec)}
 
 
-def _block_shardings(block: Block, layout: Layout) -> Mapping[str, TensorSharding]:
-    return {
-        f"{branch.part.name}.{name}": operation_sharding(operation, name, layout)
-        for branch in block
-        for operation in branch.part.operations
-        for name in operation.named_parameters
-    }
+def block_shardings(block: Block, layout: Layout) -> dict[str, TensorSharding]:
+    """Return the sharding of each parameter of a block, by its name in the block."""
+    shardings: dict[str, TensorSharding] = {}
+    for branch in block:
+        shardings |= {name: _replicated(layout) for name in branch.norm.named_parameters}
+        for operation in branch.part.operations:
+            for name in operation.named_parameters:
+                shardings[f"{branch.part.name}.{name}"] = operation_sharding(operation, name, layout)
+    return shardings
 
 
 def operation_sharding(operation: Operation, name: str, layout: Layout) -> TensorSharding:

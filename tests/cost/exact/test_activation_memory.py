@@ -1,33 +1,24 @@
-from contextlib import contextmanager
-from functools import partial
-from types import FunctionType
 from unittest import mock
 
 import pytest
 
 from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes
-from phalanx.cost.exact.derive.deferred import deferred_by_part
-from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import blocks
 
 torch = pytest.importorskip("torch")
 
-from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from phalanx.model.moe import Router  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing  # noqa: E402
 from phalanx.parallel.cross_entropy import in_place_cross_entropy  # noqa: E402
-from phalanx.parallel.recomputed_norms import NormCall  # noqa: E402
 from tests.helpers.batches import locate_documents  # noqa: E402
+from tests.helpers.live_memory import PeakLiveBytes, SavedStorages  # noqa: E402
+from tests.helpers.traced_block import balanced_router_logits  # noqa: E402
 
 LLAMA = ModelSpec(
     vocab_size=100, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, max_seq_len=64
@@ -64,42 +55,6 @@ SPECS = {
     "olmoe": LLAMA.replace(moe=MOE | {"num_shared_experts": 1, "top_k": 1}, qk_norm="full", norm="layernorm"),
 }
 PRECISIONS = {"fp32": ("fp32", False), "fp64": ("fp64", False), "autocast": ("bf16", True), "bf16": ("bf16", False)}
-
-
-class SavedStorages(dict):
-    """Storages of saved tensors by address, without those of the model. Noted storages stay alive."""
-
-    def __init__(self, model):
-        self.owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-
-    def exclude_bounds(self, documents):
-        """Leave out the bounds of documents, whose number depends on the data."""
-        if documents is not None:
-            self.owned.add(documents.bounds.untyped_storage().data_ptr())
-
-    def record(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.owned:
-            self.setdefault(storage.data_ptr(), storage)
-        return tensor
-
-    @contextmanager
-    def record_saved_tensors(self, autocast):
-        """Note the tensors that a forward pass saves."""
-        keeping = saved_tensors_hooks(self.record, lambda tensor: tensor)
-        pack = NormCall._pack_saved_tensor
-
-        def pack_and_record(call, tensor):  # of nested hooks, only the inner ones are called
-            packed = pack(call, tensor)
-            return self.record(packed) if isinstance(packed, torch.Tensor) else packed
-
-        recording = mock.patch.object(NormCall, "_pack_saved_tensor", pack_and_record)
-        with keeping, recording, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            yield
-
-    @property
-    def bytes(self):
-        return sum(storage.nbytes() for storage in self.values())
 
 
 def rows_of_short_documents(rows, tokens):
@@ -164,7 +119,7 @@ def build_on_rank(spec, precision, autocast, changes):
     for part in strategy.module.modules():
         if isinstance(part, Router):
             part.bias = torch.zeros(spec.moe.num_experts)
-            part.gate.register_forward_hook(lambda gate, args, logits: make_balanced_router_logits(logits))
+            part.gate.register_forward_hook(lambda gate, args, logits: balanced_router_logits(logits))
     return layout, mesh, strategy
 
 
@@ -196,13 +151,6 @@ def measure_saved_bytes_on_rank(cases):
             strategy.cross_entropy(logits, targets, -100)
         saved_bytes.append(saved.bytes)
     return saved_bytes
-
-
-def make_balanced_router_logits(logits):
-    """Return router logits by which tokens choose the first experts, the next experts, and so on."""
-    flat = logits.flatten(0, -2)
-    choice = torch.arange(len(flat) * flat.shape[1]).view(flat.shape) // flat.shape[1] + torch.arange(flat.shape[1])
-    return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
 
 
 DENSE = ("llama", "qwen3", "one-kv-head", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
@@ -242,67 +190,6 @@ def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, na
         for spec, precision, autocast, layout, masked in cases
     ]
     measured = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
-    assert dict(zip(map(str, cases), measured[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
-
-
-def measure_deferred_bytes_on_rank(cases):
-    """Return the bytes that the blocks of a rank's part of each model need for the second half of a backward pass."""
-    from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads, split_backward
-
-    deferred_bytes = []
-    for spec, precision, autocast, changes in cases:
-        _, _, strategy = build_on_rank(spec, precision, autocast, changes)
-        model = strategy.module
-        tp = strategy.model_parallel.tensor_parallel
-        deferred_grads = tp.deferred_grads if tp else DeferredWeightGrads()
-        split_backward(model, deferred_grads)
-        needed = SavedStorages(model)
-        tokens = torch.randint(spec.vocab_size, (6, 20))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            x, auxiliary = model.run_blocks(model.blocks, model.embed(tokens, None), None)
-        with deferred_grads.deferring() as deferred:
-            (x.float().square().sum() + auxiliary).backward()
-            for tensor in find_tensors(deferred):
-                needed.record(tensor)
-            deferred_bytes.append(needed.bytes)
-            deferred.clear()
-    return deferred_bytes
-
-
-def find_tensors(value):
-    """Yield the tensors that functions keep in their arguments and closures."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_tensors(item)
-    elif isinstance(value, partial):
-        yield from find_tensors([value.func, *value.args, *value.keywords.values()])
-    elif isinstance(value, FunctionType):
-        yield from find_tensors([cell.cell_contents for cell in value.__closure__ or ()])
-    elif hasattr(value, "cache_info"):
-        yield from find_tensors(value.__wrapped__)
-
-
-DEFERRED = ("shared-tokens", "whole-tokens", "experts", "experts-of-shared-tokens", "gathered-heads")
-
-
-@pytest.mark.parametrize("recomputes_norms", [False, True], ids=["none", "norms"])
-@pytest.mark.parametrize("layout_name", DEFERRED)
-def test_deferred_weight_gradients_need_the_bytes_of_their_operands(layout_name, recomputes_norms):
-    from phalanx.testing import rank_pool
-
-    changes, names = PARALLEL_LAYOUTS[layout_name]
-    changes = changes | {"activation_checkpointing": "norms" if recomputes_norms else "none"}
-    layout = Layout(**changes)
-    specs = [(SPECS | THREE_HEAD_SPECS)[name] for name in names]
-    cases = [(spec, *PRECISIONS[numbers], changes) for spec in specs for numbers in PRECISIONS]
-    expected = []
-    for spec, precision, autocast, _ in cases:
-        shape = ForwardShape(batch=6, sequence=20, precision=precision, layout=layout, autocast=autocast, masked=False)
-        parts = (branch.part for block in blocks(spec, layout) for branch in block)
-        expected.append(sum(deferred_by_part(part, shape, recomputes_norms) for part in parts))
-    measured = rank_pool(2).run(measure_deferred_bytes_on_rank, cases)
     assert dict(zip(map(str, cases), measured[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 
@@ -360,27 +247,6 @@ def test_head_and_loss_dominate_activation_bytes_of_small_models():
     small = activation_bytes(LLAMA.replace(vocab_size=8192), 4, 64, "bf16", autocast=True)
     assert small.head_and_loss > small.total / 2
     assert small.loss == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and some numbers per row
-
-
-class PeakLiveBytes(TorchDispatchMode):
-    """Peak bytes of all live tensors that are created while the mode is active."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
-        input_storages = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in input_storages:
-                storage = tensor.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        self.sizes = {reference: size for reference, size in self.sizes.items() if not reference.expired()}
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return outputs
 
 
 @pytest.mark.parametrize("mode", ["none", "norms", "full", "full-in-one", "full-in-two"])

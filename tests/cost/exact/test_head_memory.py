@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from phalanx.model.transformer import Transformer  # noqa: E402
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing  # noqa: E402
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss  # noqa: E402
-from tests.cost.exact.test_activation_memory import PRECISIONS, SPECS, PeakLiveBytes, SavedStorages  # noqa: E402
+from tests.cost.exact.test_activation_memory import PRECISIONS, SPECS  # noqa: E402
+from tests.helpers.live_memory import PeakLiveBytes, SavedStorages  # noqa: E402
 
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 VOCAB = 6000

@@ -139,7 +139,15 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
     inner_bytes = shape.operand_bytes(last.reads[0])
     last_weights = matrix_numbers(last, shape)
     gathered_gradient = _all_tokens_bytes(part, shape) if shape.layout.ep == 1 else 0
-    return (
+    # With expert parallelism, shared experts compute while rows are sent, so their backward pass comes last.
+    shared = part.within("shared") if shape.layout.ep == 1 else None
+    shared_moments: tuple[BlockMoment, ...] = ()
+    after_shared = 0
+    if shared and shared.linears:
+        shared_moments = _dense_mlp_moments(shared, shape, splits_backward)
+        shared_inputs = sum(map(shape.operand_bytes, shared.saved_inputs(activated_linear(shared))))
+        after_shared = shape.value_bytes(part.input) - shared_inputs
+    expert_moments = (
         BlockMoment(temporary=2 * row_bytes, exchanged=gathered_gradient),
         # The outputs are freed. The gradients of their rows are sorted, sent and received.
         *([BlockMoment(temporary=-row_bytes, exchanged=3 * row_bytes)] if shape.layout.ep > 1 else []),
@@ -156,6 +164,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
             block_weights=expert_weights(part, shape),
         ),
     )
+    return *shared_moments, *(replace(moment, temporary=moment.temporary + after_shared) for moment in expert_moments)
 
 
 def _attention_moments(

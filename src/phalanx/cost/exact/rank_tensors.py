@@ -66,7 +66,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     full_shapes = parameter_shapes(spec)
     shardings = parameter_shardings(spec, layout)
     shapes = {
-        name: _local_shape(layout, sharding, full_shapes[name], tp_rank=tp_rank) for name, sharding in shardings.items()
+        name: local_shape(layout, sharding, full_shapes[name], tp_rank=tp_rank) for name, sharding in shardings.items()
     }
     expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
@@ -83,7 +83,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     ]
 
 
-def _local_shape(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
+def local_shape(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
     """Return the shape on one of the ranks that share a tensor; expert shards have equal size."""
     if sharding.dim is None:
         return shape

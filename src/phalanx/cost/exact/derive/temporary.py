@@ -55,6 +55,7 @@ def attention_exchange_bytes(part: Part, shape: ForwardShape) -> int:
     if shape.layout.cp_method == "ring":
         _, *keys_and_values = core.reads
         numbers = sum(map(shape.width, keys_and_values))
-        return exchanged_bytes + shape.high_precision_bytes * 4 * numbers * shape.tokens
+        number_bytes = 2 * (shape.compute_bytes + shape.high_precision_bytes)
+        return exchanged_bytes + number_bytes * numbers * shape.tokens
     numbers = sum(context_width(value, shape) for value in core.reads)
     return exchanged_bytes + shape.compute_bytes * 2 * numbers * shape.tokens

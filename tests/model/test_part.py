@@ -1,0 +1,269 @@
+"""Modules of a block do what its declaration says: names, saved bytes, FLOPs, messages, memory of the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts import attention, block, experts
+from phalanx.spec.parts.operations import Part
+
+pytest.importorskip("torch")
+
+from tests.helpers.traced_block import (
+    BlockCase,
+    BlockNumbers,
+    Numerics,
+    declared_numbers,
+    trace_block,
+)
+
+DENSE = ModelSpec(
+    vocab_size=100, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=160, max_seq_len=64
+)
+GPT2 = DENSE.replace(num_kv_heads=4, norm="layernorm", activation="gelu_tanh", position_embedding="learned", bias=True)
+SPARSE = DENSE.replace(moe={"num_experts": 6, "top_k": 3, "expert_ffn_size": 96})
+SHARED = {"num_experts": 6, "top_k": 3, "expert_ffn_size": 96, "num_shared_experts": 2}
+MODELS = {
+    "grouped heads": DENSE,
+    "wide heads": DENSE.replace(head_dim=10, ffn_hidden_size=400),
+    "norms of heads": DENSE.replace(qk_norm="head", num_heads=6, head_dim=10),
+    "one key/value head": DENSE.replace(qk_norm="head", num_kv_heads=1),
+    "norms of all heads": DENSE.replace(qk_norm="full", position_embedding="learned"),
+    "biases": GPT2,
+    "gelu": GPT2.replace(activation="gelu", position_embedding="rope", norm="rmsnorm", bias=False),
+    "layernorm": DENSE.replace(norm="layernorm", qk_norm="head"),
+    "window": DENSE.replace(sliding_window=5),
+    "sinks": DENSE.replace(attention_sinks=True),
+    "window and sinks": DENSE.replace(sliding_window=5, attention_sinks=True),
+    "experts": SPARSE,
+    "sigmoid router": DENSE.replace(
+        moe=SHARED | {"router_score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1}
+    ),
+    "balance per micro-batch": DENSE.replace(moe=SHARED | {"balance_loss_scope": "micro_batch", "top_k": 1}),
+    "shared expert": SPARSE.replace(moe=SHARED | {"num_shared_experts": 1}, qk_norm="full", norm="layernorm"),
+}
+"""A model for each dial of a part."""
+HAS_EXPERTS = tuple(name for name, spec in MODELS.items() if spec.moe)
+# Three heads of eight columns: each of two ranks has one and a half.
+THREE_HEADS = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
+GATHERED = {"tp": 2, "tp_attention": "gathered"}
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "one rank": ({}, tuple(MODELS)),
+    "tp": ({"tp": 2}, tuple(MODELS)),
+    "tp of whole tokens": ({"tp": 2, "sequence_parallel": False}, tuple(MODELS)),
+    "copied heads": ({"tp": 4}, ("grouped heads", "one key/value head", "norms of all heads", "window", "experts")),
+    "gathered heads": (GATHERED, ("grouped heads", "norms of heads", "norms of all heads", "biases", "experts")),
+    "gathered heads of whole tokens": (GATHERED | {"sequence_parallel": False}, ("grouped heads", "biases", "experts")),
+    "ring": ({"cp": 2, "cp_method": "ring"}, tuple(name for name in MODELS if "window" not in name)),
+    "ulysses": ({"cp": 2, "cp_method": "ulysses"}, tuple(MODELS)),
+    "ulysses of copied heads": ({"cp": 4, "cp_method": "ulysses"}, ("grouped heads", "one key/value head", "window")),
+    "tp and ulysses": ({"tp": 2, "cp": 2, "cp_method": "ulysses"}, ("grouped heads", "experts")),
+    "tp and ring": ({"tp": 2, "cp": 2, "cp_method": "ring"}, ("grouped heads", "experts")),
+    "ep": ({"ep": 2}, HAS_EXPERTS),
+    "ep and tp": ({"ep": 2, "tp": 2}, HAS_EXPERTS),
+    "ep and cp": ({"ep": 2, "cp": 2}, HAS_EXPERTS),
+}
+"""Layouts, each with models whose numbers it changes."""
+NUMERICS = {
+    "fp32": Numerics("fp32"),
+    "fp64": Numerics("fp64"),
+    "autocast": Numerics("bf16", autocast=True),
+    "bf16": Numerics("bf16"),
+}
+# The plan counts neither the casts of gradients in autocast, nor the copies of experts' rows in fp64, where PyTorch has
+# no grouped product.
+PEAK_OF = {"fp32": True, "fp64": "dense", "autocast": False, "bf16": True}
+
+
+def make_case(layout_name: str, model_name: str, numerics: str, masked: bool = False, **changes: Any) -> BlockCase:
+    """Return a case by its names."""
+    layout, _ = LAYOUTS[layout_name]
+    spec = MODELS[model_name]
+    spec = spec.replace(**THREE_HEADS) if layout.get("tp_attention") == "gathered" else spec
+    return BlockCase(spec=spec, layout=Layout(**layout | changes), numerics=NUMERICS[numerics], masked=masked)
+
+
+KNOWN_DEVIATIONS = {
+    # The gradients of the rotation in fp32 are not planned. They are larger than those of a narrow MLP.
+    **{make_case("tp of whole tokens", "gelu", "bf16", masked): "peak_bytes" for masked in (False, True)},
+    # The gradients of keys and values are one tensor, if no copy is needed because a rank has one head.
+    **{
+        make_case(*names, numerics, masked): "deferred_bytes"
+        for names in (("ring", "one key/value head"), ("tp and ring", "grouped heads"), ("tp and ring", "experts"))
+        for numerics in NUMERICS
+        for masked in (False, True)
+    },
+}
+"""Cases with a number that is not derived exactly, and its name."""
+
+
+def describe(case: BlockCase) -> block.Block:
+    """Return the declaration of the only block, made anew."""
+    spec = case.spec
+    return block._describe_block(spec, case.layout, has_experts=spec.is_moe_layer(0), window=spec.attention_window(0))
+
+
+def differences(case: BlockCase, traced: BlockNumbers, declared: BlockNumbers) -> dict[str, tuple[Any, Any]]:
+    """Return the traced and declared numbers that differ, by name."""
+    different = {
+        field.name: (getattr(traced, field.name), getattr(declared, field.name))
+        for field in fields(BlockNumbers)
+        if getattr(traced, field.name) != getattr(declared, field.name)
+    }
+    is_planned = PEAK_OF[next(name for name, numerics in NUMERICS.items() if numerics == case.numerics)]
+    # Not planned are the gradients of biases, and of experts the indices of their rows.
+    is_close = declared.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.013 if case.spec.moe else 0.003)
+    if is_close or not is_planned or (is_planned == "dense" and case.spec.moe):
+        different.pop("peak_bytes", None)
+    if case in KNOWN_DEVIATIONS:
+        del different[KNOWN_DEVIATIONS[case]]
+    return different
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(
+    ("layout_name", "model_name"), [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in models]
+)
+def test_block_does_what_its_declaration_says(layout_name: str, model_name: str, numerics: str, masked: bool) -> None:
+    case = make_case(layout_name, model_name, numerics, masked)
+    assert differences(case, trace_block(case), declared_numbers(case, describe(case))) == {}
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("model_name", ["grouped heads", "biases", "shared expert"])
+@pytest.mark.parametrize("layout_name", ["one rank", "tp"])
+def test_block_that_recomputes_norms_saves_what_its_declaration_says(
+    layout_name: str, model_name: str, numerics: str
+) -> None:
+    case = make_case(layout_name, model_name, numerics, activation_checkpointing="norms")
+    traced, declared = trace_block(case), declared_numbers(case, describe(case))
+    assert (traced.saved_bytes, traced.deferred_bytes) == (declared.saved_bytes, declared.deferred_bytes)
+
+
+Change = Callable[..., Any]
+
+
+def with_changes(make: Callable[..., Any], **changes: Change) -> Callable[..., Any]:
+    """Return a function like `make` that changes the given fields of its result by functions of their values."""
+
+    def make_wrong(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        return replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
+
+    return make_wrong
+
+
+def wrong_linear(part: Part, name: str, *args: Any, bias: bool = False, **kwargs: Any) -> Any:
+    """Append a product without its bias."""
+    return LINEAR(part, name, *args, **kwargs)
+
+
+def wrong_norm(part: Part, name: str, x: Any, width: int, eps: float) -> Any:
+    """Append a norm of all heads together."""
+    return NORM(part, name, x, x.width, eps)
+
+
+def wrong_activation(part: Part, function: str, *xs: Any) -> Any:
+    """Append an activation that reads one of its inputs only."""
+    return ACTIVATE(part, function, xs[0])
+
+
+def never(_: Any) -> None:
+    """Return None."""
+
+
+LINEAR, NORM, ACTIVATE = Part.linear, Part.norm, Part.activate
+WRONG_DECLARATIONS: dict[str, tuple[object, str, Any, BlockCase]] = {
+    "a saved tensor is missing": (
+        attention,
+        "Core",
+        with_changes(attention.Core, keeps=lambda values: values[1:]),
+        make_case("one rank", "grouped heads", "fp32"),
+    ),
+    "FLOPs count twice": (
+        attention,
+        "Core",
+        with_changes(attention.Core, flops_per_key=lambda flops: 2 * flops),
+        make_case("ring", "grouped heads", "bf16"),
+    ),
+    "a window is missing": (
+        attention,
+        "Core",
+        with_changes(attention.Core, window=never),
+        make_case("ulysses", "window", "fp32"),
+    ),
+    "sinks are missing": (
+        attention,
+        "Core",
+        with_changes(attention.Core, parameters=lambda _: {}),
+        make_case("one rank", "sinks", "fp32"),
+    ),
+    "more ranks than key/value heads": (
+        attention,
+        "Cut",
+        with_changes(attention.Cut, copied_below=lambda _: False),
+        make_case("copied heads", "grouped heads", "fp32"),
+    ),
+    "a view counts as memory of its own": (
+        attention,
+        "Value",
+        with_changes(attention.Value, view_of=never),
+        make_case("gathered heads", "grouped heads", "fp32"),
+    ),
+    "the stream has the precision of products": (
+        block,
+        "residual_stream",
+        with_changes(block.residual_stream, numbers=lambda _: "compute"),
+        make_case("one rank", "grouped heads", "autocast"),
+    ),
+    "ranks have all tokens of the stream": (
+        block,
+        "residual_stream",
+        with_changes(block.residual_stream, tokens=lambda _: "all"),
+        make_case("tp", "grouped heads", "fp32"),
+    ),
+    "a bias is missing": (Part, "linear", wrong_linear, make_case("tp", "biases", "fp32")),
+    "one norm of all heads": (Part, "norm", wrong_norm, make_case("tp", "norms of heads", "fp32")),
+    "an input of the activation is missing": (
+        Part,
+        "activate",
+        wrong_activation,
+        make_case("one rank", "grouped heads", "fp32"),
+    ),
+    "tokens have one expert": (
+        experts,
+        "Value",
+        with_changes(experts.Value, copies=lambda _: 1),
+        make_case("ep", "experts", "fp32"),
+    ),
+    "scores are not normalized": (
+        experts,
+        "Route",
+        with_changes(experts.Route, normalizes=lambda _: False),
+        make_case("one rank", "experts", "fp32"),
+    ),
+    "experts are not cut": (
+        experts,
+        "Cut",
+        with_changes(experts.Cut, units=lambda units: 2 * units),
+        make_case("tp", "experts", "fp32"),
+    ),
+}
+"""Wrong declarations: what is replaced in which object, and a case that notices it."""
+
+
+@pytest.mark.parametrize("fault", WRONG_DECLARATIONS)
+def test_wrong_declaration_differs_from_traced_block(fault: str) -> None:
+    owner, name, wrong, case = WRONG_DECLARATIONS[fault]
+    traced = trace_block(case)
+    with mock.patch.object(owner, name, wrong):
+        declared = declared_numbers(case, describe(case))
+    assert differences(case, traced, declared)
