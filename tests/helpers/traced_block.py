@@ -268,7 +268,7 @@ class _Arguments(nn.Module):
 
 
 def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | None, peak: PeakLiveBytes) -> Any:
-    """Return the arguments of the block. Its input is no leaf, of which autocast would cache the cast."""
+    """Return the arguments of the block. Its input is not a leaf: autocast would cache its cast."""
     tokens = SEQUENCE // case.layout.cp
     tokens = tokens // case.layout.tp if case.layout.sequence_parallel else tokens
     dtype = next(model.blocks.parameters()).dtype

@@ -105,7 +105,7 @@ KNOWN_DEVIATIONS = {
 
 
 def describe(case: BlockCase) -> block.Block:
-    """Return the declaration of the only block, made anew."""
+    """Return a new declaration of the only block."""
     spec = case.spec
     return block._describe_block(spec, case.layout, has_experts=spec.is_moe_layer(0), window=spec.attention_window(0))
 
