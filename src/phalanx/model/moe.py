@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
@@ -226,11 +226,11 @@ def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
     return sizes
 
 
-class MoE(nn.Module):
+class MoE(PartModule):
     """Layer that routes tokens to experts, and adds the output of the shared experts."""
 
     def __init__(self, moe: MoESpec, part: Part) -> None:
-        super().__init__()
+        super().__init__(part.outside_modules())
         self.router = Router(moe, part.within("router"))
         self.experts = Experts(part.within("experts"))
         self.shared = MLP(part.within("shared")) if moe.num_shared_experts else None

@@ -6,7 +6,7 @@ without knowing the part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.model.norm import make_norm
 from phalanx.model.products import ProductLinear, TensorTuple
-from phalanx.spec.parts.operations import Linear, Norm, Part
+from phalanx.spec.parts.operations import Linear, Norm, Operation, Part
 
 Multiply = Callable[..., TensorTuple]
 """Function of a tensor and the layers that read it; returns their outputs."""
@@ -29,6 +29,13 @@ def multiply_each(x: Tensor, *layers: nn.Module) -> TensorTuple:
 def read_input(reader: Reader, x: Tensor) -> Any:
     """Return the result of the first operations of a module, which read its input."""
     return reader(x)
+
+
+def modules_declaring(model: nn.Module, kind: type[Operation]) -> Iterator[Any]:
+    """Yield the modules of a model whose own operations include one of a kind."""
+    for module in model.modules():
+        if isinstance(module, PartModule) and any(isinstance(each, kind) for each in module.part.operations):
+            yield module
 
 
 class PartModule(nn.Module):

@@ -12,11 +12,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.host_counts import checkpoint_with_saved_counts
-from phalanx.model.moe import Router
+from phalanx.model.part import modules_declaring
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.activation_offload import BlockOffload, HostCopier
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.recomputed_norms import RecomputedNorm
+from phalanx.spec.parts.operations import Route
 
 CPU = torch.device("cpu")
 
@@ -49,9 +50,8 @@ def apply_activation_checkpointing(
         if mode == "offload":
             functions |= _build_block_offloads(module, list(blocks), recompute, device)
         for name, block in blocks.items():
-            for router in block.modules():
-                if isinstance(router, Router):
-                    router.forward_passes = 2
+            for router in modules_declaring(block, Route):
+                router.forward_passes = 2
             setattr(module.blocks, name, checkpoint_wrapper(block, checkpoint_fn=functions[name]))
 
 

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Attend, Attention, Documents
+from phalanx.model.attention import Attend, Documents
 from phalanx.model.attention_sinks import add_sinks, sinks_gradient
 from phalanx.model.dtypes import at_least_fp32
-from phalanx.model.moe import Router
+from phalanx.model.part import modules_declaring
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.block_attention import Ring, find_ring_blocks, load_kernels
 from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.spec.parts.operations import Core, Route
 
 
 class ContextParallelGroup:
@@ -89,12 +90,11 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
     model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)
     if cp.method == "ring":
         model.attention_mask = partial(_build_document_ring, cp)
-    for submodule in model.modules():
-        if isinstance(submodule, Attention):
-            attend = _ring_attention if cp.method == "ring" else _ulysses_attention
-            submodule.attend = partial(attend, submodule.attend, cp)
-        elif isinstance(submodule, Router):
-            submodule.sum_counts.append(partial(_sum_counts, cp))
+    attend = _ring_attention if cp.method == "ring" else _ulysses_attention
+    for module in modules_declaring(model, Core):
+        module.attend = partial(attend, module.attend, cp)
+    for router in modules_declaring(model, Route):
+        router.sum_counts.append(partial(_sum_counts, cp))
 
 
 def _attended_indices(inner: Callable[[Tensor], Tensor], cp: ContextParallelGroup, x_BT: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.moe import Router
+from phalanx.model.part import modules_declaring
+from phalanx.spec.parts.operations import Route
 
 Shapes = dict[str, torch.Size]
 
@@ -48,11 +49,7 @@ def router_biases(module: nn.Module) -> list[Tensor]:
     """Return the router biases, which a server updates and sends with its weights.
 
     An asynchronous worker does not receive every update, so it cannot compute them."""
-    return [
-        submodule.bias
-        for submodule in module.modules()
-        if isinstance(submodule, Router) and submodule.moe.bias_update_rate
-    ]
+    return [router.bias for router in modules_declaring(module, Route) if router.moe.bias_update_rate]
 
 
 def receive_buffer(weights: Tensor) -> Tensor:

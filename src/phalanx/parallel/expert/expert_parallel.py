@@ -20,16 +20,17 @@ from torch import Tensor, nn
 
 from phalanx.model.host_counts import to_host_lists
 from phalanx.model.moe import (
-    Experts,
     MoE,
     combine_expert_outputs,
     max_expert_rows,
     rows_of_choices,
     sort_by_expert,
 )
+from phalanx.model.part import modules_declaring
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.module_tensors import named_modules, named_parameters
+from phalanx.spec.parts.operations import Dispatch, GroupedLinear
 
 
 class ExpertParallelGroup:
@@ -79,15 +80,15 @@ class ExpertParallelGroup:
 
 def expert_parameter_names(module: nn.Module) -> frozenset[str]:
     """Return the names of the parameters of experts, which differ between expert-parallel ranks."""
-    owners = [f"{name}." for name, part in named_modules(module) if isinstance(part, Experts)]
+    experts = set(modules_declaring(module, GroupedLinear))
+    owners = [f"{name}." for name, part in named_modules(module) if part in experts]
     return frozenset(name for name, _ in named_parameters(module) if name.startswith(tuple(owners)))
 
 
 def apply_expert_parallel(model: Transformer, ep: ExpertParallelGroup) -> None:
     """Make the expert layers of a model, with this rank's experts, send tokens to the other ranks."""
-    for part in model.modules():
-        if isinstance(part, MoE):
-            part.mix = partial(_mix_with_exchange, ep)
+    for mixture in modules_declaring(model, Dispatch):
+        mixture.mix = partial(_mix_with_exchange, ep)
 
 
 def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

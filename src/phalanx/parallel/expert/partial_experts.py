@@ -17,13 +17,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, GroupedProduct, MoE
+from phalanx.model.moe import Experts, GroupedProduct
+from phalanx.model.part import modules_declaring
 from phalanx.model.products import IDENTITY, activated_product
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.dtensor_shards import rows_per_rank
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
 from phalanx.parallel.module_tensors import named_modules
 from phalanx.parallel.protocols import ModelShardingProtocol
+from phalanx.spec.parts.operations import Dispatch
 from phalanx.spec.swarm import Codec
 
 KINDS = ("gate", "up", "down")
@@ -202,9 +204,8 @@ def freeze_experts(
         local_experts: Experts on this rank.
         sharding: Shards of the model, if ranks share it; its shapes become those of the trained stacks.
     """
-    for part in model.modules():
-        if isinstance(part, MoE):
-            part.experts = PartiallyTrainedExperts(part.experts, trained_experts, local_experts, sharding=sharding)
+    for mixture in modules_declaring(model, Dispatch):
+        mixture.experts = PartiallyTrainedExperts(mixture.experts, trained_experts, local_experts, sharding=sharding)
     if sharding is not None:
         for key in (f"{name}.{kind}" for name, _ in partially_trained_layers(model) for kind in KINDS):
             sharding.shapes[key] = torch.Size((len(trained_experts.experts), *sharding.shapes[key][1:]))
@@ -214,11 +215,11 @@ def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
     """Set the weight of choices of trained experts in the balance loss, so that routers may use them more.
 
     A `ratio` of 1 restores the usual loss. If all experts are trained, there are no other experts to use less."""
-    for part in module.modules():
-        if isinstance(part, MoE) and isinstance(part.experts, PartiallyTrainedExperts):
-            relief = torch.ones_like(part.router.load)
-            relief[list(part.experts.all_trained_experts)] = ratio
-            part.router.relief = None if ratio == 1 else relief
+    for mixture in modules_declaring(module, Dispatch):
+        if isinstance(mixture.experts, PartiallyTrainedExperts):
+            relief = torch.ones_like(mixture.router.load)
+            relief[list(mixture.experts.all_trained_experts)] = ratio
+            mixture.router.relief = None if ratio == 1 else relief
 
 
 def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, experts: int) -> Weights:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.attention import Documents
-from phalanx.model.moe import Router
+from phalanx.model.part import modules_declaring
 from phalanx.parallel.comm.device_clock import HOST_CLOCK
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.cross_entropy import LossScale
@@ -34,6 +34,7 @@ from phalanx.parallel.pipeline.tied_embedding import TiedEmbedding
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
+from phalanx.spec.parts.operations import Route
 
 LAZY_LOADING_DEVICES = ("cuda",)
 
@@ -207,10 +208,9 @@ class PipelineStrategy(Strategy):
         for _ in range(2):
             self._rehearse_step(activation, state)
         # Drop the numbers of tokens that the rehearsal has counted.
-        for router in self.stages.modules():
-            if isinstance(router, Router):
-                router.load.zero_()
-                router.dropped.zero_()
+        for router in modules_declaring(self.stages, Route):
+            router.load.zero_()
+            router.dropped.zero_()
         if self.model_parallel.pop_expert_rows is not None:
             self.model_parallel.pop_expert_rows()
 

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from phalanx.model.moe import Experts
+from phalanx.model.part import modules_declaring
 from phalanx.model.products import IDENTITY, Product, ProductLinear, activated_product
 from phalanx.model.transformer import Transformer
+from phalanx.spec.parts.operations import GroupedLinear
 
 WeightGradient = tuple[GradientEdge, Callable[[], Tensor]]
 """The graph edge of a weight as it was used (perhaps after a cast), and the function that computes its gradient."""
@@ -73,5 +74,5 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
     for submodule in module.modules():
         if isinstance(submodule, ProductLinear):
             submodule.product = replace(submodule.product, defer_or_compute=deferred_grads.defer_or_compute)
-        elif isinstance(submodule, Experts):
-            submodule.defer_or_compute = deferred_grads.defer_or_compute
+    for experts in modules_declaring(module, GroupedLinear):
+        experts.defer_or_compute = deferred_grads.defer_or_compute

@@ -14,21 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention
-from phalanx.model.part import Multiply
+from phalanx.model.part import Multiply, modules_declaring
 from phalanx.model.products import TensorTuple
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Core
 
 
 def apply_gathered_heads(model: Transformer, tp: TensorParallelGroup) -> None:
     """Make attention work on columns of heads; `apply_tensor_parallel` has sharded its products."""
     columns = GatheredHeads(model.spec, tp)
-    for part in model.modules():
-        if isinstance(part, Attention):
-            part.multiply_columns = partial(_gather_products, part.multiply_columns, columns)
-            part.attend = partial(_attend_local_heads, part.attend, columns)
+    for attention in modules_declaring(model, Core):
+        attention.multiply_columns = partial(_gather_products, attention.multiply_columns, columns)
+        attention.attend = partial(_attend_local_heads, attention.attend, columns)
 
 
 class GatheredHeads:

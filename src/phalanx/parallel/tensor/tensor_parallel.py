@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.dtypes import at_least_fp32
-from phalanx.model.moe import MoE, Router, add_shared
-from phalanx.model.part import PartModule
+from phalanx.model.moe import MoE, add_shared
+from phalanx.model.part import PartModule, modules_declaring
 from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
@@ -45,7 +45,7 @@ from phalanx.parallel.tensor.autograd import (
     column_parallel,
 )
 from phalanx.spec.layout import Layout
-from phalanx.spec.parts.operations import GroupedLinear, Norm
+from phalanx.spec.parts.operations import Dispatch, GroupedLinear, Norm, Route
 
 
 class TensorParallelGroup:
@@ -140,10 +140,10 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
     for module in model.modules():
         if isinstance(module, PartModule):
             _share_products(module, tp)
-        elif isinstance(module, MoE) and layout.ep == 1:
-            module.mix = partial(_mix_expert_shards, tp)
-        if isinstance(module, Router) and tp.sequence:
-            module.sum_counts.append(tp.all_reduce)
+    for mixture in modules_declaring(model, Dispatch) if layout.ep == 1 else ():
+        mixture.mix = partial(_mix_expert_shards, tp)
+    for router in modules_declaring(model, Route) if tp.sequence else ():
+        router.sum_counts.append(tp.all_reduce)
     if layout.tp_attention == "split":
         _share_norms(model, tp)
     model.logits = partial(_local_logits, tp)

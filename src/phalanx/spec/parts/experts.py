@@ -19,6 +19,7 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     logits = part.linear("router.gate", x, width=E, is_precise=True)
     weights = part.add(
         Route(
+            name="router",
             reads=(logits,),
             writes=Value(moe.top_k, tokens="residual", numbers="high"),
             num_experts=E,

@@ -266,6 +266,11 @@ class Part:
                 inner.operations.append(operation)
         return inner
 
+    def outside_modules(self) -> Part:
+        """Return the operations without a module, as a part of their own."""
+        operations = [operation for operation in self.operations if not operation.name]
+        return Part(self.name, self.kind, self.input, operations)
+
     @property
     def linears(self) -> list[Linear]:
         """The products."""
