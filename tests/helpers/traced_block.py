@@ -108,7 +108,8 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
     shape = case.shape
     recomputes_norms = case.layout.activation_checkpointing == "norms"
     saved_by = {branch.part: saved_by_part(case.spec, branch.part, shape) for branch in block}
-    saved_bytes = sum(norm_bytes(branch.norm, shape) + saved_by[branch.part].total() for branch in block)
+    saved_bytes = sum(saved_by[branch.part].total() for branch in block)
+    saved_bytes += sum(norm_bytes(norm, shape) for branch in block for norm in branch.norms)
     if recomputes_norms:
         saved_bytes -= sum(norm_output_bytes(branch.part, shape) for branch in block)
     parts = [branch.part for branch in block]
@@ -262,6 +263,10 @@ def _without_none(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
 class _Arguments(nn.Module):
     """A block that only notes its arguments."""
 
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+
     def forward(self, *args: Any) -> tuple[Tensor, None]:
         self.args = args
         return args[0], None
@@ -275,7 +280,8 @@ def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | No
     leaf = torch.zeros(BATCH, tokens, case.spec.hidden_size, dtype=dtype, requires_grad=True)
     with peak:
         x = leaf * 1
-    arguments = _Arguments()
+    (block,) = model.blocks
+    arguments = _Arguments(block.attention)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.numerics.autocast):
         model.run_blocks([arguments], x, documents)
     return arguments.args

@@ -13,8 +13,9 @@ from phalanx.cost.exact.flops import block_products, lm_head_shape
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_tensors import rank_tensors
+from phalanx.spec.attention_backend import hides_keys
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.parts.block import blocks
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.run import RunSpec
 
 
@@ -102,30 +103,26 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     layout = run.layout
     tokens = run.training.seq_len
     layers = max(layers_per_rank(run), key=len) if layout.pp > 1 else range(spec.num_layers)
-    heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.num_heads, spec.num_kv_heads))
     is_ring = layout.cp_method == "ring" and layout.cp > 1
     if is_ring:
         tokens //= layout.cp
-    elif layout.cp > 1:
-        heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
-    make_shape = partial(
-        AttentionShape,
-        batch=plan_batch(run, world_size).micro_batch_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        queries=tokens,
-        head_dim=spec.head_dim,
-        masked=run.data.mask_documents,
-        ring=is_ring,
-    )
+    ranks_of_heads = 1 if is_ring else layout.cp
     counts: Counter[AttentionShape] = Counter()
-    model_blocks = blocks(spec)
-    for layer in layers:
-        (core,) = (core for branch in model_blocks[layer] for core in branch.part.cores)
-        window = core.window
-        if window is not None and window >= run.training.seq_len:
-            window = None
+    kinds = layer_specs(spec)
+    for layer in map(kinds.__getitem__, layers):
+        heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (layer.num_heads, layer.num_kv_heads))
+        make_shape = partial(
+            AttentionShape,
+            batch=plan_batch(run, world_size).micro_batch_size,
+            heads=heads // ranks_of_heads,
+            kv_heads=max(1, kv_heads // ranks_of_heads),
+            queries=tokens,
+            head_dim=layer.head_dim,
+            masked=run.data.mask_documents,
+            ring=is_ring,
+        )
+        window = layer.sliding_window if hides_keys(layer, run.training.seq_len) else None
         counts[make_shape(keys=tokens, causal=True, window=window)] += 1
-    if is_ring:
-        counts[make_shape(keys=tokens // 2, causal=False)] = len(layers) * (layout.cp - 1)
+        if is_ring:
+            counts[make_shape(keys=tokens // 2, causal=False)] += layout.cp - 1
     return counts

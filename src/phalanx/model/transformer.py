@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -17,34 +17,43 @@ from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
 from phalanx.model.norm import make_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
-from phalanx.spec.attention_backend import has_window
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.attention_backend import has_sinks, has_window
+from phalanx.spec.layers import layer_specs
+from phalanx.spec.model import ModelSpec, RopeSpec
 from phalanx.spec.parts.block import Branch, blocks, describe_norm
+from phalanx.spec.parts.operations import Norm
 
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 """Function of the head's input [B, T, D] and matrix [V, D]."""
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm x), then x + mlp(norm x)."""
+    """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too."""
 
-    def __init__(self, spec: ModelSpec, branches: Sequence[Branch]) -> None:
+    def __init__(self, layer: ModelSpec, branches: Sequence[Branch]) -> None:
+        """Create the block of a layer (`spec.layers`) from its declaration."""
         super().__init__()
         attention, ffn = branches
-        self.attention_norm = make_norm(attention.norm)
-        self.attention = Attention(spec, attention.part)
-        self.mlp_norm = make_norm(ffn.norm)
-        self.mlp = MoE(spec.moe, ffn.part) if spec.moe and ffn.part.kind == "experts" else MLP(ffn.part)
+        self.attention_norm = _make_norm(attention.before)
+        self.attention = Attention(attention.part)
+        self.attention_after = _make_norm(attention.after)
+        self.mlp_norm = _make_norm(ffn.before)
+        self.mlp = MoE(layer.moe, ffn.part) if layer.moe else MLP(ffn.part)
+        self.mlp_after = _make_norm(ffn.after)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
         Arguments are those of `Attention.forward`."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
+        x_BTD = x_BTD + self.attention_after(self.attention(self.attention_norm(x_BTD), rotary, mask))
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
-            return x_BTD + out, auxiliary
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), None
+            return x_BTD + self.mlp_after(out), auxiliary
+        return x_BTD + self.mlp_after(self.mlp(self.mlp_norm(x_BTD))), None
+
+
+def _make_norm(norm: Norm | None) -> nn.Module:
+    return make_norm(norm) if norm else nn.Identity()
 
 
 class Embedding(nn.Embedding):
@@ -80,7 +89,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         if spec.position_embedding == "learned":
             self.positions = Embedding(spec.max_seq_len, spec.hidden_size)
-        self.blocks = nn.ModuleList([Block(spec, branches) for branches in blocks(spec)])
+        self.blocks = nn.ModuleList(map(Block, layer_specs(spec), blocks(spec)))
         self.norm = make_norm(describe_norm(spec, "norm"))
         if not spec.tie_embeddings:
             self.head = Head(spec.hidden_size, spec.vocab_size)
@@ -89,8 +98,8 @@ class Transformer(nn.Module):
         self.local_positions: Callable[[Tensor], Tensor] = row_positions
         """Function of token ids [B, T] or an input of blocks [B, T, D]: the positions in their row of the tokens whose
         attention is computed on this rank, [T]."""
-        self.attention_mask: Callable[[Documents, torch.dtype], Any] = partial(document_mask, spec)
-        """Mask argument of attention in a dtype."""
+        self.attention_mask: Callable[[Documents, torch.dtype, int], Any] = partial(document_mask, spec)
+        """Mask argument of attention in a dtype, with heads of a width."""
         self.sum_auxiliary: Callable[[Tensor], Tensor] = identity
         """Sum of the auxiliary loss over ranks that have shares of the tokens."""
         # A call, because a forward hook would break the graphs of compiled blocks.
@@ -120,18 +129,23 @@ class Transformer(nn.Module):
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
-        mask = None if documents is None else self.attention_mask(documents, compute_dtype(x_BTD))
-        table = None
-        if self.spec.position_embedding != "learned":
-            dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-            row_positions_T = self.local_positions(x_BTD)
-            table = rotary_table(
-                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype
-            )
+        dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+        row_positions_T = self.local_positions(x_BTD)
+
+        @cache
+        def rotary(rope: RopeSpec | None, head_dim: int) -> RotaryTable | None:
+            return rope and rotary_table(rope, head_dim, positions_in_document(row_positions_T, documents), dtype)
+
+        @cache
+        def mask(head_dim: int) -> Tensor | None:
+            return documents and self.attention_mask(documents, compute_dtype(x_BTD), head_dim)
+
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
             self.wait_for_parameters(block)
-            x_BTD, block_auxiliary = block(x_BTD, table, mask)
+            attention = block.attention
+            table = rotary(attention.rope, attention.head_dim)
+            x_BTD, block_auxiliary = block(x_BTD, table, mask(attention.head_dim))
             if block_auxiliary is not None:
                 auxiliary = auxiliary + block_auxiliary
         return x_BTD, self.sum_auxiliary(auxiliary)
@@ -164,10 +178,10 @@ def row_positions(x_BT: Tensor) -> Tensor:
     return torch.arange(x_BT.shape[1], device=x_BT.device)
 
 
-def document_mask(spec: ModelSpec, documents: Documents, dtype: torch.dtype) -> Tensor:
-    """Return the mask argument of attention in `dtype`."""
+def document_mask(spec: ModelSpec, documents: Documents, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """Return the mask argument of attention in `dtype`, with heads of a width."""
     window = has_window(spec, documents.starts.shape[1])
-    return attention_mask(documents, dtype, spec.head_dim, window, spec.attention_sinks)
+    return attention_mask(documents, dtype, head_dim, window, has_sinks(spec))
 
 
 def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:

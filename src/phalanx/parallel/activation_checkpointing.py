@@ -42,8 +42,9 @@ def apply_activation_checkpointing(
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
     elif mode == "norms":
         for block in cast(Iterable[Block], blocks.values()):
-            RecomputedNorm(block.attention_norm, block.attention)
-            RecomputedNorm(block.mlp_norm, block.mlp)
+            for norm, part in ((block.attention_norm, block.attention), (block.mlp_norm, block.mlp)):
+                if not isinstance(norm, nn.Identity):
+                    RecomputedNorm(norm, part)
     elif mode != "none":
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)

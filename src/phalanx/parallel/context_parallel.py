@@ -149,7 +149,7 @@ class _AllToAll(torch.autograd.Function):
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
-def _build_document_ring(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
+def _build_document_ring(cp: ContextParallelGroup, documents: Documents, dtype: torch.dtype, head_dim: int) -> Ring:
     return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], documents.host_bounds)
 
 

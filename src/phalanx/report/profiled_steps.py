@@ -13,6 +13,7 @@ from phalanx.runs.jsonl import JsonRecord
 from phalanx.schedule.action_spans import ActionSpan
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
+from phalanx.spec.layers import expert_layers
 
 Facts = dict[str, Any]
 
@@ -118,5 +119,4 @@ def expert_loads(run_data: RunData) -> Facts | None:
     if run is None or not (profiled_records or evaluations):
         return None
     line = max(profiled_records, key=lambda line: int(line["step"])) if profiled_records else evaluations[-1]
-    layers = [layer for layer in range(run.model.num_layers) if run.model.is_moe_layer(layer)]
-    return {"step": line["step"], "layers": layers, "tokens": line["expert_tokens"]}
+    return {"step": line["step"], "layers": list(expert_layers(run.model)), "tokens": line["expert_tokens"]}

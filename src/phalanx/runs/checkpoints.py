@@ -65,6 +65,9 @@ SHAPE_FIELDS = (
     "qk_norm",
     "tie_embeddings",
     "attention_sinks",
+    "layers",
+    "kinds",
+    "norm_position",
 )
 EXPERT_SHAPE_FIELDS = (
     "num_experts",

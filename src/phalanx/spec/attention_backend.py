@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from phalanx.spec.layers import distinct_layers, layer_specs
 from phalanx.spec.model import ModelSpec, is_flash_head_dim
 from phalanx.spec.run import RunSpec
 
@@ -42,8 +43,17 @@ def choose_backend(
 
 def has_window(spec: ModelSpec, seq_len: int) -> bool:
     """Return whether some layers hide keys of a sequence of `seq_len` tokens by their window."""
-    windows = (spec.attention_window(layer) for layer in range(spec.num_layers))
-    return any(window is not None and window < seq_len for window in windows)
+    return any(hides_keys(layer, seq_len) for layer in distinct_layers(spec))
+
+
+def has_sinks(spec: ModelSpec) -> bool:
+    """Return whether some layers have attention sinks."""
+    return any(layer.attention_sinks for layer in distinct_layers(spec))
+
+
+def hides_keys(layer: ModelSpec, seq_len: int) -> bool:
+    """Return whether the window of a layer (`spec.layers`) hides keys of a sequence of `seq_len` tokens."""
+    return layer.sliding_window is not None and layer.sliding_window < seq_len
 
 
 def describe_attention(run: RunSpec) -> str:
@@ -53,17 +63,17 @@ def describe_attention(run: RunSpec) -> str:
     backend = choose_backend(
         "cuda" if run.cluster.uses_cuda else "cpu",
         half_precision=run.training.precision not in ("fp32", "fp64"),
-        head_dim=spec.head_dim,
+        head_dim=max(layer.head_dim for layer in distinct_layers(spec)),
         documents=run.data.mask_documents,
         window=has_window(spec, seq_len),
-        sinks=spec.attention_sinks,
+        sinks=has_sinks(spec),
     )
     is_ring = run.layout.cp > 1 and run.layout.cp_method == "ring"
     parts = ["ring of keys and values" if is_ring else str(backend)]
     if has_window(spec, seq_len):
-        num_windowed = spec.num_layers - len(set(spec.full_attention_layers))
-        layers = f" in {num_windowed} of {spec.num_layers} layers" if spec.full_attention_layers else ""
-        parts.append(f"window {spec.sliding_window}{layers}")
-    if spec.attention_sinks:
+        windows = [layer.sliding_window for layer in layer_specs(spec) if layer.sliding_window is not None]
+        layers = f" in {len(windows)} of {spec.num_layers} layers" if len(windows) < spec.num_layers else ""
+        parts.append(f"window {' or '.join(map(str, dict.fromkeys(windows)))}{layers}")
+    if has_sinks(spec):
         parts.append("sinks")
     return ", ".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -80,15 +81,13 @@ def approximate_parameters(model: ModelSpec) -> int:
     `spec` does not import `cost.exact.parameters`, which counts all.
     """
     width = model.hidden_size
-    attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
     matrices = 3 if model.activation == "swiglu" else 2
-    dense_mlp = matrices * width * model.ffn_hidden_size
-    num_expert_layers = sum(map(model.is_moe_layer, range(model.num_layers)))
-    experts = 0
-    if model.moe is not None:
-        experts = (model.moe.num_experts + model.moe.num_shared_experts) * matrices * width * model.moe.expert_ffn_size
     vocabulary = (1 if model.tie_embeddings else 2) * model.vocab_size * width
     positions = model.max_seq_len * width if model.position_embedding == "learned" else 0
-    num_dense_layers = model.num_layers - num_expert_layers
-    blocks = model.num_layers * attention + num_dense_layers * dense_mlp + num_expert_layers * experts
+    blocks = 0
+    for layer in layer_specs(model):
+        inner = layer.ffn_hidden_size
+        if layer.moe:
+            inner = (layer.moe.num_experts + layer.moe.num_shared_experts) * layer.moe.expert_ffn_size
+        blocks += 2 * width * layer.head_dim * (layer.num_heads + layer.num_kv_heads) + matrices * width * inner
     return blocks + vocabulary + positions

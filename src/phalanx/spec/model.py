@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
+from phalanx.spec.layer_pattern import parse_layers
 
 MAX_FLASH_HEAD_DIM = 256
 
@@ -73,6 +74,33 @@ class MoESpec(Spec):
         return self
 
 
+class KindSpec(Spec):
+    """Layers of a kind that `layers` names. A field that is not set is that of the model."""
+
+    name: str = Field(pattern=r"^[A-Za-z_]\w*$", examples=["full"])
+    """Name of the kind, of letters, digits and underscores."""
+    num_heads: int | None = Field(None, gt=0)
+    """Query heads."""
+    num_kv_heads: int | None = Field(None, gt=0)
+    """Key/value heads."""
+    head_dim: int | None = Field(None, gt=0)
+    """Width of one head."""
+    ffn_hidden_size: int | None = Field(None, gt=0)
+    """Inner width of the MLP."""
+    sliding_window: Annotated[int, Field(gt=0)] | Literal[False] | None = None
+    """Keys that a query sees at most, itself included; false: all earlier tokens of its document."""
+    attention_sinks: bool | None = None
+    """A learned logit per head in the denominator of attention's softmax."""
+    qk_norm: Literal["none", "head", "full"] | None = None
+    """RMSNorm on queries and keys."""
+    position_embedding: Literal["rope", "none"] | None = None
+    """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
+    rope: RopeSpec | None = None
+    """Parameters of the rotary embedding."""
+    moe: Literal[False] | None = None
+    """false: an MLP in place of the model's experts."""
+
+
 class ModelSpec(Spec):
     """A decoder-only transformer.
 
@@ -98,7 +126,7 @@ class ModelSpec(Spec):
     hidden_size: int = Field(gt=0)
     """Width of the residual stream (D)."""
     num_layers: int = Field(gt=0)
-    """Blocks of attention and MLP (L)."""
+    """Blocks of attention and MLP (L); by default as many as `layers` names."""
     num_heads: int = Field(gt=0)
     """Query heads (H)."""
     num_kv_heads: int = Field(0, ge=0)
@@ -115,14 +143,20 @@ class ModelSpec(Spec):
     """Layers (from 0) without the sliding window: every second in gpt-oss, every sixth in Gemma 3."""
     attention_sinks: bool = False
     """A learned logit per head in the denominator of attention's softmax (gpt-oss)."""
+    layers: str | None = Field(None, examples=["(window*5 full)*8"])
+    """Names of the kinds of layers in their order, repeated up to `num_layers`; by default there is one kind."""
+    kinds: tuple[KindSpec, ...] = Field((), strict=False)
+    """What differs in the kinds of layers that `layers` names. A kind without a table is as the model says."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization before attention, before the MLP, and before the head."""
+    """Normalization of attention, of the MLP, and before the head."""
+    norm_position: Literal["before", "after", "both"] = "before"
+    """Norms of the inputs of attention and MLP, of their outputs (OLMo 2, arXiv 2501.00656), or both (Gemma 2)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance that a norm divides by."""
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """Activation of the MLP: gated (swiglu: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
-    position_embedding: Literal["rope", "learned"] = "rope"
-    """Rotary embedding (rope), or a learned embedding for each of `max_seq_len` positions (GPT-2)."""
+    position_embedding: Literal["rope", "learned", "none"] = "rope"
+    """Rotary embedding (rope), a learned embedding for each of `max_seq_len` positions (GPT-2), or none (NoPE)."""
     rope: RopeSpec = RopeSpec()
     """Parameters of the rotary embedding."""
     bias: bool = False
@@ -140,11 +174,13 @@ class ModelSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_head_sizes(cls, table: object) -> object:
-        """Fill in kv_heads and head_dim with their effective values."""
+    def _fill_in_sizes(cls, table: object) -> object:
+        """Fill in the numbers of layers and key/value heads, and the width of a head."""
         if not isinstance(table, dict):
             return table
         table = dict(table)
+        if isinstance(table.get("layers"), str):
+            table.setdefault("num_layers", len(parse_layers(table["layers"])))
         heads = table.get("num_heads")
         width = table.get("hidden_size")
         if type(heads) is int and heads > 0:
@@ -179,6 +215,7 @@ class ModelSpec(Spec):
         if layers and self.sliding_window is None:
             problem = "has no effect without a sliding window"
             raise UserError("full_attention_layers", layers, problem, "set model.sliding_window, or remove it")
+        self._check_kinds()
         if self.moe is not None:
             if self.moe.num_leading_dense_layers >= self.num_layers:
                 problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
@@ -189,18 +226,52 @@ class ModelSpec(Spec):
                 raise UserError("activation", self.activation, problem, 'set model.activation = "swiglu"')
         return self
 
-    def attention_window(self, layer: int) -> int | None:
-        """Return the number of keys that a query of a layer (from 0) sees at most; None without a window."""
-        return None if layer in self.full_attention_layers else self.sliding_window
+    def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
+        """Return the description of one layer of a kind; None: a layer as the model says."""
+        values = {name: getattr(kind, name) for name in kind.model_fields_set - {"name"}} if kind else {}
+        for name in ("sliding_window", "moe"):
+            if values.get(name) is False:
+                values[name] = None
+        return self.one_layer(**values)
+
+    def one_layer(self, **values: object) -> ModelSpec:
+        """Return the description of one layer with some values, which are not checked."""
+        one_layer = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
+        return self.model_copy(update=one_layer | values)
+
+    def _check_kinds(self) -> None:
+        """Check that `layers` names the kinds, and that the short forms of two kinds are not used with it."""
+        names = [kind.name for kind in self.kinds]
+        used = set(parse_layers(self.layers)) if self.layers is not None else set()
+        for kind in self.kinds:
+            name = kind.name
+            if names.count(name) > 1:
+                raise UserError("kinds", name, "is the name of two kinds", "rename one")
+            if name not in used:
+                problem = "is not in model.layers" if self.layers else "has no effect without model.layers"
+                raise UserError("kinds", name, problem, f'name it in model.layers, such as layers = "{name}*2 other"')
+            try:
+                self.model_validate(self.layer_of_kind(kind).__dict__)
+            except ValidationError as error:
+                cause = error.errors()[0].get("ctx", {}).get("error")
+                if not isinstance(cause, UserError):
+                    raise
+                raise UserError(f"kinds ({name}).{cause.field}", cause.value, cause.problem, cause.fix) from None
+        if self.layers is None:
+            return
+        if self.full_attention_layers:
+            fix = "give a kind of layers sliding_window = false instead"
+            problem = "cannot be combined with model.layers"
+            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
+        if self.moe and self.moe.num_leading_dense_layers:
+            fix = "give a kind of layers moe = false instead"
+            problem = "cannot be combined with model.layers"
+            raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
 
     @property
     def source_name(self) -> str | None:
         """The preset or Hugging Face directory that the model comes from."""
         return self.preset or self.from_hf
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Return whether this layer (from 0) has experts in place of an MLP."""
-        return self.moe is not None and layer >= self.moe.num_leading_dense_layers
 
 
 def is_flash_head_dim(head_dim: int) -> bool:

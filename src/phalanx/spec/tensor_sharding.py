@@ -12,6 +12,7 @@ from phalanx.spec.attention_backend import has_window
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
+from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, blocks
@@ -57,7 +58,7 @@ def block_shardings(block: Block, layout: Layout) -> dict[str, TensorSharding]:
     """Return the sharding of each parameter of a block, by its name in the block."""
     shardings: dict[str, TensorSharding] = {}
     for branch in block:
-        shardings |= {name: _replicated(layout) for name in branch.norm.named_parameters}
+        shardings |= {name: _replicated(layout) for norm in branch.norms for name in norm.named_parameters}
         for operation in branch.part.operations:
             for name in operation.named_parameters:
                 shardings[f"{branch.part.name}.{name}"] = operation_sharding(operation, name, layout)
@@ -103,7 +104,7 @@ def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Return the number of ranks that have the same key/value heads."""
-    return Cut(spec.num_kv_heads, copied_below=True).replication(tp)
+    return max(Cut(layer.num_kv_heads, copied_below=True).replication(tp) for layer in distinct_layers(spec))
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
@@ -149,7 +150,8 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     if layout.tp > 1:
         _check_tensor(spec, layout, run.training.seq_len)
     if run.training.precision == "fp8":
-        _check_fp8(spec, layout)
+        for layer in distinct_layers(spec):
+            _check_fp8(layer, layout)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
@@ -162,13 +164,30 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    for layer in distinct_layers(spec):
+        _check_layer(layer, layout, seq_len)
+    kv_heads = [layer.num_kv_heads for layer in distinct_layers(spec)]
+    replications = {Cut(heads, copied_below=True).replication(layout.tp) for heads in kv_heads}
+    if len(replications) > 1 and layout.tp_attention == "split":
+        fewest = min(kv_heads)
+        problem = "exceeds the key/value heads of some kinds of layers, but not of others"
+        raise UserError("layout.tp", layout.tp, problem, f"use {fewest} or less, or kinds with equal num_kv_heads")
+    rows = -(-spec.vocab_size // layout.tp)
+    if (layout.tp - 1) * rows >= spec.vocab_size:
+        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
+        fix = "use a smaller tensor-parallel degree, or a larger vocabulary"
+        raise UserError("layout.tp", layout.tp, problem, fix)
+
+
+def _check_layer(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    """Check the heads and widths of a layer (`spec.layers`), which tensor-parallel ranks share."""
     tp = layout.tp
     widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
-    if _has_dense_layer(spec):
+    if spec.moe is None:
         widths["model.ffn_hidden_size"] = spec.ffn_hidden_size
-    if spec.moe and layout.ep == 1:
+    elif layout.ep == 1:
         widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
-    elif spec.moe and spec.moe.num_shared_experts:
+    elif spec.moe.num_shared_experts:
         shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
         widths["model.moe.expert_ffn_size x num_shared_experts"] = shared_width
     if layout.sequence_parallel:
@@ -194,18 +213,10 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
         raise UserError("layout.tp", tp, problem, "use a divisor or a multiple of model.num_kv_heads")
-    rows = -(-spec.vocab_size // tp)
-    if (tp - 1) * rows >= spec.vocab_size:
-        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
-        raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")
-
-
-def _has_dense_layer(spec: ModelSpec) -> bool:
-    return any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
 
 
 def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
-    """Check the widths of products in float8, each of which some ranks share."""
+    """Check the widths of a layer's products in float8, each of which some ranks share."""
     tp = layout.tp
     kv_ranks = tp if layout.tp_attention == "gathered" else min(tp, spec.num_kv_heads)
     widths = {
@@ -213,9 +224,9 @@ def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
         "model.num_heads x head_dim": (spec.num_heads * spec.head_dim, tp),
         "model.num_kv_heads x head_dim": (spec.num_kv_heads * spec.head_dim, kv_ranks),
     }
-    if _has_dense_layer(spec):
+    if spec.moe is None:
         widths["model.ffn_hidden_size"] = (spec.ffn_hidden_size, tp)
-    if spec.moe is not None:
+    else:
         widths["model.moe.expert_ffn_size"] = (spec.moe.expert_ffn_size, 1 if layout.ep > 1 else tp)
         shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
         widths["model.moe.expert_ffn_size x num_shared_experts"] = (shared_width, tp)
@@ -268,11 +279,13 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
         raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
     if layout.cp_method == "ring" and has_window(spec, seq_len):
-        problem = f"does not support the windows of model.sliding_window ({spec.sliding_window})"
-        fix = f'use "ulysses", or training.seq_len = {spec.sliding_window} or less'
+        window = min(layer.sliding_window for layer in distinct_layers(spec) if layer.sliding_window is not None)
+        problem = f"does not support the windows of model.sliding_window ({window})"
+        fix = f'use "ulysses", or training.seq_len = {window} or less'
         raise UserError("layout.cp_method", "ring", problem, fix)
-    heads = spec.num_heads // layout.tp
-    kv = max(1, spec.num_kv_heads // layout.tp)
-    if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
-        problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
-        raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
+    for layer in distinct_layers(spec):
+        heads = layer.num_heads // layout.tp
+        kv = max(1, layer.num_kv_heads // layout.tp)
+        if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
+            problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
+            raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')

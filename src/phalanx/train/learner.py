@@ -24,6 +24,7 @@ from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.spec.batch import plan_batch
+from phalanx.spec.layers import expert_layers
 from phalanx.spec.run import RunSpec
 from phalanx.train.components import build_loss, build_network
 from phalanx.train.expert_counts import ExpertCounts
@@ -81,7 +82,7 @@ class Learner:
         self.after_reduction: list[Callable[[], None]] = []
         """Called after the reduction of each step, before the update."""
         moe = run.model.moe
-        moe_layers = [layer for layer in range(run.model.num_layers) if moe and run.model.is_moe_layer(layer)]
+        moe_layers = list(expert_layers(run.model))
         self.experts = ExpertCounts(moe_layers, moe.num_experts if moe else 0, device)
         routers = {name: submodule for name, submodule in self.module.named_modules() if isinstance(submodule, Router)}
         self.routers = {moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}

@@ -17,6 +17,7 @@ from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.tables import parse_json
+from phalanx.spec.layers import expert_layers
 from phalanx.spec.terminal import Terminal
 
 Loads = dict[int, list[int]]
@@ -69,7 +70,7 @@ def experts(
         raise UserError("checkpoint", str(checkpoint), "does not record tokens per expert", fix=fix)
     # Tokens between the last two evaluations, or up to now if there were none
     until_now, before_last = manifest["expert_tokens"]
-    layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
+    layers = expert_layers(model)
     loads: Loads = dict(zip(layers, before_last if any(map(sum, before_last)) else until_now, strict=True))
     if order is None:
         orders = {layer: balanced_expert_order(tokens, ranks) for layer, tokens in loads.items()}

@@ -166,6 +166,8 @@ def describe(spec: ModelSpec) -> str:
     """Return a one-line description of the model's shape."""
     heads = f"{spec.num_heads} heads of {spec.head_dim}"
     heads += f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
+    if spec.layers:
+        heads = f"in the order {spec.layers}, {heads}"
     text = f"{spec.num_layers} layers, width {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size:,}"
     return f"{text}, {spec.moe.top_k} of {spec.moe.num_experts} experts" if spec.moe else text
 

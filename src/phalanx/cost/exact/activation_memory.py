@@ -32,7 +32,7 @@ from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_grad
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Block, blocks, describe_norm, residual_stream
+from phalanx.spec.parts.block import Block, Branch, blocks, describe_norm, residual_stream
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
@@ -206,7 +206,7 @@ def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -
     """Return what blocks share, and the input and output of a pipeline stage if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
     recomputes = stage.recomputed > 0 and shape.layout.recomputes_attention
-    saved = Counter(inputs=_saved_by_shared_inputs(spec, shape, stage.first, recomputes=recomputes))
+    saved = Counter(inputs=_saved_by_shared_inputs(spec, shape, stage, recomputes=recomputes))
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
     return saved
@@ -235,7 +235,7 @@ def _saved_by_blocks(
     on_device = stage.recomputed - stage.num_offloaded(shape)
     for index, block in enumerate(stage_blocks):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
-        by_branch = [Counter(norms=norm_bytes(branch.norm, shape)) + saved_by[branch.part] for branch in block]
+        by_branch = [Counter(norms=_norms_bytes(branch, shape)) + saved_by[branch.part] for branch in block]
         if method in ("full", "offload"):
             saved += checkpoint if index < on_device else Counter()
             again = saved.total() + sum(branch.total() for branch in by_branch)
@@ -244,7 +244,7 @@ def _saved_by_blocks(
             inside_blocks.append(again + other_inputs * stream_bytes)
         elif method == "selective":
             attention, _ = block
-            saved += Counter(norms=norm_bytes(attention.norm, shape)) + checkpoint
+            saved += Counter(norms=_norms_bytes(attention, shape)) + checkpoint
             # The projections also save their input, unless autocast makes copies of it.
             again = saved.total() + saved_by[attention.part].total()
             inside_blocks.append(again - (0 if shape.autocast else stream_bytes))
@@ -252,20 +252,20 @@ def _saved_by_blocks(
         else:
             for branch, size in zip(block, by_branch, strict=True):
                 saved += size
-                if method == "norms":
+                if method == "norms" and branch.before:
                     saved -= Counter({branch.part.kind: norm_output_bytes(branch.part, shape)})
             inside_blocks.append(saved.total())
     return saved, inside_blocks
 
 
-def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, first: bool, recomputes: bool) -> int:
-    """Return the bytes that the blocks of a stage share.
+def _norms_bytes(branch: Branch, shape: ForwardShape) -> int:
+    return sum(norm_bytes(norm, shape) for norm in branch.norms)
 
-    Args:
-        shape: Sizes of a micro-batch on one rank.
-        first: True for the first stage, which also saves the tokens.
-        recomputes: True if a block of the stage recomputes activations.
-    """
+
+def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks, recomputes: bool) -> int:
+    """Return the bytes that the blocks of a stage share; those of the first stage share the tokens.
+
+    `recomputes` is True if a block of the stage recomputes activations."""
     is_ring = shape.layout.cp > 1 and shape.layout.cp_method == "ring"
     # Positions restart with each document.
     num_positions = shape.tokens if shape.masked else shape.tokens // shape.batch
@@ -273,8 +273,13 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, first: bool, r
     token_bytes = shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
     # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
-    table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
+    model_blocks = blocks(spec)
+    cores = [core for layer in stage.layers for branch in model_blocks[layer] for core in branch.part.cores]
+    # Rotary embedding: products with cosine and sine, in a table of each kind.
+    tables = {(core.rope, core.heads.unit) for core in cores if core.rope}
+    table_bytes = sum(2 * num_positions * width * shape.high_precision_bytes for _, width in tables)
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    mask_bytes = shape.batch * shape.sequence**2 if shape.has_dense_mask(spec) and recomputes else 0
-    saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
-    return saved_bytes + (token_bytes if first else 0) + mask_bytes
+    has_dense_mask = any(shape.has_dense_mask(spec, width) for width in {core.heads.unit for core in cores})
+    mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
+    saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
+    return saved_bytes + (token_bytes if stage.first else 0) + mask_bytes

@@ -72,7 +72,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     count["norms"] = _num_parameters(describe_norm(spec, "norm"))
     for block in blocks(spec):
         for branch in block:
-            count["norms"] += _num_parameters(branch.norm)
+            count["norms"] += sum(map(_num_parameters, branch.norms))
             for operation in branch.part.operations:
                 numbers = _num_parameters(operation)
                 count[_count_field(operation, branch.part)] += numbers

@@ -8,6 +8,7 @@ from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
+from phalanx.spec.layers import expert_layers
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
@@ -21,7 +22,7 @@ REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 def num_reduced_scalars(run: RunSpec) -> int:
     """Return the number of summed scalars: `NUM_SCALARS`, and the load of each expert of each layer."""
     experts = run.model.moe.num_experts if run.model.moe else 0
-    return NUM_SCALARS + experts * sum(map(run.model.is_moe_layer, range(run.model.num_layers)))
+    return NUM_SCALARS + experts * len(expert_layers(run.model))
 
 
 def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> list[Traffic]:

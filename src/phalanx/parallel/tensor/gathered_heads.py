@@ -18,14 +18,14 @@ from phalanx.model.part import Multiply, modules_declaring
 from phalanx.model.products import TensorTuple
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
-from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.operations import Core
+from phalanx.spec.parts.operations import Core, Cut
 
 
 def apply_gathered_heads(model: Transformer, tp: TensorParallelGroup) -> None:
     """Make attention work on columns of heads; `apply_tensor_parallel` has sharded its products."""
-    columns = GatheredHeads(model.spec, tp)
     for attention in modules_declaring(model, Core):
+        (core,) = attention.part.cores
+        columns = GatheredHeads(core.heads, tp)
         attention.multiply_columns = partial(_gather_products, attention.multiply_columns, columns)
         attention.attend = partial(_attend_local_heads, attention.attend, columns)
 
@@ -36,14 +36,14 @@ class GatheredHeads:
     Queries and keys are gathered. The rank computes the heads that its columns of the values belong to, and returns
     only these columns."""
 
-    def __init__(self, spec: ModelSpec, tp: TensorParallelGroup) -> None:
-        num_columns = spec.num_heads * spec.head_dim // tp.size
+    def __init__(self, heads: Cut, tp: TensorParallelGroup) -> None:
+        num_columns = heads.width // tp.size
         first_column = tp.rank * num_columns
         self.tp = tp
-        self.heads = slice(first_column // spec.head_dim, -(-(first_column + num_columns) // spec.head_dim))
+        self.heads = slice(first_column // heads.unit, -(-(first_column + num_columns) // heads.unit))
         self.padding = (
-            first_column - self.heads.start * spec.head_dim,
-            self.heads.stop * spec.head_dim - first_column - num_columns,
+            first_column - self.heads.start * heads.unit,
+            self.heads.stop * heads.unit - first_column - num_columns,
         )
         """Number of columns of these heads on other ranks, before and after this rank's."""
 

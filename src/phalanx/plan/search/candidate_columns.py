@@ -23,6 +23,7 @@ from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import LOGITS_CHUNK_BYTES
+from phalanx.spec.layers import expert_layers
 from phalanx.spec.layout import compiles_whole_blocks
 from phalanx.spec.parallel_dims import replica_strategy
 from phalanx.spec.run import RunSpec
@@ -145,9 +146,10 @@ def _count_stage_blocks(run: RunSpec, candidate: CandidateLayout) -> _StageBlock
     middle_ranks = [rank for rank in range(len(layers_by_rank)) if rank not in (first, last)]
     middle = max(middle_ranks or range(len(layers_by_rank)), key=rank_cost)
     positions = (first, middle, last)
+    with_experts = set(expert_layers(run.model))
     return _StageBlocks(
         blocks=[len(layers_by_rank[rank]) for rank in positions],
-        moe_blocks=[sum(map(run.model.is_moe_layer, layers_by_rank[rank])) for rank in positions],
+        moe_blocks=[len(with_experts.intersection(layers_by_rank[rank])) for rank in positions],
         recomputed=[recomputed[rank] / len(layers_by_rank[rank]) for rank in positions],
         mean_recomputed=sum(recomputed) / run.model.num_layers,
         splits_backward=schedule.splits_backward,

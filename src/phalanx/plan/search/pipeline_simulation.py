@@ -13,6 +13,7 @@ from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
+from phalanx.spec.layers import expert_layers
 from phalanx.spec.run import RunSpec
 
 
@@ -55,10 +56,11 @@ def _estimate_stage_times(run: RunSpec, world_size: int, candidate: CandidateLay
     plain = layer_seconds_without_recomputation(constants, jobs, layers_times)
     layout_run = run.model_copy(update={"layout": candidate.layout()})
     recomputed = recomputed_layers(layout_run)
+    with_experts = set(expert_layers(run.model))
 
     def block_time(layer: int) -> StageTime:
         times = layers_times if layer in recomputed else plain
-        return times.routed if run.model.is_moe_layer(layer) else times.dense
+        return times.routed if layer in with_experts else times.dense
 
     stages = [_sum_stage_times(map(block_time, layers)) for layers in layers_per_stage(layout_run)]
     stages[0] += layers_times.embedding

@@ -9,7 +9,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Core, Cut, GatherHeads, Parameter, Part, Value
 
 
-def describe_attention(spec: ModelSpec, layout: Layout, window: int | None, x: Value) -> Part:
+def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     """Return attention: products with heads, norms of queries and keys, the kernel, and a product of its output."""
     part = Part("attention", "attention", x)
     heads = Cut(spec.num_heads, spec.head_dim)
@@ -34,7 +34,8 @@ def describe_attention(spec: ModelSpec, layout: Layout, window: int | None, x: V
             keeps=(replace(q), replace(k), v, out),
             heads=heads,
             flops_per_key=4 * heads.width,
-            window=window,
+            window=spec.sliding_window,
+            rope=spec.rope if spec.position_embedding == "rope" else None,
             parameters={"sinks": Parameter((spec.num_heads,), "zeros")} if spec.attention_sinks else {},
         )
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.attention import describe_attention
@@ -17,16 +18,23 @@ ONE_RANK = Layout()
 
 @dataclass(frozen=True)
 class Branch:
-    """x + part(norm(x)), where x is the residual stream."""
+    """x + after(part(before(x))), where x is the residual stream; one of the norms may be absent."""
 
-    norm: Norm
     part: Part
+    before: Norm | None
+    after: Norm | None
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """The norms of the residual stream, or of what is added to it."""
+        return tuple(norm for norm in (self.before, self.after) if norm)
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         """Parameters by their names in the block."""
+        before, after = (norm.named_parameters if norm else {} for norm in (self.before, self.after))
         part = {f"{self.part.name}.{name}": parameter for name, parameter in self.part.parameters.items()}
-        return self.norm.named_parameters | part
+        return before | part | after
 
 
 Block = tuple[Branch, ...]
@@ -36,26 +44,36 @@ Block = tuple[Branch, ...]
 @lru_cache
 def blocks(spec: ModelSpec, layout: Layout = ONE_RANK) -> tuple[Block, ...]:
     """Return the blocks of a model under a layout; layers of one kind are one object."""
-    describe = cache(partial(_describe_block, spec, layout))
-    return tuple(describe(spec.is_moe_layer(layer), spec.attention_window(layer)) for layer in range(spec.num_layers))
+    describe = cache(lambda layer: describe_block(layer, layout))
+    return tuple(map(describe, layer_specs(spec)))
 
 
-def _describe_block(spec: ModelSpec, layout: Layout, has_experts: bool, window: int | None) -> Block:
-    attention = describe_attention(spec, layout, window, residual_stream(spec))
-    x = residual_stream(spec)
-    ffn = describe_experts(spec, spec.moe, layout, x) if has_experts and spec.moe else describe_mlp(spec, x)
-    return tuple(Branch(describe_norm(spec, f"{part.name}_norm", part.input), part) for part in (attention, ffn))
+def describe_block(layer: ModelSpec, layout: Layout) -> Block:
+    """Return the branches of a layer (`spec.layers`)."""
+    attention = describe_attention(layer, layout, residual_stream(layer))
+    x = residual_stream(layer)
+    ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
+    return tuple(_describe_branch(layer, part) for part in (attention, ffn))
 
 
-def describe_norm(spec: ModelSpec, name: str, output: Value | None = None) -> Norm:
-    """Return a norm of the residual stream."""
+def _describe_branch(layer: ModelSpec, part: Part) -> Branch:
+    before = after = None
+    if layer.norm_position in ("before", "both"):
+        before = describe_norm(layer, f"{part.name}_norm", output=part.input)
+    if layer.norm_position in ("after", "both"):
+        x = Value(layer.hidden_size, tokens="residual")
+        after = describe_norm(layer, f"{part.name}_after", x, replace(x))
+    return Branch(part, before, after)
+
+
+def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Value | None = None) -> Norm:
+    """Return a norm of the residual stream, or of another value of its width."""
     parameters = {"weight": Parameter((spec.hidden_size,), "ones")}
     if spec.norm == "layernorm":
         parameters["bias"] = Parameter((spec.hidden_size,), "zeros")
-    stream = residual_stream(spec)
     return Norm(
         name=name,
-        reads=(stream,),
+        reads=(x or residual_stream(spec),),
         writes=output or residual_stream(spec),
         parameters=parameters,
         width=spec.hidden_size,

@@ -33,7 +33,7 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 tensors |= _kept_by_core(operation, shape)
                 other_bytes += shape.tokens * operation.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
                 # An additive document mask, [B, T, T], unless attention is computed by document.
-                if shape.has_dense_mask(spec):
+                if shape.has_dense_mask(spec, operation.heads.unit):
                     other_bytes += shape.batch * shape.sequence**2 * shape.compute_bytes
             case Route():
                 other_bytes += _router_bytes(operation, shape)
@@ -86,8 +86,9 @@ def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
         inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
         return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)
     vectors = shape.num_tokens(x) * max(1, shape.width(x) // norm.width)
-    if norm.kind == "layernorm":  # mean and 1 / std
-        return shape.value_bytes(x) + 2 * vectors * (STATISTIC_BYTES if shape.on_cuda else number_bytes)
+    if norm.kind == "layernorm":  # mean and 1 / std, on a CPU in the precision of the scale
+        statistic_bytes = STATISTIC_BYTES if shape.on_cuda else shape.residual_bytes
+        return shape.value_bytes(x) + 2 * vectors * statistic_bytes
     return shape.value_bytes(x) + vectors * max(STATISTIC_BYTES, number_bytes)
 
 

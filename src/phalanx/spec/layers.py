@@ -1,0 +1,42 @@
+"""The layers of a model, each described like a model of which all layers are equal."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from itertools import cycle, islice
+
+from phalanx.spec.layer_pattern import parse_layers
+from phalanx.spec.model import ModelSpec
+
+
+@lru_cache
+def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
+    """Return the description of each layer: the model's, with the values of the layer's kind.
+
+    Equal layers are one object. A layer has no experts if its `moe` is None, and no window if that is None."""
+    kinds = {kind.name: kind for kind in spec.kinds}
+    if spec.layers is not None:
+        of_kind = cache(lambda name: spec.layer_of_kind(kinds.get(name)))
+        names = islice(cycle(parse_layers(spec.layers)), spec.num_layers)
+        return tuple(of_kind(name) for name in names)
+    full = set(spec.full_attention_layers)
+    leading = spec.moe.num_leading_dense_layers if spec.moe else 0
+    of_form = cache(
+        lambda has_window, has_experts: spec.one_layer(
+            sliding_window=spec.sliding_window if has_window else None,
+            moe=spec.moe if has_experts else None,
+        )
+    )
+    return tuple(of_form(layer not in full, layer >= leading) for layer in range(spec.num_layers))
+
+
+@lru_cache
+def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
+    """Return the descriptions of the kinds of layers, each once, in the order of the first layer of each."""
+    return tuple(dict.fromkeys(layer_specs(spec)))
+
+
+@lru_cache
+def expert_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the layers (from 0) that have experts in place of an MLP."""
+    return tuple(index for index, layer in enumerate(layer_specs(spec)) if layer.moe is not None)
