@@ -37,7 +37,8 @@ def model_table(config: Table) -> Table:
     dials: Table = {}
     for name, field in (FIXED_FIELDS | family.fields).items():
         dials |= field.read(name, config, dials)
-    if "ffn_hidden_size" in family.unused:  # all layers have experts, but ModelSpec requires it
+    # Where all layers have experts, ModelSpec still requires the width of dense ones.
+    if "ffn_hidden_size" in family.unused:
         dials["ffn_hidden_size"] = dials["moe.expert_ffn_size"]
     table: Table = {}
     for dial, value in (dials | family.constants).items():
@@ -71,7 +72,11 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
-    family = family_for(spec)
+    return write_config(family_for(spec), spec)
+
+
+def write_config(family: Family, spec: ModelSpec) -> Table:
+    """Return the config.json of a family that can express `spec`."""
     config: Table = {"architectures": [family.architecture], "model_type": family.model_type}
     for name, field in family.fields.items():
         config |= field.write(name, spec)

@@ -26,13 +26,9 @@ class Field:
     """Further fields of config.json that are read together with this one."""
 
     @property
-    def dials(self) -> tuple[str, ...]:
-        """Dials that the field sets."""
-        return ()
-
-    def values(self, dial: str) -> Collection[object] | None:
-        """Return the values of a dial that the field can express; None for all values."""
-        return None
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dials that the field sets, with the values that it can express; None for all values."""
+        return {}
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials that a config.json sets. `dials` are those of the fields before this one.
@@ -61,13 +57,9 @@ class Read(Field):
     """Names of the field in other versions, which have precedence as in transformers."""
 
     @property
-    def dials(self) -> tuple[str, ...]:
-        """Dial that the field sets."""
-        return (self.dial,)
-
-    def values(self, dial: str) -> Collection[object] | None:
-        """Return the values that have a word."""
-        return None if self.words is None else self.words.values()
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dial of the field, with the values that have a word."""
+        return {self.dial: None if self.words is None else self.words.values()}
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the value of the dial."""
@@ -152,8 +144,7 @@ class Family:
         """Return the values of a dial that the family can express; None for all. `default` is that of ModelSpec."""
         if dial in self.constants:
             return (self.constants[dial],)
-        field = next((field for field in self.fields.values() if dial in field.dials), None)
-        return (default,) if field is None else field.values(dial)
+        return next((field.dials[dial] for field in self.fields.values() if dial in field.dials), (default,))
 
     def expresses(self, dial: str, value: object, default: object) -> bool:
         """Return whether config.json can say that a dial, or a table of dials, has a value."""
@@ -165,6 +156,11 @@ class Family:
         return values is None or value in values
 
 
+def any_value(*dials: str) -> dict[str, Collection[object] | None]:
+    """Return dials of which a field can express all values."""
+    return dict.fromkeys(dials)
+
+
 def first_word(words: Mapping[Any, object], value: object) -> object:
     """Return the first word of config.json for the value of a dial."""
     return next(word for word, meaning in words.items() if meaning == value)
@@ -172,7 +168,8 @@ def first_word(words: Mapping[Any, object], value: object) -> object:
 
 def require_supported(field: str, value: object, supported: Collection[Any]) -> None:
     """Raise UserError for a value of a field of config.json that is not among the supported ones."""
-    if value not in list(supported):  # a list, because the value may be a JSON list
+    # A list, because the value may be a JSON list, which has no hash.
+    if value not in list(supported):
         fix = f"use a model with one of: {', '.join(map(str, supported))}"
         raise UserError(f"config.json {field}", value, "is not supported", fix=fix)
 

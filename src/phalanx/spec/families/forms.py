@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Field, Table, first_word, require_supported, require_value
+from phalanx.spec.families.family import Field, Table, any_value, first_word, require_supported, require_value
 from phalanx.spec.model import ModelSpec
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -30,14 +29,10 @@ class Rope(Field):
     theta: float = 10_000.0
     """Base of the frequencies if config.json has none."""
     other_names = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
-    dials = (
-        *("rope.theta", "rope.scaling", "rope.factor", "rope.original_context"),
-        *(f"rope.{field}" for fields in SCALING_FIELDS.values() for field in fields),
-    )
-
-    def values(self, dial: str) -> Collection[object] | None:
-        """Return the scalings that have a name."""
-        return SCALINGS.values() if dial == "rope.scaling" else None
+    dials = any_value("rope.theta", "rope.factor", "rope.original_context") | {
+        **any_value("rope.low_freq_factor", "rope.high_freq_factor", "rope.beta_fast", "rope.beta_slow"),
+        "rope.scaling": SCALINGS.values(),
+    }
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of the embedding; rope_scaling has precedence over rope_parameters."""
@@ -83,7 +78,7 @@ class Rope(Field):
 class SwitchedWindow(Field):
     """Window that use_sliding_window switches on, in all layers."""
 
-    dials: tuple[str, ...] = ("sliding_window",)
+    dials = any_value("sliding_window")
     other_names: tuple[str, ...] = ("sliding_window",)
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
@@ -99,7 +94,7 @@ class SwitchedWindow(Field):
 class LayerWindow(SwitchedWindow):
     """Window that use_sliding_window switches on, in the layers of layer_types, or from max_window_layers on."""
 
-    dials: tuple[str, ...] = ("sliding_window", "full_attention_layers")
+    dials = any_value("sliding_window", "full_attention_layers")
     other_names = ("sliding_window", "max_window_layers", "layer_types")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
@@ -130,7 +125,7 @@ class LayerWindow(SwitchedWindow):
 class LeadingLayers(Field):
     """List of the layers with a dense MLP: the leading ones."""
 
-    dials = ("moe.num_leading_dense_layers",)
+    dials = any_value("moe.num_leading_dense_layers")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the number of layers. Raises UserError if the list has others than the leading ones."""
