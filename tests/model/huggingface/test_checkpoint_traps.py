@@ -17,6 +17,7 @@ from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
+from phalanx.spec.families.registry import families
 from phalanx.spec.files.load import load_model_spec
 from tests.helpers.altered_fields import altered_fields
 
@@ -114,6 +115,10 @@ def assert_logits_equal(build, directory: Path, **changes) -> None:
 def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
     file = directory / "model.safetensors"
     save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+
+
+def test_logits_of_every_family_are_compared():
+    assert KINDS.keys() == families().keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,13 +8,8 @@ from phalanx.spec.families.family import Read, Table, require_value
 from phalanx.spec.families.registry import families
 
 COUNTED_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings"),
 )
 
 
