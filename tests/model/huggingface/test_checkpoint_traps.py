@@ -233,6 +233,13 @@ def test_tensor_that_the_model_does_not_use_is_rejected_by_name(tmp_path, case):
         open_hf_weights(tmp_path, load_model_spec(str(tmp_path)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_rejects_a_tensor_that_it_does_not_use(tmp_path, kind):
+    add_tensor(save_random_model(tmp_path, kind), "model.layers.0.extra.weight", torch.ones(4))
+    with pytest.raises(UserError, match=r"model\.layers\.0\.extra\.weight.*is not used by the model"):
+        open_hf_weights(tmp_path, load_model_spec(str(tmp_path)))
+
+
 def test_quantized_tensors_and_adapters_are_rejected(tmp_path):
     save_random_model(tmp_path, "llama")
     spec, shape = load_model_spec(str(tmp_path)), torch.Size([32])
