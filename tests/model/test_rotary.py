@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.model.rotary import apply_rotary, frequencies, rotary_table
-from phalanx.spec.files.hf_config import hf_config
+from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.model import ModelSpec, RopeSpec
 
 ROPES = {

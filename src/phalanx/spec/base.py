@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Self, TypeVar, get_args
 
@@ -192,6 +192,15 @@ def require(ok: bool, field: str, value: object, problem: str, fix: str = "") ->
     """
     if not ok:
         raise UserError(field, value, problem, fix)
+
+
+def walk_fields(table: Spec, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted path, the value and the default of each field of a table, and of the tables in it."""
+    for name, info in type(table).model_fields.items():
+        value = getattr(table, name)
+        yield f"{prefix}{name}", value, info.default
+        if isinstance(value, Spec):
+            yield from walk_fields(value, f"{prefix}{name}.")
 
 
 def divisors(number: int) -> list[int]:

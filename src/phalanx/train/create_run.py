@@ -32,7 +32,7 @@ from phalanx.runs.create import (
 )
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config
+from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.learning_rate import learning_rate_note

@@ -16,7 +16,7 @@ from phalanx.data.tokenizer import byte_tokenizer, train_bpe
 from phalanx.model.huggingface.export import export_hf
 from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config
+from phalanx.spec.families.config_json import hf_config
 from phalanx.testing.fault_injection import NotAllowed, small_disk
 from phalanx.train.create_run import create_run
 from tests.helpers.cli_runner import command_output, command_stderr

@@ -13,7 +13,7 @@ from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config
+from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 

@@ -17,7 +17,9 @@ from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
+from phalanx.spec.families.registry import families
 from phalanx.spec.files.load import load_model_spec
+from tests.helpers.altered_fields import altered_fields
 
 WINDOW = 16
 SHAPE = {
@@ -115,9 +117,21 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
     save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
 
 
+def test_logits_of_every_family_are_compared():
+    assert KINDS.keys() == families().keys()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_transformers(build_model, tmp_path, kind):
     assert_logits_equal(build_model, save_random_model(tmp_path, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers_when_every_field_is_altered(build_model, tmp_path, kind):
+    altered = altered_fields(kind, KINDS[kind])
+    if kind == "olmoe":  # its norms in transformers have the width of the model, whatever the width of heads
+        del altered["head_dim"]
+    assert_logits_equal(build_model, save_random_model(tmp_path, kind, **altered))
 
 
 CONFIG_TRAPS = {
@@ -216,6 +230,13 @@ def test_tensor_that_the_model_does_not_use_is_rejected_by_name(tmp_path, case):
     name, words = EXTRA_TENSORS[case]
     add_tensor(save_random_model(tmp_path, "llama"), name, torch.ones(4))
     with pytest.raises(UserError, match=rf"{name}.*{words}"):
+        open_hf_weights(tmp_path, load_model_spec(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_rejects_a_tensor_that_it_does_not_use(tmp_path, kind):
+    add_tensor(save_random_model(tmp_path, kind), "model.layers.0.extra.weight", torch.ones(4))
+    with pytest.raises(UserError, match=r"model\.layers\.0\.extra\.weight.*is not used by the model"):
         open_hf_weights(tmp_path, load_model_spec(str(tmp_path)))
 
 

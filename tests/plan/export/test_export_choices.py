@@ -36,6 +36,23 @@ REFUSING_EXPORTERS = [
 ]
 
 
+class WiderModelSpec(ModelSpec):
+    """A ModelSpec of a later version."""
+
+    logit_softcap: float | None = None
+
+
+@pytest.mark.parametrize("trainer", [trainer for trainer in WRITERS if trainer != "deepspeed"])
+def test_export_refuses_a_field_of_the_model_that_the_exporter_does_not_name(trainer: Trainer) -> None:
+    run = make_run(SMALL)
+    job = ExportJob(run, parallel_dims(run.layout, 16), plan_batch(run, 16), stages=[range(run.model.num_layers)])
+    model = WiderModelSpec(**run.model.__dict__)
+    WRITERS[trainer](dataclasses.replace(job, run=run.model_copy(update={"model": model})))
+    wider_run = run.model_copy(update={"model": model.replace(logit_softcap=30.0)})
+    with pytest.raises(UserError, match=r"model\.logit_softcap = 30\.0 cannot be written for"):
+        WRITERS[trainer](dataclasses.replace(job, run=wider_run))
+
+
 def test_choices_include_nested_tables() -> None:
     assert {"layout.schedule", "model.activation", "model.rope.scaling", "model.moe.router_score"} <= set(CHOICES)
 

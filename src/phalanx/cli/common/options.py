@@ -26,7 +26,7 @@ def complete_presets(folder: str) -> Callable[[str], list[str]]:
 
 def counted_family_note(path: Path) -> str | None:
     """Return what a plan leaves out of a model whose family Phalanx cannot train; None for others."""
-    from phalanx.spec.files.hf_families import COUNTED_FAMILIES
+    from phalanx.spec.families.registry import COUNTED_FAMILIES
     from phalanx.spec.files.load import counted_family
 
     if (family := counted_family(path)) is None:

@@ -4,8 +4,9 @@ Safetensors and JSON only; transformers itself is not needed."""
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.model.huggingface.tensor_names import FAMILIES, hf_location, hf_sources, parameter_shapes
+from phalanx.model.huggingface.tensor_names import hf_sources, parameter_shapes
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_families import require_known_fields
+from phalanx.spec.families.config_json import require_known_fields
+from phalanx.spec.families.family import Family
+from phalanx.spec.families.registry import family_of
 from phalanx.spec.files.load import hf_config_file
 from phalanx.spec.files.tables import parse_json
 from phalanx.spec.model import ModelSpec
@@ -25,8 +28,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 HEAD = "lm_head.weight"
-IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
-"""Tensors of old versions that every version computes: rotary frequencies, and GPT-2's causal mask."""
 
 FIELD = "model.from_hf"
 SHAPE_FIX = "use a complete causal language model, and the model shape of its config.json"
@@ -51,52 +52,56 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     config_file = hf_config_file(str(directory))
     directory = config_file.parent
     config = read_json(config_file)
-    kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
-        raise UserError(
-            "config.json model_type", kind, "is not supported", fix=f"use a model of type {', '.join(FAMILIES)}"
-        )
+    family = family_of(config)
     if config.get("quantization_config"):
         raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
     require_known_fields(config)
     files = _tensor_files(directory)
-    names = _stored_names(kind, spec, files, directory=directory)
+    sources = hf_sources(family, parameter_shapes(spec))
+    hf_names = defaultdict(list)
+    for hf_name, source in sources.items():
+        for name in source.names:
+            hf_names[name].append(hf_name)
+    stored_names = _stored_names(family, list(sources), files, tied=spec.tie_embeddings, directory=directory)
     opened = cache(_open_safetensors)
 
     def read_weight(name: str, shape: torch.Size) -> Tensor:
-        location = hf_location(kind, name)
-        if "{e}" in location.name:
-            hf_names = [location.name.replace("{e}", str(expert)) for expert in range(shape[0])]
-            return torch.stack([_check_shape(read_tensor(hf_name), hf_name, shape[1:]) for hf_name in hf_names])
-        tensor = read_tensor(location.name)
-        tensor = tensor.T if location.transposed else tensor
-        rows = tensor.shape[0] // location.parts
-        return _check_shape(tensor[location.part * rows : (location.part + 1) * rows], location.name, shape)
+        has_experts = sources[hf_names[name][0]].expert is not None
+        tensors = []
+        for hf_name in hf_names[name]:
+            names = sources[hf_name].names
+            tensor = read_tensor(hf_name)
+            tensor = tensor.T if sources[hf_name].transposed else tensor
+            rows = tensor.shape[0] // len(names)
+            tensor = tensor[names.index(name) * rows :][:rows]
+            tensors.append(_check_shape(tensor, hf_name, shape[1:] if has_experts else shape))
+        return torch.stack(tensors) if has_experts else tensors[0]
 
     def read_tensor(hf_name: str) -> Tensor:
-        return _read_tensor(opened(files[names[hf_name]]), names[hf_name])
+        return _read_tensor(opened(files[stored_names[hf_name]]), stored_names[hf_name])
 
     if spec.tie_embeddings and HEAD in files:
-        embedding = hf_location(kind, "embedding.weight").name
+        [embedding] = hf_names["embedding.weight"]
         if not torch.equal(_read_tensor(opened(files[HEAD]), HEAD), read_tensor(embedding)):
             problem = f"differs from {embedding}, although config.json ties the two; transformers keeps both"
             raise UserError(FIELD, HEAD, problem, fix="set model.tie_embeddings = false")
     return read_weight
 
 
-def _stored_names(kind: str, spec: ModelSpec, files: Mapping[str, Path], directory: Path) -> dict[str, str]:
+def _stored_names(
+    family: Family, hf_names: list[str], files: Mapping[str, Path], tied: bool, directory: Path
+) -> dict[str, str]:
     """Return the name in the files of each tensor of the model, by its Hugging Face name.
 
     Raises UserError for a missing tensor, and for a tensor in the files that the model does not have."""
-    # A model saved without its head has names without the prefix "model." or "transformer.".
-    prefix = "transformer." if kind == "gpt2" else "model."
     names: dict[str, str] = {}
-    for hf_name in hf_sources(kind, parameter_shapes(spec)):
-        names[hf_name] = hf_name if hf_name in files else hf_name.removeprefix(prefix)
+    for hf_name in hf_names:
+        # A model saved without its head has names without the prefix.
+        names[hf_name] = hf_name if hf_name in files else hf_name.removeprefix(family.prefix)
         if names[hf_name] not in files:
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)
-    tied = {HEAD} if spec.tie_embeddings else set()
-    unread = sorted(name for name in files.keys() - set(names.values()) - tied if not IGNORED_TENSORS.search(name))
+    other = sorted(files.keys() - set(names.values()) - ({HEAD} if tied else set()))
+    unread = [name for name in other if not any(fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
     if unread:
         more = f", nor are {len(unread) - 1} more tensors" if len(unread) > 1 else ""
         note = " (transformers drops it too, as config.json has no bias)" * unread[0].endswith(".bias")

@@ -20,7 +20,8 @@ from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE, read_j
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tokenizer_files
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config, merge_hf_config
+from phalanx.spec.families.config_json import hf_config, merge_hf_config
+from phalanx.spec.families.registry import family_of
 from phalanx.spec.model import ModelSpec
 
 PRECISIONS = ("fp32", "bf16")
@@ -75,7 +76,7 @@ def export_hf(
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
-    sources = hf_sources(config["model_type"], shapes)
+    sources = hf_sources(family_of(config), shapes)
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:

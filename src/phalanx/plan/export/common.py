@@ -9,6 +9,7 @@ from math import sqrt
 from typing import Literal
 
 from phalanx.spec.attention_backend import has_window
+from phalanx.spec.base import walk_fields
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
 from phalanx.spec.learning_rate import describe_learning_rate
@@ -112,6 +113,20 @@ SUPPORTED_EVERYWHERE = (
     SupportedOption("layout.recomputed_blocks", fix="remove it: all blocks then recompute activations"),
 )
 """Options that either all four trainers support or none of them does."""
+EXPRESSED_MODEL_FIELDS = frozenset(
+    f"model.{field}"
+    for field in (
+        *("preset", "from_hf", "upcycle_reinit_fraction", "vocab_size", "hidden_size", "num_layers", "num_heads"),
+        *("num_kv_heads", "head_dim", "ffn_hidden_size", "max_seq_len", "sliding_window", "full_attention_layers"),
+        *("norm_eps", "rope", "rope.theta", "rope.factor", "rope.original_context", "rope.low_freq_factor"),
+        *("rope.high_freq_factor", "rope.beta_fast", "rope.beta_slow", "bias", "tie_embeddings"),
+        *("moe", "moe.num_experts", "moe.top_k", "moe.expert_ffn_size", "moe.num_shared_experts"),
+        *("moe.num_leading_dense_layers", "moe.normalize_top_k", "moe.balance_loss_coef", "moe.z_loss_coef"),
+        *("moe.capacity_factor", "moe.bias_update_rate"),
+    )
+)
+"""Fields of the model that each export of a model expresses, checks itself, or does not need with the options that it
+supports. Any other field is refused unless an option names it, also one that a later version adds."""
 LLAMA_WITH_ADAMW = (
     SupportedOption("training.loss", fix="remove it"),
     SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
@@ -145,7 +160,12 @@ def check_export_supported(job: ExportJob, trainer: Trainer, supported: Sequence
     if has_window(job.run.model, job.run.training.seq_len):
         fix = f"use training.seq_len = {window} or less, or another model"
         raise unsupported_error(trainer, "model.sliding_window", window, fix)
-    for option in sorted((*SUPPORTED_EVERYWHERE, *supported), key=lambda option: option.field.startswith("layout.")):
+    options = [*SUPPORTED_EVERYWHERE, *supported]
+    if trainer != "deepspeed":  # its program creates the model
+        named = EXPRESSED_MODEL_FIELDS | {option.field for option in options}
+        fields = (field for field, _, _ in walk_fields(job.run.model, "model."))
+        options += [SupportedOption(field) for field in fields if field not in named]
+    for option in sorted(options, key=lambda option: option.field.startswith("layout.")):
         value, default = _read_value_and_default(job.run, option.field)
         if value != default and value not in option.values:
             raise unsupported_error(trainer, option.field, value, fix=(option.fixes or {}).get(str(value), option.fix))

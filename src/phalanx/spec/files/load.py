@@ -14,8 +14,9 @@ from typing import Any, get_args
 from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
-from phalanx.spec.files.hf_config import counted_model_table, model_table
-from phalanx.spec.files.hf_families import COUNTED_FAMILIES
+from phalanx.spec.families.config_json import model_table
+from phalanx.spec.families.counted import counted_model_table
+from phalanx.spec.families.registry import COUNTED_FAMILIES
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout

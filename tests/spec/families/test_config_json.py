@@ -2,10 +2,9 @@ import json
 
 import pytest
 
-from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import counted_model_table, hf_config, merge_hf_config, model_table
+from phalanx.spec.families.config_json import hf_config, merge_hf_config, model_table
 from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 from tests.helpers.choices import choice_fields, with_unknown_value
@@ -39,67 +38,6 @@ ROPES = [
     {"scaling": "llama3", "factor": 8.0, "original_context": 32, "low_freq_factor": 1.5, "high_freq_factor": 3.0},
     {"scaling": "yarn", "factor": 4.0, "original_context": 16, "beta_fast": 16.0, "beta_slow": 2.0},
 ]
-
-
-QWEN2_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152_064,
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131_072,
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "sliding_window": 131_072,
-}
-PHI3_MINI = QWEN2_7B | {
-    "model_type": "phi3",
-    "vocab_size": 32_064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "rope_scaling": {"type": "longrope", "long_factor": [1.0]},
-    "sliding_window": 2047,
-}
-del PHI3_MINI["use_sliding_window"]
-GPT_OSS_20B = {
-    "model_type": "gpt_oss",
-    "vocab_size": 201_088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "attention_bias": True,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False},
-}
-
-
-@pytest.mark.parametrize(("config", "parameters"), [(QWEN2_7B, 7.615e9), (PHI3_MINI, 3.821e9), (GPT_OSS_20B, 20.91e9)])
-def test_counted_family_has_the_published_number_of_parameters(config, parameters):
-    spec = parse_table(ModelSpec, counted_model_table(config))
-    assert count_parameters(spec).total == pytest.approx(parameters, rel=1e-3)
-    assert spec.sliding_window == {"qwen2": None, "phi3": 2047, "gpt_oss": 128}[config["model_type"]]
-    assert spec.full_attention_layers == (tuple(range(1, 24, 2)) if config["model_type"] == "gpt_oss" else ())
-    with pytest.raises(UserError, match="model_type"):
-        model_table(config)
-
-
-def test_counted_family_requires_its_sizes_and_known_windows():
-    with pytest.raises(UserError, match=r"config\.json hidden_size is missing"):
-        counted_model_table(QWEN2_7B | {"hidden_size": None})
-    with pytest.raises(UserError, match="use_sliding_window = True"):
-        counted_model_table(QWEN2_7B | {"use_sliding_window": True})
 
 
 @pytest.mark.parametrize(
@@ -308,3 +246,17 @@ def test_hf_config_refuses_a_value_that_it_does_not_name(base, field):
     with pytest.raises(UserError, match="is not used by any supported Hugging Face architecture") as error_info:
         hf_config(spec)
     assert error_info.value.field == field
+
+
+class WiderModelSpec(ModelSpec):
+    """A ModelSpec of a later version."""
+
+    logit_softcap: float | None = None
+
+
+def test_hf_config_refuses_a_field_that_no_family_knows():
+    spec = parse_table(WiderModelSpec, BASE)
+    assert hf_config(spec) == hf_config(parse_table(ModelSpec, BASE))
+    with pytest.raises(UserError, match=r"fix: export a model with model\.logit_softcap = None") as error_info:
+        hf_config(spec.replace(logit_softcap=30.0))
+    assert error_info.value.field == "model.logit_softcap"

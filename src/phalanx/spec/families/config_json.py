@@ -1,0 +1,125 @@
+"""Conversion between a Hugging Face config.json and a ModelSpec table, by the tables of the families.
+
+Shapes only; `model.huggingface` converts the weights.
+"""
+
+from __future__ import annotations
+
+from phalanx.spec.base import Spec, parse_table, walk_fields
+from phalanx.spec.errors import UserError
+from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
+from phalanx.spec.families.family import Family, Table
+from phalanx.spec.families.forms import ROPE_FIELDS
+from phalanx.spec.families.registry import families, family_of
+from phalanx.spec.model import ModelSpec
+
+DISTINCTIVE_DIALS = ("position_embedding", "moe", "qk_norm")
+"""Dials by which families differ most: the error for a model without a family then names what is special about it."""
+UNEXPORTED_DIALS = frozenset(
+    {
+        *("preset", "from_hf", "upcycle_reinit_fraction"),
+        *("moe.balance_loss_scope", "moe.z_loss_coef", "moe.capacity_factor"),
+    }
+)
+"""Dials of training, which no config.json has."""
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def model_table(config: Table) -> Table:
+    """Return the ModelSpec table of a Hugging Face configuration.
+
+    Absent fields have the defaults of their family.
+
+    Raises:
+        UserError: The model type, or a variant of it, is not supported.
+    """
+    family = family_of(config)
+    dials: Table = {}
+    for name, field in (FIXED_FIELDS | family.fields).items():
+        dials |= field.read(name, config, dials)
+    # Where all layers have experts, ModelSpec still requires the width of dense ones.
+    if "ffn_hidden_size" in family.unused:
+        dials["ffn_hidden_size"] = dials["moe.expert_ffn_size"]
+    table: Table = {}
+    for dial, value in (dials | family.constants).items():
+        *tables, last = dial.split(".")
+        inner = table
+        for key in tables:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return table
+
+
+def require_known_fields(config: Table) -> None:
+    """Raise UserError for an unsupported field of config.json that may change the output of the model."""
+    fields = FIXED_FIELDS | family_of(config).fields
+    known = {*fields, *(name for field in fields.values() for name in field.other_names), *HARMLESS_FIELDS}
+    unknown = {field: value for field, value in config.items() if field not in known}
+    for table in sorted({"rope_parameters", "rope_scaling"} & known):
+        rope = config.get(table) or {}
+        unknown |= {f"{table}.{field}": value for field, value in rope.items() if field not in ROPE_FIELDS}
+    for name, value in unknown.items():
+        if value is None:
+            continue
+        problem = f"is not a known field of a {config['model_type']} model, and may change its results"
+        fix = "remove it from config.json if it has no effect; otherwise use another model"
+        raise UserError(f"config.json {name}", value, problem, fix=fix)
+
+
+def hf_config(spec: ModelSpec) -> Table:
+    """Return the Hugging Face config.json that describes `spec`.
+
+    Raises:
+        UserError: No Hugging Face architecture has this shape. The message names the field.
+    """
+    return write_config(family_for(spec), spec)
+
+
+def write_config(family: Family, spec: ModelSpec) -> Table:
+    """Return the config.json of a family that can express `spec`."""
+    config: Table = {"architectures": [family.architecture], "model_type": family.model_type}
+    for name, field in family.fields.items():
+        config |= field.write(name, spec)
+    return config
+
+
+def family_for(spec: ModelSpec) -> Family:
+    """Return the first family that can express all dials of `spec`.
+
+    Raises UserError for the first dial with which none remains.
+    """
+    if spec.implementation is not None:
+        problem = "has no Hugging Face architecture"
+        fix = "load the network with phalanx.load_model, and save its weights"
+        raise UserError("model.implementation", spec.implementation.class_path, problem, fix=fix)
+    candidates = list(families().values())
+    # The defaults that ModelSpec fills in.
+    derived = {"num_kv_heads": spec.num_heads, "head_dim": spec.hidden_size // spec.num_heads}
+    dials = {dial: (value, derived.get(dial, default)) for dial, value, default in walk_fields(spec)}
+    for dial in [*DISTINCTIVE_DIALS, *(dial for dial in dials if dial not in UNEXPORTED_DIALS)]:
+        value, default = dials[dial]
+        able = [family for family in candidates if family.expresses(dial, value, default)]
+        if not able:
+            problem = "is not used by any supported Hugging Face architecture with these model settings"
+            if isinstance(value, Spec):
+                raise UserError(f"model.{dial}", None, problem, fix=f"export a model without model.{dial}")
+            known = [known for family in candidates for known in family.values(dial, default) or ()]
+            fix = f"export a model with model.{dial} = {' or '.join(map(repr, dict.fromkeys(known)))}"
+            raise UserError(f"model.{dial}", value, problem, fix=fix)
+        candidates = able
+    return candidates[0]
+
+
+def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
+    """Return the original config.json `source`, changed where `spec` differs from it.
+
+    A model of another type, such as a dense model that was given experts, keeps only the special tokens.
+    """
+    before = hf_config(parse_table(ModelSpec, model_table(source)))
+    after = hf_config(spec)
+    if before["model_type"] != after["model_type"]:
+        return after | {field: value for field, value in source.items() if field in SPECIAL_TOKENS}
+    changed = {field: value for field, value in after.items() if value != before.get(field)}
+    if "rope_parameters" in changed:  # transformers would give it precedence
+        source = {field: value for field, value in source.items() if field != "original_max_position_embeddings"}
+    return source | changed

@@ -1,0 +1,181 @@
+"""Types of the tables of model families.
+
+A dial is a field of ModelSpec by its dotted path, such as "rope.theta". Fields of config.json set dials.
+
+Why: `docs/design/decisions/hf-families.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.model import ModelSpec
+
+Table = dict[str, Any]
+"""Values by the names of fields of config.json, or by dials."""
+
+
+class Field:
+    """A field of config.json, or several that belong together. `name` is the key in `Family.fields`."""
+
+    other_names: tuple[str, ...] = ()
+    """Further fields of config.json that are read together with this one."""
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dials that the field sets, with the values that it can express; None for all values."""
+        return {}
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the dials that a config.json sets. `dials` are those of the fields before this one.
+
+        Raises UserError for a value that Phalanx does not support.
+        """
+        return {}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the fields of config.json that describe a model."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Read(Field):
+    """A field with the value of one dial."""
+
+    dial: str
+    default: object = None
+    """Value if config.json omits the field."""
+    words: Mapping[Any, object] | None = None
+    """Values of the dial by those of config.json, if they differ. Export writes the first word of a value."""
+    unset: Callable[[Table], object] | None = None
+    """Function of the dials so far for a value of null or 0."""
+    other_names: tuple[str, ...] = ()
+    """Names of the field in other versions, which have precedence as in transformers."""
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dial of the field, with the values that have a word."""
+        return {self.dial: None if self.words is None else self.words.values()}
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the value of the dial."""
+        value = next(filter(None, map(config.get, self.other_names)), config.get(name, self.default))
+        if self.words is not None:
+            require_supported(name, value, self.words)
+            value = self.words[value]
+        return {self.dial: self.unset(dials) if self.unset and not value else value}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the field with the value of the dial."""
+        value = attrgetter(self.dial)(spec)
+        return {name: value if self.words is None else first_word(self.words, value)}
+
+
+@dataclass(frozen=True)
+class Fixed(Field):
+    """A field that is supported with one value only, which is also its default."""
+
+    value: object
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return no dials. Raises UserError for another value than the supported one."""
+        require_value(name, config.get(name), self.value)
+        return {}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the field with its value."""
+        return {name: self.value}
+
+
+@dataclass(frozen=True)
+class Written(Field):
+    """A field that does not affect results, which export writes for other programs: a value, or that of a dial."""
+
+    value: object = None
+    dial: str = ""
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the field with its value."""
+        return {name: attrgetter(self.dial)(spec) if self.dial else self.value}
+
+
+class Rows:
+    """Parameters in one tensor: equal parts along the output axis.
+
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D.
+    """
+
+    def __init__(self, *names: str, transposed: bool = False) -> None:
+        self.names = names
+        self.transposed = transposed
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of Hugging Face models: its config.json and its tensors."""
+
+    model_type: str
+    architecture: str
+    """Class in transformers."""
+    fields: dict[str, Field]
+    """Fields of config.json by name, in the order in which export writes them; besides those of `common_fields`."""
+    constants: dict[str, object]
+    """Dials with one value in this family. Dials without a field or a constant have the default of ModelSpec."""
+    tensors: dict[str, str | Rows]
+    """Parameters by the name of their tensor in the checkpoint. {i} is the layer: parameters are then those of block i.
+    {e} means that each expert is a separate tensor."""
+    prefix: str = "model."
+    """Start of the tensors' names, which a model that was saved without its head omits."""
+    ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    """Patterns of tensors in files of old versions that every version computes."""
+    unused: tuple[str, ...] = ()
+    """Dials, or tables of dials, without effect in this family."""
+
+    @property
+    def dials(self) -> set[str]:
+        """Dials that a field or a constant sets."""
+        return {*self.constants, *(dial for field in self.fields.values() for dial in field.dials)}
+
+    def values(self, dial: str, default: object) -> Collection[object] | None:
+        """Return the values of a dial that the family can express; None for all. `default` is that of ModelSpec."""
+        if dial in self.constants:
+            return (self.constants[dial],)
+        return next((field.dials[dial] for field in self.fields.values() if dial in field.dials), (default,))
+
+    def expresses(self, dial: str, value: object, default: object) -> bool:
+        """Return whether config.json can say that a dial, or a table of dials, has a value."""
+        if any(f"{dial}.".startswith(f"{unused}.") for unused in self.unused):
+            return True
+        if any(path.startswith(f"{dial}.") for path in self.dials):
+            return value is not None
+        values = self.values(dial, default)
+        return values is None or value in values
+
+
+def any_value(*dials: str) -> dict[str, Collection[object] | None]:
+    """Return dials of which a field can express all values."""
+    return dict.fromkeys(dials)
+
+
+def first_word(words: Mapping[Any, object], value: object) -> object:
+    """Return the first word of config.json for the value of a dial."""
+    return next(word for word, meaning in words.items() if meaning == value)
+
+
+def require_supported(field: str, value: object, supported: Collection[Any]) -> None:
+    """Raise UserError for a value of a field of config.json that is not among the supported ones."""
+    # A list, because the value may be a JSON list, which has no hash.
+    if value not in list(supported):
+        fix = f"use a model with one of: {', '.join(map(str, supported))}"
+        raise UserError(f"config.json {field}", value, "is not supported", fix=fix)
+
+
+def require_value(field: str, value: object, expected: object) -> None:
+    """Raise UserError for a field of config.json that is present with another value than the expected one."""
+    if value is not None and value != expected:
+        fix = f"use a model with {field} = {expected}"
+        raise UserError(f"config.json {field}", value, "is not supported", fix=fix)

@@ -1,0 +1,52 @@
+"""Mistral, and Mixtral with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.spec.families.family import Read
+from phalanx.spec.families.forms import Rope
+from phalanx.spec.families.llama import LLAMA, query_heads
+
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    fields=LLAMA.fields
+    | {
+        "num_key_value_heads": Read("num_kv_heads", 8, unset=query_heads),
+        "intermediate_size": Read("ffn_hidden_size", 14336),
+        "max_position_embeddings": Read("max_seq_len", 131072),
+        "sliding_window": Read("sliding_window", 4096),
+    },
+)
+
+MIXTRAL = replace(
+    MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=MISTRAL.fields
+    | {
+        "intermediate_size": Read("moe.expert_ffn_size", 14336),
+        "rms_norm_eps": Read("norm_eps", 1e-5),
+        "rope_parameters": Rope(theta=1_000_000.0),
+        "sliding_window": Read("sliding_window", None),
+        "num_experts_per_tok": Read("moe.top_k", 2),
+        "router_aux_loss_coef": Read("moe.balance_loss_coef", 0.001),
+        "num_local_experts": Read("moe.num_experts", 8, other_names=("num_experts",)),
+    },
+    constants={
+        "qk_norm": "none",
+        "moe.normalize_top_k": True,
+        "moe.num_leading_dense_layers": 0,
+        "moe.z_loss_coef": 0.0,
+    },
+    unused=("ffn_hidden_size",),
+    tensors=MISTRAL.tensors
+    | {
+        "model.layers.{i}.block_sparse_moe.gate.weight": "mlp.router.gate.weight",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight": "mlp.experts.gate",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight": "mlp.experts.up",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight": "mlp.experts.down",
+    },
+)

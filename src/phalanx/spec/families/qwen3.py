@@ -1,0 +1,56 @@
+"""Qwen3, dense and with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.spec.families.family import Fixed, Read
+from phalanx.spec.families.forms import LayerWindow, LeadingLayers, SwitchedWindow
+from phalanx.spec.families.llama import (
+    EXPERT_FIELDS,
+    EXPERT_TENSORS,
+    LLAMA,
+    QK_NORM_TENSORS,
+    even_head_dim,
+    query_heads,
+)
+
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=LLAMA.fields
+    | {
+        "vocab_size": Read("vocab_size", 151936),
+        "num_key_value_heads": Read("num_kv_heads", 32, unset=query_heads),
+        "head_dim": Read("head_dim", 128, unset=even_head_dim),
+        "intermediate_size": Read("ffn_hidden_size", 22016),
+        "max_position_embeddings": Read("max_seq_len", 32768),
+        "use_sliding_window": LayerWindow(),
+    },
+    constants={"qk_norm": "head"},
+    tensors=LLAMA.tensors | QK_NORM_TENSORS,
+)
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields=QWEN3.fields
+    | {
+        "hidden_size": Read("hidden_size", 2048),
+        "num_hidden_layers": Read("num_layers", 24),
+        "num_key_value_heads": Read("num_kv_heads", 4, unset=query_heads),
+        "head_dim": Read("head_dim", None, unset=even_head_dim),
+        "intermediate_size": Read("ffn_hidden_size", 6144),
+        "use_sliding_window": SwitchedWindow(),
+    }
+    | EXPERT_FIELDS
+    | {
+        "moe_intermediate_size": Read("moe.expert_ffn_size", 768),
+        "decoder_sparse_step": Fixed(1),
+        "mlp_only_layers": LeadingLayers(),
+    },
+    constants={"qk_norm": "head", "moe.z_loss_coef": 0.0},
+    tensors=QWEN3.tensors | EXPERT_TENSORS,
+)

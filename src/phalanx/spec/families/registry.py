@@ -1,0 +1,51 @@
+"""All families, found in the modules of this package."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.families.family import Family, Table, require_supported
+
+EXPORTED_FIRST = ("llama",)
+"""Families that export prefers where several can express a model. The others follow in the order of their names."""
+COUNTED_FAMILIES = {
+    "qwen2": "biases of queries, keys and values",
+    "phi3": "scales of long contexts",
+    "gpt_oss": "biases and limits of activations",
+}
+"""Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory
+noticeably. Their matrices are those of a supported family."""
+UNKNOWN_PARTS = {
+    "kv_lora_rank": "belongs to multi-head latent attention",
+    "vision_config": "describes a vision tower",
+    "query_pre_attn_scalar": "belongs to blocks with norms after attention and MLP",
+}
+"""Fields of families with parts that Phalanx neither trains nor counts."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return the families by model_type, in the order in which export tries them."""
+    modules = [import_module(f"{__package__}.{module.name}") for module in iter_modules([str(Path(__file__).parent)])]
+    values = [value for module in modules for value in vars(module).values()]
+    found = {value.model_type: value for value in values if isinstance(value, Family)}
+    return {name: found[name] for name in [*EXPORTED_FIRST, *sorted(found.keys() - EXPORTED_FIRST)]}
+
+
+def family_of(config: Table) -> Family:
+    """Return the family of a config.json.
+
+    Raises UserError if Phalanx does not support it.
+    """
+    supported = families()
+    model_type = config.get("model_type")
+    if model_type not in supported and (part := next(filter(config.get, UNKNOWN_PARTS), None)):
+        fix = f"use a model with one of: {', '.join([*sorted(supported), *COUNTED_FAMILIES])}"
+        problem = f"{UNKNOWN_PARTS[part]}, which Phalanx neither trains nor plans"
+        raise UserError(f"config.json {part}", config[part], problem, fix)
+    require_supported("model_type", model_type, sorted(supported))
+    return supported[str(model_type)]

@@ -1,0 +1,30 @@
+"""Other values of the fields that a family reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.spec.families.family import Read
+from phalanx.spec.families.registry import families
+
+SIZES_OF_HEADS = {"head_dim": 12, "sliding_window": 16}
+"""Values that are neither the default of a small model nor derived from its other sizes."""
+
+
+def altered_fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return another value for each field of a config.json that the table of a family reads into a dial."""
+    return {
+        name: _altered_value(name, field, config.get(name, field.default))
+        for name, field in families()[kind].fields.items()
+        if isinstance(field, Read)
+    }
+
+
+def _altered_value(name: str, field: Read, value: Any) -> Any:
+    if name in SIZES_OF_HEADS:
+        return SIZES_OF_HEADS[name]
+    if field.words is not None:
+        return next(word for word, meaning in field.words.items() if meaning != field.words[value])
+    if isinstance(value, bool):
+        return not value
+    return value * 1000 if field.dial == "norm_eps" else 2 * (value or 20)

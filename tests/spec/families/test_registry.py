@@ -1,0 +1,161 @@
+"""The tables of all families compared with the configuration classes of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from operator import attrgetter
+
+import pytest
+
+from phalanx.spec.base import parse_table
+from phalanx.spec.errors import UserError
+from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
+from phalanx.spec.families.config_json import hf_config, model_table, require_known_fields, write_config
+from phalanx.spec.families.family import Fixed, Read, Rows
+from phalanx.spec.families.registry import families
+from phalanx.spec.model import ModelSpec, MoESpec, RopeSpec
+from tests.helpers.altered_fields import altered_fields
+
+SMALL = (
+    {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 1},
+    {"n_embd": 32, "n_head": 4},
+)
+"""Sizes of a small model in the words of Llama, and in those of GPT-2."""
+
+
+@pytest.fixture(params=families())
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def theirs(kind):
+    """Return the default configuration of a family in transformers."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoConfig.for_model(kind)
+
+
+def test_families_are_found_and_llama_is_exported_first():
+    names = list(families())
+    assert {"llama", "gpt2", "mistral", "mixtral", "olmoe", "qwen3", "qwen3_moe"} <= set(names)
+    assert names == ["llama", *sorted(set(names) - {"llama"})]
+
+
+def test_every_attribute_of_the_configuration_class_is_accounted_for(kind, theirs):
+    attributes = {field.name for field in dataclasses.fields(theirs)} | theirs.to_dict().keys()
+    for attribute in attributes - {"model_type"}:
+        require_known_fields({"model_type": kind, attribute: {}})
+
+
+def test_defaults_equal_those_of_transformers(kind, theirs):
+    assert families()[kind].architecture in dir(pytest.importorskip("transformers"))
+    assert drop_unset(model_table({"model_type": kind})) == drop_unset(model_table(theirs.to_dict()))
+    defaults = {field.name: field.default for field in dataclasses.fields(theirs)}
+    defaults.setdefault("head_dim")  # not a field of Qwen3-MoE and OLMoE, but their attention reads it
+    for name, field in families()[kind].fields.items():
+        if isinstance(field, Read):
+            assert field.default == defaults[name], name
+    for name, field in (FIXED_FIELDS | families()[kind].fields).items():
+        assert not isinstance(field, Fixed) or field.value == defaults.get(name, field.value), name
+
+
+def drop_unset(table):
+    return {dial: value for dial, value in table.items() if value is not None}
+
+
+def test_export_import_export_is_the_identity(kind):
+    spec = parse_table(ModelSpec, model_table({"model_type": kind}))
+    config = write_config(families()[kind], spec)
+    assert parse_table(ModelSpec, model_table(config)) == spec
+    assert write_config(families()[kind], parse_table(ModelSpec, model_table(config))) == config
+    assert parse_table(ModelSpec, model_table(hf_config(spec))) == spec
+
+
+def test_altered_field_changes_one_dial_and_is_exported(kind):
+    transformers = pytest.importorskip("transformers")
+    small = SMALL[kind == "gpt2"] | {"model_type": kind}
+    before = parse_table(ModelSpec, model_table(small))
+    for name, value in altered_fields(kind, small).items():
+        spec = parse_table(ModelSpec, model_table(small | {name: value}))
+        dial = families()[kind].fields[name].dial
+        assert attrgetter(dial)(spec) != attrgetter(dial)(before), name
+        exported = hf_config(spec) | {"model_type": kind}
+        assert getattr(transformers.AutoConfig.for_model(**exported), name) == value
+
+
+def test_dial_is_set_by_one_field_or_constant(kind):
+    family = families()[kind]
+    dials = [*family.constants, *(dial for field in family.fields.values() for dial in field.dials)]
+    assert len(dials) == len(set(dials))
+    for dial in dials:
+        table, _, name = dial.rpartition(".")
+        assert name in {"": ModelSpec, "rope": RopeSpec, "moe": MoESpec}[table].model_fields
+
+
+def test_no_field_is_both_read_and_harmless(kind):
+    read = {name for name, field in families()[kind].fields.items() if isinstance(field, Read | Fixed)}
+    assert not read & HARMLESS_FIELDS
+    assert not FIXED_FIELDS.keys() & HARMLESS_FIELDS
+
+
+def test_parameter_has_one_place_in_a_checkpoint(kind):
+    stored = [tensor.names if isinstance(tensor, Rows) else (tensor,) for tensor in families()[kind].tensors.values()]
+    names = [name for names in stored for name in names]
+    assert len(names) == len(set(names))
+
+
+HUB_FIELDS = {
+    "gpt2": {"n_ctx": 1024, "summary_type": "cls_index", "task_specific_params": {"text-generation": {}}},
+    "gpt2 of before 2020": {
+        "model_type": "gpt2",
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "output_past": True,
+        "_num_labels": 1,
+    },
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}, "pretraining_tp": 1},
+    "qwen3": {"_attn_implementation_autoset": True, "max_window_layers": 28, "use_sliding_window": False},
+    "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "attention_bias": False, "rope_scaling": None},
+    "mixtral": {"router_jitter_noise": 0.0, "output_router_logits": False, "num_local_experts": 8},
+    "olmoe": {"clip_qkv": None, "output_router_logits": False, "pad_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("name", HUB_FIELDS)
+def test_fields_of_published_models_are_known(name):
+    require_known_fields({"model_type": name} | HUB_FIELDS[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "rope_scaling.mrope_section"),
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+    ],
+    ids=str,
+)
+def test_unknown_field_is_rejected_by_name_unless_null(change, name):
+    config = {"model_type": "llama"}
+    require_known_fields(config | dict.fromkeys(change))
+    for table in ("rope_parameters", "rope_scaling"):
+        require_known_fields(config | {table: {"rope_type": "default"} | dict.fromkeys(change)})
+    with pytest.raises(UserError, match=f"config.json {name}"):
+        require_known_fields(config | change)
+
+
+def test_field_of_no_family_is_refused_by_name(kind):
+    with pytest.raises(UserError, match=rf"config\.json logit_softcap = 30.* is not a known field of a {kind} model"):
+        require_known_fields({"model_type": kind, "logit_softcap": 30.0})
+
+
+EXPERT_NAMES = [{"num_experts": 16}, {"num_local_experts": 16}, {"num_experts": 16, "num_local_experts": 32}]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("fields", EXPERT_NAMES, ids=str)
+def test_number_of_experts_has_two_names_as_in_transformers(kind, fields):
+    transformers = pytest.importorskip("transformers")
+    expected = transformers.AutoConfig.for_model(kind, **fields).num_experts
+    assert model_table({"model_type": kind} | fields)["moe"]["num_experts"] == expected
