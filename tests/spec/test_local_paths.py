@@ -20,6 +20,8 @@ FREE_TEXTS = {
     "data.text_key",
     "evaluation.prompt",
     "metrics.wandb",
+    "model.kinds.name",
+    "model.layers",
     "metrics.wandb_entity",
     "metrics.wandb_group",
     "metrics.wandb_tags",

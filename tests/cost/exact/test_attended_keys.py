@@ -9,6 +9,7 @@ from phalanx.cost.exact.attended_keys import attended_fraction, attended_keys
 from phalanx.cost.exact.flops import forward_flops
 from phalanx.cost.exact.pipeline_split import layer_flops
 from phalanx.plan.tables.job_columns import model_columns
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
 SPEC = ModelSpec(vocab_size=9, hidden_size=16, num_layers=4, num_heads=2, ffn_hidden_size=8, max_seq_len=64)
@@ -25,16 +26,16 @@ def test_attended_keys_are_pairs_of_mask_without_half_the_diagonal(window: int) 
 
 def test_full_layers_attend_to_half_of_the_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1, 3])
-    assert attended_fraction(spec, 64) == pytest.approx((32 + 3.875) / 64)
-    assert attended_fraction(SPEC, 64) == attended_fraction(spec, 4) == 1
-    assert model_columns(spec, 64)["attended_fraction"] == attended_fraction(spec, 64)
+    assert attended_fraction(layer_specs(spec), 64) == pytest.approx((32 + 3.875) / 64)
+    assert attended_fraction(layer_specs(SPEC), 64) == attended_fraction(layer_specs(spec), 4) == 1
+    assert model_columns(spec, 64)["attended_fraction"] == attended_fraction(layer_specs(spec), 64)
 
 
 def test_flops_count_attended_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1])
     full, windowed = (forward_flops(model_spec, 64).core for model_spec in (SPEC, spec))
     assert full == 4 * 4 * 16 * 32
-    assert windowed == pytest.approx(full * attended_fraction(spec, 64))
+    assert windowed == pytest.approx(full * attended_fraction(layer_specs(spec), 64))
     embedding, first, second, *_ = layer_flops(spec, 64)
     assert second - first == 12 * 16 * (32 - 3.875)
     assert embedding + first > 0

@@ -6,6 +6,7 @@ All functions compute columns of many jobs at once (`cost.estimate.job_table`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,17 @@ class BlockActivations:
 
 
 def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivations:
+    """Return the activations of a micro-batch in a block: means over kinds of layers, and the maximum of recomputed."""
+    kinds = [(share, _activations_of_kind(constants, kind)) for share, kind in jobs.by_kind()]
+    saved, unwrapped, offloaded = (
+        sum(share * getattr(activations, name) for share, activations in kinds)
+        for name in ("saved_bytes", "unwrapped_bytes", "offloaded_bytes")
+    )
+    recomputed = reduce(np.maximum, (activations.recomputed_bytes for _, activations in kinds))
+    return BlockActivations(saved, recomputed, unwrapped, offloaded)
+
+
+def _activations_of_kind(constants: MemoryConstants, jobs: JobTable) -> BlockActivations:
     """Return the activations of a micro-batch in a block, by method of activation checkpointing."""
     # Bytes per token without recomputation, in 16 bits: inputs and outputs of norms and dropout masks, which are as
     # wide as the residual stream; queries, keys, values and the output of attention; and its scores.

@@ -8,8 +8,8 @@ Why: `docs/design/decisions/one-time-model.md`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,18 @@ from numpy.typing import NDArray
 from phalanx.cost.kinds import CODES, AttentionKernel, Column
 from phalanx.cost.precision import master_weight_bytes
 
+PER_KIND = (
+    "kind_share",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "value_dim",
+    "attention_parameters",
+    "ffn",
+    "attended_fraction",
+)
+"""Columns in which kinds of layers may differ."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobTable:
@@ -27,7 +39,9 @@ class JobTable:
     Degrees count ranks, sizes count elements, and speeds are per device. Flags are 1 or 0, and choices are `CODES`.
     """
 
-    # The model.
+    # The model. Columns of `PER_KIND` are [kinds, jobs] in a model with layers of several kinds (`by_kind`).
+    kind_share: Column
+    """Fraction of the layers that are of a kind."""
     layers: Column
     dense_layers: Column
     """Number of `layers` with a dense MLP."""
@@ -160,6 +174,14 @@ class JobTable:
     """Fraction of `blocks`, the first ones, that recompute activations by the method `recompute`: [3, jobs]."""
     mean_recomputed: Column
     """Fraction of all blocks that recompute activations."""
+
+    def by_kind(self) -> Iterator[tuple[Column, JobTable]]:
+        """Yield the share of each kind of layers, and the table of models of which all layers are of that kind."""
+        if self.kind_share.ndim == 1:
+            yield self.kind_share, self
+            return
+        for kind, share in enumerate(self.kind_share):
+            yield share, replace(self, **{name: getattr(self, name)[kind] for name in PER_KIND})
 
     @property
     def count(self) -> int:

@@ -95,7 +95,8 @@ def _buffer_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     working_bytes = 4 * jobs.compute_dtype_bytes * constants.working * jobs.tokens * jobs.width
     has_buckets = _uses_pipeline_engine(jobs) & (jobs.zero_stage > 0)
     bucket_bytes = np.where(has_buckets, 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET_ELEMENTS, 0.0)
-    cast_bytes = np.where(jobs.casts_to_fp8, (jobs.tokens + jobs.ffn / jobs.tp) * jobs.width, 0.0)
+    widest_ffn = jobs.ffn if jobs.ffn.ndim == 1 else jobs.ffn.max(axis=0)
+    cast_bytes = np.where(jobs.casts_to_fp8, (jobs.tokens + widest_ffn / jobs.tp) * jobs.width, 0.0)
     return working_bytes + constants.workspace_gib * GIB + bucket_bytes + cast_bytes
 
 

@@ -6,6 +6,8 @@ Blocks, embedding, head, the schedule's bubble, sends, exposed data-parallel com
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,8 +111,12 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
-    """Return the seconds of a micro-batch in each part of the model."""
-    dense, routed = (add_input_copies(jobs, block) for block in block_seconds(constants, jobs))
+    """Return the seconds of a micro-batch in each part of the model; those of blocks are means over kinds of layers."""
+    kinds = [
+        [add_input_copies(kind, block).scaled(share) for block in block_seconds(constants, kind)]
+        for share, kind in jobs.by_kind()
+    ]
+    dense, routed = (reduce(add, blocks) for blocks in zip(*kinds, strict=True))
     embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * jobs.tokens * jobs.width)
     return LayerTimes(
         embedding=StageTime(forward=embedding / 2, backward=embedding / 2, weight_grad=np.zeros(1)),

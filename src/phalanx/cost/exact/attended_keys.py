@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import blocks
 
 
 def attended_keys(window: int | None, seq_len: int, causal: bool = True) -> float:
@@ -19,7 +20,6 @@ def attended_keys(window: int | None, seq_len: int, causal: bool = True) -> floa
     return window - window**2 / (2 * seq_len) if causal else float(window)
 
 
-def attended_fraction(spec: ModelSpec, seq_len: int) -> float:
-    """Return the fraction of the causal pairs of queries and keys that windows leave, over all layers."""
-    cores = [core for block in blocks(spec) for branch in block for core in branch.part.cores]
-    return sum(attended_keys(core.window, seq_len) for core in cores) / (len(cores) * seq_len / 2)
+def attended_fraction(layers: Sequence[ModelSpec], seq_len: int) -> float:
+    """Return the fraction of the causal pairs of queries and keys that windows leave, over layers (`spec.layers`)."""
+    return sum(attended_keys(layer.sliding_window, seq_len) for layer in layers) / (len(layers) * seq_len / 2)

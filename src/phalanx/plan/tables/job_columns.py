@@ -14,7 +14,7 @@ from phalanx.cost.estimate.constants import (
     names,
     time_constants,
 )
-from phalanx.cost.estimate.job_table import JobRow, JobTable
+from phalanx.cost.estimate.job_table import PER_KIND, JobRow, JobTable
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.exact.attended_keys import attended_fraction
 from phalanx.cost.exact.flops import training_flops_per_token
@@ -23,6 +23,7 @@ from phalanx.cost.kinds import Column
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
+from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec
 
 
@@ -31,15 +32,10 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
     count = count_parameters(spec)
     moe = spec.moe
     return {
+        **_layer_columns(spec, sequence),
         "layers": spec.num_layers,
-        "dense_layers": moe.num_leading_dense_layers if moe else spec.num_layers,
+        "dense_layers": spec.num_layers - len(expert_layers(spec)),
         "width": spec.hidden_size,
-        "heads": spec.num_heads,
-        "kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "value_dim": spec.head_dim,
-        "attention_parameters": count.attention / spec.num_layers,
-        "ffn": spec.ffn_hidden_size,
         "mlp_matrices": 3 if spec.activation == "swiglu" else 2,
         "vocab": spec.vocab_size,
         "tied": float(spec.tie_embeddings),
@@ -50,8 +46,38 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "parameters": count.total,
         "expert_parameters": count.experts,
         "sequence": sequence,
-        "attended_fraction": attended_fraction(spec, sequence),
     }
+
+
+def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
+    """Return the columns that differ between kinds of layers: a tuple for each, or a number if there is one kind.
+
+    Windows are no kind of their own: attention's time is linear in the pairs that they leave."""
+    kinds: dict[tuple[int, ...], list[ModelSpec]] = {}
+    for layer in layer_specs(spec):
+        kinds.setdefault(_kernel_sizes(layer), []).append(layer)
+    columns: dict[str, list[float]] = {name: [] for name in PER_KIND}
+    for layers in kinds.values():
+        first = layers[0]
+        parameters = [count_parameters(layer).attention for layer in layers]
+        values = {
+            "kind_share": len(layers) / spec.num_layers,
+            "heads": first.num_heads,
+            "kv_heads": first.num_kv_heads,
+            "head_dim": first.head_dim,
+            "value_dim": first.head_dim,
+            "attention_parameters": sum(parameters) / len(layers),
+            "ffn": first.ffn_hidden_size,
+            "attended_fraction": attended_fraction(layers, sequence),
+        }
+        for name in PER_KIND:
+            columns[name].append(values[name])
+    return {name: values[0] if len(kinds) == 1 else tuple(values) for name, values in columns.items()}
+
+
+def _kernel_sizes(layer: ModelSpec) -> tuple[int, ...]:
+    """Return the sizes on which the speed of a layer's kernels depends."""
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.ffn_hidden_size
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:

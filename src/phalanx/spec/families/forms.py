@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Field, Table, any_value, first_word, require_supported, require_value
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -117,7 +118,7 @@ class LayerWindow(SwitchedWindow):
         if table:
             table["max_window_layers"] = 0
         if spec.full_attention_layers:
-            is_full = (spec.attention_window(layer) is None for layer in range(spec.num_layers))
+            is_full = (layer.sliding_window is None for layer in layer_specs(spec))
             table["layer_types"] = ["full_attention" if full else "sliding_attention" for full in is_full]
         return table
 
