@@ -22,6 +22,18 @@ FEW_EXPERTS: Table = {**DENSE, "moe": {"num_experts": 2, "top_k": 1, "expert_ffn
 TIED: Table = {**DENSE, "tie_embeddings": True}
 FEW_HEADS: Table = {**DENSE, "num_kv_heads": 2, "qk_norm": "full"}
 WINDOWS: Table = {**DENSE, "sliding_window": 40, "full_attention_layers": [0], "attention_sinks": True}
+KINDS: Table = {
+    **MOE,
+    "layers": "window full dense nope",
+    "norm_position": "both",
+    "sliding_window": 40,
+    "kinds": [
+        {"name": "full", "sliding_window": False, "head_dim": 64, "rope": {"theta": 1e6}},
+        {"name": "dense", "moe": False, "ffn_hidden_size": 512, "num_heads": 8},
+        {"name": "nope", "position_embedding": "none", "qk_norm": "full"},
+    ],
+}
+"""Layers of four kinds."""
 BASE_SETTINGS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
 
 
@@ -73,6 +85,9 @@ LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(2, cp=2, cp_method=kind, **BF16) for kind in ("ring", "ulysses")],
     dry_run_case(2, WINDOWS, cp=2, cp_method="ulysses"),
     dry_run_case(4, WINDOWS, tp=2, data_parallel="zero1"),
+    dry_run_case(4, KINDS, tp=2, ep=2, data_parallel="zero1"),
+    dry_run_case(2, KINDS, data_parallel="zero3", activation_checkpointing="norms"),
+    dry_run_case(4, KINDS, pp=2, schedule="1f1b"),
     dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2"),
     *[dry_run_case(4, FEW_EXPERTS, data_parallel=data) for data in ("zero1", "zero2", "zero3")],
     dry_run_case(8, FEW_EXPERTS, data_parallel="hsdp", dp_shard=4, **SGD),

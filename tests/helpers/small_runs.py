@@ -47,6 +47,19 @@ MOE: Table = {
 }
 TWO_EXPERTS: Table = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
 """Fewer experts than data-parallel ranks."""
+KINDS: Table = {
+    **MOE,
+    "num_layers": 4,
+    "layers": "window full dense nope",
+    "norm_position": "both",
+    "sliding_window": 12,
+    "kinds": [
+        {"name": "full", "sliding_window": False, "head_dim": 16, "rope": {"theta": 1e6}, "attention_sinks": True},
+        {"name": "dense", "moe": False, "ffn_hidden_size": 96, "num_heads": 8},
+        {"name": "nope", "position_embedding": "none", "qk_norm": "full"},
+    ],
+}
+"""Layers of four kinds, with norms before and after their parts."""
 GPT2: Table = {
     "qk_norm": "none",
     "position_embedding": "learned",

@@ -15,7 +15,7 @@ import pytest
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, KINDS, MOE, Table, small_run, train_and_evaluate
 from tests.parity.covering_set import (
     FACTORS,
     FILE,
@@ -60,6 +60,14 @@ ATTENTION_CASES: dict[str, tuple[int, Table, Table]] = {
     "recompute": (1, WINDOWS | SINKS, {"layout.activation_checkpointing": "selective"}),
 }
 """Ranks, model and layout of windows and sinks."""
+KIND_CASES: dict[str, tuple[int, Table]] = {
+    "zero3": (2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "norms"}),
+    "tp-ep": (4, {"layout.tp": 2, "layout.ep": 2, "layout.data_parallel": "zero1"}),
+    "tp-whole-tokens": (2, {"layout.tp": 2, "layout.sequence_parallel": False}),
+    "ulysses": (2, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.activation_checkpointing": "full"}),
+    "zb-v": (2, {"layout.pp": 2, "layout.schedule": "zb-v", "layout.micro_batch_size": 1}),
+}
+"""Ranks and layout of a model with several kinds of layers."""
 SAMPLES = 40
 """Number of random layouts for each pair that no valid layout should have."""
 
@@ -126,6 +134,20 @@ def test_windows_and_sinks_equal_single_process_training(case: str, documents: P
     ranks, model, layout = ATTENTION_CASES[case]
     micro_batch = {"layout.micro_batch_size": 1} if "layout.pp" in layout else {}
     check_parity(ranks, {"model": {**DENSE, **model}, **layout, **micro_batch}, documents, tmp_path)
+
+
+@pytest.mark.parametrize("name", KIND_CASES)
+def test_layout_of_several_kinds_of_layers_equals_single_process(name: str, documents: Path, tmp_path: Path) -> None:
+    ranks, layout = KIND_CASES[name]
+    check_parity(ranks, {"model": KINDS, **layout}, documents, tmp_path)
+
+
+@pytest.mark.parametrize("norm_position", ["before", "after"])
+def test_ring_of_several_kinds_of_layers_equals_single_process(
+    norm_position: str, documents: Path, tmp_path: Path
+) -> None:
+    model = {**KINDS, "sliding_window": None, "norm_position": norm_position}
+    check_parity(2, {"model": model, "layout.cp": 2}, documents, tmp_path)
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ from tests.helpers.dry_run_cases import (
     DENSE,
     FEW_EXPERTS,
     FEW_HEADS,
+    KINDS,
     LAYOUTS,
     MOE,
     TIED,
@@ -38,6 +39,7 @@ def _case_id(value: object) -> str:
         ("tied", TIED),
         ("few-heads", FEW_HEADS),
         ("windows", WINDOWS),
+        ("kinds", KINDS),
     )
     model = [
         name

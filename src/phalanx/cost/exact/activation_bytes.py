@@ -38,7 +38,7 @@ class ActivationBytes:
     saved_by_final_norm: int = 0
     """Part of `norms` that is freed with the head."""
     moments: BlockMoments
-    """Temporary: what exists inside the last block in backward, with the residual stream's gradient."""
+    """Temporary: what exists inside the last block of each kind in backward, beyond what all blocks have saved."""
     recomputed: int = 0
     """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.activation_bytes import ActivationBytes
-from phalanx.cost.exact.block_moments import SavedByPart, block_moments
+from phalanx.cost.exact.block_moments import BlockMoments, SavedByPart, block_moments
 from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_expert_rows, saved_by_part
 from phalanx.cost.exact.derive.temporary import activated_linear
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
@@ -144,6 +144,18 @@ def activation_bytes(
         if stage.splits_backward
         else []
     )
+    # In all stages but the last, the gradient of the block's output is a message.
+    output_gradient = _stream_bytes(spec, shape) if stage.last else 0
+    moments = BlockMoments(mlp=(), attention=())
+    for block in dict.fromkeys(stage_blocks):
+        index = len(stage_blocks) - 1 - stage_blocks[::-1].index(block)
+        moments += block_moments(
+            block,
+            shape,
+            saved_by=saved_by,
+            output_gradient=output_gradient,
+            splits_backward=stage.splits_backward,
+        ).after_freeing(max(0, inside_blocks[-1] - inside_blocks[index]))
     # Weight gradients that later layers and the head have deferred.
     inside_blocks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(inside_blocks)]
     recompute_peaks = inside_blocks[: stage.recomputed] if shape.layout.recomputes_attention else []
@@ -152,14 +164,7 @@ def activation_bytes(
         loss=loss_bytes(spec, shape) if stage.last else 0,
         head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         saved_by_final_norm=norm_bytes(describe_norm(spec, "norm"), shape) if stage.last else 0,
-        # In all stages but the last, the gradient of the block's output is a message.
-        moments=block_moments(
-            stage_blocks[-1],
-            shape,
-            saved_by=saved_by,
-            output_gradient=_stream_bytes(spec, shape) if stage.last else 0,
-            splits_backward=stage.splits_backward,
-        ),
+        moments=moments,
         **_expert_bytes(stage_blocks[-1], shape),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
