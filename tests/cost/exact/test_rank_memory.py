@@ -14,14 +14,14 @@ from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
-from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
+from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import MAX_BF16_SUMS, MAX_BUCKETS_IN_FLIGHT, Layout
+from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.plan.export.common import RELEASES, TRAINER_NAMES, ExportedConfig, Trainer
 from phalanx.plan.export.export import export
+from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import to_csv
 from phalanx.spec.batch import plan_batch

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_namer
-from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_state import run_strategy
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.formatting import MIB
 from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.run import RunSpec
 
 

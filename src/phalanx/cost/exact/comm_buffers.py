@@ -16,14 +16,14 @@ from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
 from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
-from phalanx.cost.exact.parameter_shapes import Shapes, num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Schedule
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.parameter_shapes import Shapes, num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS

@@ -12,10 +12,10 @@ from math import ceil
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak, Moment
 from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
 from phalanx.cost.exact.fsdp_units import HEAD, ROOT, FsdpUnit, backward_fsdp_units
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
 from phalanx.spec.run import RunSpec
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
 from phalanx.cost.exact.fsdp_units import backward_fsdp_units, fsdp_unit_sizes
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
 from phalanx.spec.run import RunSpec
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.cost.exact.parameter_shapes import Shapes, num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
+from phalanx.spec.parameter_shapes import Shapes, num_elements
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
 

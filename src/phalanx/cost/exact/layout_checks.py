@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.cost.exact.pipeline_split import layers_per_rank, layers_per_stage
+from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch

@@ -18,13 +18,13 @@ from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.forward_shape import INDEX_BYTES
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes, zero_gradient_bytes
-from phalanx.cost.exact.parameter_shapes import is_muon_parameter, num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.layout import FSDP_STRATEGIES, MAX_BF16_SUMS, ZERO_STRATEGIES
+from phalanx.spec.parameter_shapes import is_muon_parameter, num_elements
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.step_time import layer_seconds, layer_seconds_without_recomputation
-from phalanx.cost.exact.pipeline_split import layers_per_stage, recomputed_layers
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.program.pipeline_split import layers_per_stage, recomputed_layers
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate

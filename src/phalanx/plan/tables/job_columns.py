@@ -16,7 +16,6 @@ from phalanx.cost.estimate.constants import (
 )
 from phalanx.cost.estimate.job_table import JobRow, JobTable
 from phalanx.cost.estimate.prediction_interval import log_half_width
-from phalanx.cost.exact.attended_keys import attended_fraction
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import Column
@@ -24,6 +23,7 @@ from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.attended_keys import attended_fraction
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:

@@ -8,11 +8,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from phalanx.cost.exact.derive.flops import core_flops, product_flops
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.flops import core_flops, product_flops
 from phalanx.spec.run import RunSpec
 
 
