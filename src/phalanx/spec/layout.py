@@ -24,11 +24,6 @@ NOT_IMPLEMENTED = "is not implemented yet with"
 MAX_BF16_SUMS = 8
 """Maximum number of micro-batches whose gradients ZeRO-1 and 2 accumulate in bf16; beyond it they use fp32. The
 relative error of a bf16 sum is 3e-3 at 8 micro-batches, 8e-3 at 64 and 2e-2 at 256."""
-MAX_BUCKETS_IN_FLIGHT = 2
-"""Maximum number of buckets that ZeRO-1 and 2 reduce or gather at a time. With two in flight, NCCL never waits for the
-next one. More would only bridge uneven buckets, and the buffers of four take up to a fifth of a rank's memory."""
-LARGE_MESSAGE_BYTES = 2**28
-"""Size above which buckets are reduced one at a time. Buckets of experts are large if ranks without one pad them."""
 ZERO_STRATEGIES = ("zero1", "zero2")
 """Strategies in which ranks hold all weights, and update rows of them (`parallel.data.zero`)."""
 FSDP_STRATEGIES = ("zero3", "hsdp")

@@ -32,7 +32,7 @@ from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.module_tensors import named_modules, step_parameters
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.chunks import chunk_by_bytes
+from phalanx.program.buckets import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
 from phalanx.spec.tensor_sharding import data_parallel_axis
 
@@ -96,6 +96,7 @@ class FSDP(Strategy):
         casts_sums = compute_dtype is not None and not all_fp32
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
+        self.piece_bytes = PIECE_BYTES[layout.offload]
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
         self._schedule_prefetches(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
@@ -188,9 +189,7 @@ class FSDP(Strategy):
         if self.offload is None:
             super().update(optimizers)
             return
-        named_pieces = chunk_by_bytes(
-            self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_shard_bytes
-        )
+        named_pieces = chunk_by_bytes(self.trainable_parameters.items(), self.piece_bytes, self._largest_shard_bytes)
         pieces = [[parameter for _, parameter in piece] for piece in named_pieces]
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
