@@ -192,14 +192,6 @@ def compiles_whole_blocks(degree: int, splits_backward: bool, fsdp_unit: str = "
     return degree == 1 and not splits_backward and fsdp_unit != "sublayer"
 
 
-def has_outer_fsdp_units(layout: Layout, tie_embeddings: bool) -> bool:
-    """Return whether ZeRO-3's embedding is one unit, and its final norm and head another.
-
-    Otherwise the root owns them: tied embeddings, which both ends of the model use, and parameters of a pipeline, which
-    stay gathered for the step."""
-    return not tie_embeddings and layout.fsdp_unit != "model" and layout.pp == 1
-
-
 def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
     """Map each parameter to its server: largest first, each to the server with the least so far."""
     load = [0] * num_servers

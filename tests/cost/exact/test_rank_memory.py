@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.exact.activation_memory import activation_bytes
-from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
@@ -254,38 +253,6 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
         fullest = max(stage_states, key=lambda state: sum(state.values()))
         parts = ("parameters", "gradients", "optimizer")
         assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("wrap", ["model", "block", "sublayer"])
-def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
-    torch = pytest.importorskip("torch")
-    from phalanx.model.transformer import Transformer
-    from phalanx.parallel import apply
-    from phalanx.parallel.data import fsdp
-
-    spec = make_run(model=ODD_SHAPES_MOE).model
-    with torch.device("meta"):
-        model = Transformer(spec)
-    apply.apply_activation_checkpointing(model, recompute)
-    parts = [part for block in model.blocks for part in fsdp._select_unit_modules(block, wrap)]
-    sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1)
-    assert sizes.blocks == [sum(p.numel() for p in part.parameters()) for part in parts]
-    assert sizes.total == sum(p.numel() for p in model.parameters())
-    units = sizes.root, sizes.embedding, sizes.head
-    embedding = model.embedding.weight.numel()
-    if wrap == "model":
-        assert units == (sizes.total, 0, 0)
-    else:
-        assert units == (0, embedding, sizes.total - sum(sizes.blocks) - embedding)
-
-
-@pytest.mark.parametrize("layout", [{"fsdp_unit": "model"}, {"pp": 2}, {}])
-def test_fsdp_root_owns_tied_embeddings_and_pipeline_ends(layout):
-    spec = make_run(model={**ODD_SHAPES_MOE, "tie_embeddings": not layout}).model
-    sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(**layout), 1)
-    assert sizes.root
-    assert sizes.embedding == sizes.head == 0
 
 
 # -- the other parts --------------------------------------------------------------------------------

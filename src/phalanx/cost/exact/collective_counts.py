@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_namer
 from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.buckets import ddp_bucket_names, pipeline_gradient_buckets, zero_bucket_names
+from phalanx.program.fsdp_units import fsdp_units
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.parameter_shapes import num_elements
@@ -48,9 +48,7 @@ def count_collectives(
         case "zero1" | "zero2":
             buckets = zero_bucket_names(rank, layout, COMPUTE_BYTES[run.training.precision])
             return CollectiveCounts(sum((bucket[0] in rank.expert) == for_experts for bucket in buckets))
-        case "zero3" | "hsdp" if for_experts:
-            return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))
         case _:
-            units = set(map(fsdp_unit_namer(layout, tie_embeddings="head.weight" not in names), names))
-            outside_blocks = units & {ROOT, EMBEDDING, HEAD}
-            return CollectiveCounts(len(units - outside_blocks), len(outside_blocks))
+            units = [unit for unit in fsdp_units(rank, layout) if any(name in names for name in unit.shapes)]
+            num_in_blocks = sum(unit.is_in_blocks for unit in units)
+            return CollectiveCounts(num_in_blocks, len(units) - num_in_blocks)

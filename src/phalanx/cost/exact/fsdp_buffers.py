@@ -11,8 +11,8 @@ from math import ceil
 
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak, Moment
 from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
-from phalanx.cost.exact.fsdp_units import HEAD, ROOT, FsdpUnit, backward_fsdp_units
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, backward_order, backward_prefetches, fsdp_units
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
 from phalanx.spec.parameter_shapes import num_elements
@@ -36,7 +36,7 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
         kept = layout.model_copy(update={"reshard_after_forward": False})  # parameters stay gathered for the step
         peaks = cuda_buffer_peaks(rank, kept, precision, accumulates=False)
         return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
-    units = backward_fsdp_units(rank, layout)
+    units = fsdp_units(rank, layout)
     if layout.pp > 1:
         return _pipeline_peaks(units, precision)
     backward = _CpuBackwardPass(units, layout, precision, accumulates=accumulation > 1, is_deferred=not has_replicas)
@@ -45,12 +45,12 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
 
 def _gathered_bytes(unit: FsdpUnit, precision: Precision) -> int:
     """Return the bytes of a unit's parameters on all ranks together, with padding."""
-    return COMPUTE_BYTES[precision] * unit.owned * unit.ranks
+    return COMPUTE_BYTES[precision] * unit.gathered
 
 
 def _sent_bytes(unit: FsdpUnit, precision: Precision) -> int:
     """Return the bytes of the gradients that a unit sends, in the dtype of the parameters."""
-    return STATE_BYTES[precision] * unit.owned * unit.ranks
+    return STATE_BYTES[precision] * unit.gathered
 
 
 def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
@@ -78,7 +78,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
     peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes, moment="backward_start")]
     sums_bytes = 0
     freed_bytes = 0
-    for unit in reversed(units):
+    for unit in units:
         gathered_bytes -= _gathered_bytes(unit, precision)
         freed_bytes += STATE_BYTES[precision] * unit.gradients
         sums_bytes += _sum_bytes(unit, precision)
@@ -102,13 +102,19 @@ class _CpuBackwardPass:
         """Create the pass at its start, after the loss.
 
         Args:
-            units: Units in the order in which their backward passes end.
+            units: Units in the order of the forward pass.
             accumulates: True if a step has several micro-batches.
             is_deferred: True if an exchange ends when the next unit sends. Else it ends at once, but what was sent is
                 kept until then.
         """
-        self.units = units
-        self.indices = {unit.name: index for index, unit in enumerate(units)}
+        self.units = units[::-1]
+        """Units in the order in which their backward passes end."""
+        starts = backward_order(units, has_root=units[0].name == ROOT)
+        prefetches = backward_prefetches(starts, layout.fsdp_prefetch)
+        self.ahead = {unit.name: ahead for unit, ahead in zip(starts, prefetches, strict=True)}
+        """Units that each unit gathers ahead."""
+        self.first = starts[0]
+        self.by_name = {unit.name: unit for unit in units}
         self.layout = layout
         self.precision = precision
         self.is_deferred = is_deferred
@@ -119,14 +125,14 @@ class _CpuBackwardPass:
         self.root_gradients = 0
         """Bytes of the gradients that a root keeps until all of them exist."""
         # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
-        self.in_transit = _sent_bytes(units[-1], precision) if accumulates else 0
+        self.in_transit = _sent_bytes(units[0], precision) if accumulates else 0
         """Bytes that the unit before has sent, and receives."""
         self.pending_sum = 0
         """Bytes of the sum of an exchange that has not ended."""
         self.sums = 0
         """Bytes of the sums of this micro-batch, except a pending one."""
         self.all_sums = sum(_sum_bytes(unit, precision) for unit in units)
-        self.num_blocks = sum(map(_is_block, units))
+        self.num_blocks = sum(unit.is_in_blocks and not unit.is_inner for unit in units)
         self.num_completed = 0
         """Number of blocks whose backward pass has ended."""
         self.backward_fraction = 0.0
@@ -140,15 +146,15 @@ class _CpuBackwardPass:
             for name in (unit.parent, unit.name):  # a block starts before its experts
                 if name is not None and name.startswith("blocks.") and name not in started:
                     started.add(name)
-                    yield from self._gather(self.units[self.indices[name]])
-                    yield from self._run(self.units[self.indices[name]])
+                    yield from self._gather(self.by_name[name])
+                    yield from self._run(self.by_name[name])
             yield from self._end(unit)
             yield from self._send(unit)
 
     def _run_loss_and_head(self) -> Iterator[CommBufferPeak]:
         """Yield the buffers in the loss and in the head, and in the blocks of a root that is the only unit."""
         yield self._peak("in_loss")
-        self._prefetch(0 if self.units[0].name != HEAD else 1)
+        self._prefetch(self.first)
         yield self._peak("in_head")
         self.backward_fraction = FIRST_BLOCK
         root = self.units[-1]
@@ -175,12 +181,12 @@ class _CpuBackwardPass:
             copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
             copied_bytes += self._compute_bytes(sum(unit.stacks))
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
-        self._prefetch(self.indices[unit.name] + 1)
+        self._prefetch(unit)
 
-    def _prefetch(self, index: int) -> None:
-        """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
-        ahead = self.units[index : min(index + self.layout.fsdp_prefetch, len(self.units) - 1)]
-        self.gathered |= {unit.name: unit for unit in ahead if unit.ranks > 1}  # a single rank has nothing to gather
+    def _prefetch(self, unit: FsdpUnit) -> None:
+        """Gather the units ahead of this one, except the embedding, whose backward pass needs no parameters."""
+        ahead = [other for other in self.ahead[unit.name] if other.name != EMBEDDING]
+        self.gathered |= {other.name: other for other in ahead if other.ranks > 1}  # a single rank has all parameters
 
     def _run(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Yield the buffers inside a unit. Its experts, if they are another unit, run before the rest of it."""
@@ -189,7 +195,7 @@ class _CpuBackwardPass:
 
     def _end(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Yield the buffers when all gradients of a unit exist."""
-        if _is_block(unit):
+        if unit.is_in_blocks and not unit.is_inner:
             if self._has_experts(unit):
                 yield self._peak_inside("inside_attention")
             self._complete_block()
@@ -225,7 +231,7 @@ class _CpuBackwardPass:
         return any(other.parent == unit.name for other in self.units)
 
     def _moment_after(self, unit: FsdpUnit) -> Moment:
-        return "after_block" if unit.parent is None or _is_block(unit) else "after_experts"
+        return "after_experts" if unit.is_inner else "after_block"
 
     def _compute_bytes(self, count: int) -> int:
         return COMPUTE_BYTES[self.precision] * count
@@ -244,11 +250,6 @@ class _CpuBackwardPass:
             bytes=gathered_bytes + self.in_transit + self.pending_sum + self.root_gradients + sums_bytes + size,
             moment=moment,
         )
-
-
-def _is_block(unit: FsdpUnit) -> bool:
-    """Return whether a unit is a block or a part of one, and not inside one."""
-    return unit.name.startswith("blocks.") and (unit.parent is None or unit.parent == ROOT)
 
 
 def _early_gradients(root: FsdpUnit) -> int:
