@@ -18,8 +18,9 @@ from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.buckets import ddp_bucket_names, may_reduce_together, zero_bucket_names
+from phalanx.program.messages import count_message_buffers
 from phalanx.program.rank_tensors import RankTensors
-from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Schedule
+from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.parameter_shapes import Shapes, num_elements
@@ -117,17 +118,12 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank:
         pp_rank: Pipeline rank.
         strategy: Effective strategy of the layout.
     """
-    num_messages = sum(
-        min(count, MAX_POSTED_RECEIVES if pp_rank == receiver else 1)
-        for (sender, receiver), count in schedule.links.items()
-        if pp_rank in (sender, receiver)
-    )
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     # Under autocast the residual stream is in the parameters' fp32.
     message_bytes = max(4, compute_bytes) if strategy == "ddp" else compute_bytes
     tokens = batch * run.training.seq_len // run.layout.cp
     residual_tokens = tokens // run.layout.tp if run.layout.sequence_parallel else tokens
-    return message_bytes * num_messages * residual_tokens * run.model.hidden_size
+    return message_bytes * count_message_buffers(schedule, pp_rank) * residual_tokens * run.model.hidden_size
 
 
 def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[CommBufferPeak]:
