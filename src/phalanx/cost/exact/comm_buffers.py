@@ -7,11 +7,10 @@ where gloo has none, a second full buffer receives the data of all ranks (`paral
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import add
 
-from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
@@ -64,14 +63,13 @@ def comm_buffer_peaks(
             )
             return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
-            peaks = zero_buffers(
+            return zero_buffers(
                 rank,
                 layout,
                 COMPUTE_BYTES[precision],
                 full_gradients=strategy == "zero1",
                 num_full_buffers=num_full_buffers,
             )
-            return [replace(peak, backward_fraction=1.0) for peak in peaks] if layout.pp > 1 else peaks
         case "zero3" | "hsdp":
             return fsdp_buffer_peaks(rank, run, accumulation, has_replicas=dims.dp_replicate > 1)
         case "parameter_server":
@@ -200,7 +198,7 @@ def zero_buffers(
     )
     return [  # the last bucket contains the embedding, whose gradient follows that of the first block
         CommBufferPeak(
-            backward_fraction=max(FIRST_BLOCK, block_fraction),
+            backward_fraction=block_fraction,
             gradient_fraction=fraction,
             bytes=bytes_per_element * size,
             moment="after_block" if bucket == len(buckets) - 1 else "inside_block",

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
 
-from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak, Moment
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak, Moment
 from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, backward_order, backward_prefetches, fsdp_units
@@ -34,8 +33,7 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
         if layout.pp == 1:
             return cuda_buffer_peaks(rank, layout, precision, accumulates=accumulation > 1)
         kept = layout.model_copy(update={"reshard_after_forward": False})  # parameters stay gathered for the step
-        peaks = cuda_buffer_peaks(rank, kept, precision, accumulates=False)
-        return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
+        return cuda_buffer_peaks(rank, kept, precision, accumulates=False)
     units = fsdp_units(rank, layout)
     if layout.pp > 1:
         return _pipeline_peaks(units, precision)
@@ -156,7 +154,6 @@ class _CpuBackwardPass:
         yield self._peak("in_loss")
         self._prefetch(self.first)
         yield self._peak("in_head")
-        self.backward_fraction = FIRST_BLOCK
         root = self.units[-1]
         if root.name == ROOT:
             self.root_gradients = self._compute_bytes(_early_gradients(root))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, fsdp_units
 from phalanx.program.rank_tensors import RankTensors
@@ -178,14 +178,14 @@ def cuda_buffer_peaks(
     first_sum = buffers.head_sum if units.head.owned else buffers.earlier_last_sum
     return [
         CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum, moment="backward_start"),
-        *([between(FIRST_BLOCK, buffers.head_done)] if units.head.owned else []),
-        computes(FIRST_BLOCK, first_sum),
+        *([between(0.0, buffers.head_done)] if units.head.owned else []),
+        computes(0.0, first_sum),
         is_done(until_done, first_sum),
         between(block, buffers.root + buffers.between),
         computes(block, buffers.block_sum),
         second_done,
         computes(1 - block, buffers.block_sum),
-        *([copies_out(FIRST_BLOCK, first_sum), copies_out(1 - block, buffers.block_sum)] if buffers.stack_copy else []),
+        *([copies_out(0.0, first_sum), copies_out(1 - block, buffers.block_sum)] if buffers.stack_copy else []),
         CommBufferPeak(backward_fraction=1.0, bytes=end_bytes, moment="after_block"),
     ]
 

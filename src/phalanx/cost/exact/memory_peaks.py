@@ -277,4 +277,4 @@ def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
 
 
 def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:
-    return max((peak.bytes for peak in buffer_peaks if peak.backward_fraction == 0), default=0)
+    return max((peak.bytes for peak in buffer_peaks if peak.moment == "backward_start"), default=0)
