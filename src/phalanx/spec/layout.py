@@ -10,8 +10,8 @@ from pydantic import Field
 from phalanx.spec.base import LocalPath, Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.pipeline_schedules import SCHEDULES, ScheduleName, quote_names
 
-ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
 StrategyName = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
@@ -229,9 +229,10 @@ def check_inapplicable_options(layout: Layout) -> None:
     if layout.schedule_file is not None and layout.schedule != "1f1b":
         problem = f'cannot be combined with layout.schedule = "{layout.schedule}", because it replaces the schedule'
         raise UserError("layout.schedule_file", layout.schedule_file, problem, "remove one of the two")
-    if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
+    if SCHEDULES[layout.schedule].has_virtual_stages == (layout.virtual_stages == 1):
         problem = f'cannot be combined with layout.schedule = "{layout.schedule}"'
-        fix = 'use at least 2 with "interleaved"; remove it with any other schedule'
+        names = tuple(name for name, properties in SCHEDULES.items() if properties.has_virtual_stages)
+        fix = f"use at least 2 with {quote_names(names)}; remove it with any other schedule"
         raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix)
     for field in INVALID_IN_PIPELINE if layout.pp > 1 else ():
         value = getattr(layout, field)

@@ -38,7 +38,7 @@ def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> s
     slowest = max(rank_times, key=lambda rank: float(rank.forward_backward[0]))
     forward, backward, weight = (float(part[0]) for part in (slowest.forward, slowest.backward, slowest.weight_grad))
     times = ",".join(f"{seconds:.4g}" for seconds in (forward, backward - weight, weight))
-    virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.schedule == "interleaved" else ""
+    virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.virtual_stages > 1 else ""
     sizes = f"--stages {candidate.pp} --microbatches {candidate.micro_batches}{virtual}"
     return f"phalanx pipeline show {candidate.schedule} {sizes} --times {times}"
 

@@ -24,6 +24,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.attended_keys import attended_fraction
+from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
@@ -68,7 +69,7 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     layers = job["layers"]
     dense = job["dense_layers"]
     pp = job["pp"]
-    share_rank = job["schedule"] == "zb-v"
+    share_rank = job["schedule"] in V_SCHEDULES
     missing_blocks = float(pp > 1 and (trimmed or layers % pp > 0))
     layers_per_stage = (layers + 2 * missing_blocks) / pp
     layers_at_ends = layers_per_stage - (1 + share_rank) * missing_blocks
