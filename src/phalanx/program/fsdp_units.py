@@ -64,7 +64,11 @@ class FsdpUnit:
 
     @property
     def last_gradients(self) -> int:
-        """Elements of the gradients of the last parameter and of the last of `stacks`, which may be the same."""
+        """Elements of the gradients that FSDP2 keeps while it reduces: of the last parameter and the last of `stacks`.
+
+        They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
+        if self.ranks == 1:
+            return 0
         stacks = [name for name, shape in self.shapes.items() if data_parallel_axis(shape, self.ranks)]
         return sum(num_elements(self.shapes[name]) for name in {*list(self.shapes)[-1:], *stacks[-1:]})
 

@@ -41,28 +41,6 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
     return list(backward.peaks())
 
 
-def _gathered_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of a unit's parameters on all ranks together, with padding."""
-    return COMPUTE_BYTES[precision] * unit.gathered
-
-
-def _sent_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of the gradients that a unit sends, in the dtype of the parameters."""
-    return STATE_BYTES[precision] * unit.gathered
-
-
-def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of this rank's rows of the sum."""
-    return STATE_BYTES[precision] * unit.owned
-
-
-def _last_gradient_bytes(unit: FsdpUnit, bytes_per_element: int) -> int:
-    """Return the bytes of the gradients that FSDP2 keeps during the exchange: of the unit's last parameter and stack.
-
-    They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
-    return bytes_per_element * unit.last_gradients if unit.ranks > 1 else 0
-
-
 def _num_buffers(unit: FsdpUnit) -> int:
     """Return the number of buffers of an exchange: what is sent and what is received, or a copy on a single rank."""
     return 2 if unit.ranks > 1 else 1
@@ -72,17 +50,16 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
     """Return the buffers of a pipeline: parameters stay gathered for the step, at whose end unit after unit is sent.
 
     The full gradients of the micro-batches, which are part of the persistent memory, are freed unit after unit."""
-    gathered_bytes = sum(_gathered_bytes(unit, precision) for unit in units)
+    state_bytes = STATE_BYTES[precision]
+    gathered_bytes = COMPUTE_BYTES[precision] * sum(unit.gathered for unit in units)
     peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes, moment="backward_start")]
-    sums_bytes = 0
-    freed_bytes = 0
+    # Elements of the sums so far, minus those of the gradients that were freed.
+    summed = 0
     for unit in units:
-        gathered_bytes -= _gathered_bytes(unit, precision)
-        freed_bytes += STATE_BYTES[precision] * unit.gradients
-        sums_bytes += _sum_bytes(unit, precision)
-        kept_bytes = _last_gradient_bytes(unit, STATE_BYTES[precision])
-        exchanged_bytes = _num_buffers(unit) * _sent_bytes(unit, precision) + kept_bytes
-        size = gathered_bytes + exchanged_bytes + sums_bytes - freed_bytes
+        gathered_bytes -= COMPUTE_BYTES[precision] * unit.gathered
+        summed += unit.owned - unit.gradients
+        exchanged = _num_buffers(unit) * unit.gathered + unit.last_gradients
+        size = gathered_bytes + state_bytes * (exchanged + summed)
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
     return peaks
 
@@ -114,7 +91,8 @@ class _CpuBackwardPass:
         self.first = starts[0]
         self.by_name = {unit.name: unit for unit in units}
         self.layout = layout
-        self.precision = precision
+        self.compute_bytes = COMPUTE_BYTES[precision]
+        self.state_bytes = STATE_BYTES[precision]
         self.is_deferred = is_deferred
         self.keeps_sums_apart = is_deferred and accumulates and layout.offload == "none"
         """True if a micro-batch's sums exist in addition to those of previous ones (`parallel.data.fsdp`)."""
@@ -123,13 +101,13 @@ class _CpuBackwardPass:
         self.root_gradients = 0
         """Bytes of the gradients that a root keeps until all of them exist."""
         # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
-        self.in_transit = _sent_bytes(units[0], precision) if accumulates else 0
+        self.in_transit = self.state_bytes * units[0].gathered if accumulates else 0
         """Bytes that the unit before has sent, and receives."""
         self.pending_sum = 0
         """Bytes of the sum of an exchange that has not ended."""
         self.sums = 0
         """Bytes of the sums of this micro-batch, except a pending one."""
-        self.all_sums = sum(_sum_bytes(unit, precision) for unit in units)
+        self.all_sums = self.state_bytes * sum(unit.owned for unit in units)
         self.num_blocks = sum(unit.is_in_blocks and not unit.is_inner for unit in units)
         self.num_completed = 0
         """Number of blocks whose backward pass has ended."""
@@ -156,7 +134,7 @@ class _CpuBackwardPass:
         yield self._peak("in_head")
         root = self.units[-1]
         if root.name == ROOT:
-            self.root_gradients = self._compute_bytes(_early_gradients(root))
+            self.root_gradients = self.compute_bytes * _early_gradients(root)
             if not self.num_blocks:
                 yield from self._run_blocks_of_root(root)
 
@@ -168,15 +146,15 @@ class _CpuBackwardPass:
         self.num_blocks = len(elements)
         for count in reversed(elements.values()):
             yield self._peak_inside("inside_block")
-            self.root_gradients += self._compute_bytes(count)
+            self.root_gradients += self.compute_bytes * count
             self._complete_block()
 
     def _gather(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Gather a unit before its backward pass, and then the next ones."""
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
-            copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
-            copied_bytes += self._compute_bytes(sum(unit.stacks))
+            copied_bytes = self.compute_bytes * unit.gathered if unit.ranks > 1 else 0
+            copied_bytes += self.compute_bytes * sum(unit.stacks)
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
         self._prefetch(unit)
 
@@ -200,24 +178,24 @@ class _CpuBackwardPass:
             self.root_gradients = 0
         if unit is self.units[-1]:
             self.backward_fraction = 1.0
-        yield self._peak(self._moment_after(unit), self._compute_bytes(unit.gradients))
+        yield self._peak(self._moment_after(unit), self.compute_bytes * unit.gradients)
 
     def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Free the parameters of a unit, and send its gradients, which ends the exchange before."""
         self.gathered.pop(unit.name, None)
         moment = self._moment_after(unit)
         if unit.stacks:  # they are copied one after the other
-            yield self._peak(moment, self._compute_bytes(unit.gradients + max(unit.stacks)))
+            yield self._peak(moment, self.compute_bytes * (unit.gradients + max(unit.stacks)))
         self.sums += self.pending_sum
-        self.pending_sum = _sum_bytes(unit, self.precision)
-        self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
-        yield self._peak(moment, _last_gradient_bytes(unit, COMPUTE_BYTES[self.precision]))
+        self.pending_sum = self.state_bytes * unit.owned
+        self.in_transit = _num_buffers(unit) * self.state_bytes * unit.gathered
+        yield self._peak(moment, self.compute_bytes * unit.last_gradients)
         if moment == "after_experts":
             yield self._peak("in_dispatch")
         if not self.is_deferred or unit.ranks == 1:
             self.sums += self.pending_sum
             self.pending_sum = 0
-            self.in_transit = _sent_bytes(unit, self.precision)
+            self.in_transit = self.state_bytes * unit.gathered
 
     def _complete_block(self) -> None:
         self.num_completed += 1
@@ -230,16 +208,13 @@ class _CpuBackwardPass:
     def _moment_after(self, unit: FsdpUnit) -> Moment:
         return "after_experts" if unit.is_inner else "after_block"
 
-    def _compute_bytes(self, count: int) -> int:
-        return COMPUTE_BYTES[self.precision] * count
-
     def _peak_inside(self, moment: Moment) -> CommBufferPeak:
         """Return the peak inside a block, where each weight may have a gradient in addition to the buffers."""
-        return replace(self._peak(moment), weight_gradient_bytes=self._compute_bytes(1))
+        return replace(self._peak(moment), weight_gradient_bytes=self.compute_bytes)
 
     def _peak(self, moment: Moment, size: int = 0) -> CommBufferPeak:
         """Return a peak with `size` bytes in addition to gathered parameters, exchanges and a root's gradients."""
-        gathered_bytes = sum(_gathered_bytes(unit, self.precision) for unit in self.gathered.values())
+        gathered_bytes = self.compute_bytes * sum(unit.gathered for unit in self.gathered.values())
         sums_bytes = self.sums if self.keeps_sums_apart else 0
         return CommBufferPeak(
             backward_fraction=self.backward_fraction,

@@ -59,78 +59,6 @@ def _largest(units: Sequence[FsdpUnit]) -> FsdpUnit:
     return max(units, key=lambda unit: unit.owned, default=NO_UNIT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaBuffers:
-    """Bytes of FSDP2's buffers on CUDA, by phase of a block's backward pass."""
-
-    before: int
-    """Gathered parameters at the start of the backward pass, with those that are prefetched during the head's."""
-    head_done: int
-    """After the backward pass of the head's unit: its gradients and their reduction, and prefetched parameters."""
-    root: int
-    """During the full backward pass: parameters that stay gathered, and gradients of a root's head."""
-    ahead: int
-    """Prefetched parameters, on the gather stream; part of the phases below."""
-    expert_copy: int
-    """Buffer of experts on the gather stream, while it is copied out; part of `copied_out`."""
-    copied_out: int
-    """While a block computes: its parameters, and prefetched parameters."""
-    stack_copy: int
-    """In addition to `copied_out`, before the block computes: copies of stacks in the order of ranks, and the buffer of
-    the gather; 0 without such stacks."""
-    gradients_ready: int
-    """After a block: its gradients in addition to its parameters."""
-    between: int
-    """Between two blocks: prefetched parameters, and the reduction of the last completed unit."""
-    block_sum: int
-    """Reduction of the previous block, until the current block starts its own."""
-    head_sum: int
-    """Reduction of the head's unit, until the first block starts its own."""
-    last_sum: int
-    """Gradients of the root or of the embedding, and their reduction, at the end."""
-    earlier_last_sum: int
-    """Sent gradients of the root or of the embedding of the previous micro-batch, until the next reduction."""
-
-
-def _cuda_buffers(units: CudaUnits, layout: Layout, precision: Precision, accumulates: bool) -> CudaBuffers:
-    """Return the buffers of each phase, with c bytes per element in compute.
-
-    copied_out      = c (block + ahead + expert) + c expert
-    gradients_ready = c (block + ahead + expert) + c largest gradient of a unit in blocks + c largest stack
-    between         = c (block + ahead) + sum of experts, or without experts of the block"""
-    compute = COMPUTE_BYTES[precision]
-    ahead = units.gathered_ahead(layout)
-    kept = units.root.gathered + (0 if layout.reshard_after_forward else units.embedding.gathered)
-    start = kept + (ahead if layout.reshard_after_forward else sum(unit.gathered for unit in units.blocks))
-    gathered = units.block.gathered + ahead + units.expert.gathered
-    stacks = max(sum(unit.stacks) for unit in units.all)
-    largest_stack = max(max(unit.stacks, default=0) for unit in units.all)
-    largest_gradient = max((unit.gradients for unit in units.all if unit.is_in_blocks), default=0)
-    block_sum = _sum_bytes(units.block, precision)
-    head_sum = _sum_bytes(units.head, precision)
-    return CudaBuffers(
-        before=compute * (start + units.head.gathered),
-        head_done=compute * (start + units.head.gradients) + head_sum,
-        root=compute * (kept + units.root_head_gradient),
-        ahead=compute * ahead,
-        expert_copy=compute * units.expert.gathered,
-        copied_out=compute * (gathered + units.expert.gathered),
-        stack_copy=compute * (stacks + (0 if units.expert.owned else units.block.gathered)) if stacks else 0,
-        gradients_ready=compute * (gathered + largest_gradient + largest_stack),
-        between=compute * (units.block.gathered + ahead)
-        + (_sum_bytes(units.expert, precision) if units.expert.owned else block_sum),
-        block_sum=block_sum,
-        head_sum=head_sum,
-        last_sum=compute * units.last.gradients + _sum_bytes(units.last, precision),
-        earlier_last_sum=STATE_BYTES[precision] * units.last.gathered if accumulates else 0,
-    )
-
-
-def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of the gradients that a unit sends and of the received shard."""
-    return STATE_BYTES[precision] * (unit.gathered + unit.owned)
-
-
 def cuda_buffer_peaks(
     rank: RankTensors, layout: Layout, precision: Precision, accumulates: bool
 ) -> list[CommBufferPeak]:
@@ -149,43 +77,66 @@ def cuda_buffer_peaks(
         accumulates: True if a step has several micro-batches.
     """
     units = CudaUnits(rank, layout)
-    buffers = _cuda_buffers(units, layout, precision, accumulates)
+    compute, state = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+
+    def reduction(unit: FsdpUnit) -> int:
+        """Return the bytes of the gradients that a unit sends, and of the received shard."""
+        return state * (unit.gathered + unit.owned)
+
+    # Prefetched parameters are on the gather stream, with the buffer of experts until it has been copied out.
+    ahead = compute * units.gathered_ahead(layout)
+    expert = compute * units.expert.gathered
+    kept = compute * (units.root.gathered + (0 if layout.reshard_after_forward else units.embedding.gathered))
+    start = kept + (ahead if layout.reshard_after_forward else compute * sum(unit.gathered for unit in units.blocks))
+    # During the full backward pass, a root's parameters stay gathered, and the gradients of its head exist.
+    root = kept + compute * units.root_head_gradient
+    gathered = root + compute * units.block.gathered + ahead + expert
+    block_sum = reduction(units.block)
+    head_sum = reduction(units.head)
+    # Stacks are copied in the order of ranks before the block computes, while the buffer of their gather exists.
+    stacks = compute * max(sum(unit.stacks) for unit in units.all)
+    stack_copy = stacks + (0 if expert else compute * units.block.gathered)
+    largest_stack = max(max(unit.stacks, default=0) for unit in units.all)
+    largest_gradient = max((unit.gradients for unit in units.all if unit.is_in_blocks), default=0)
+    gradients = compute * (largest_gradient + largest_stack)
+    between_blocks = root + compute * units.block.gathered + ahead + (reduction(units.expert) if expert else block_sum)
+    # What the last micro-batch has sent last exists until the first reduction of this one.
+    earlier_sum = state * units.last.gathered if accumulates else 0
+    last_sum = compute * units.last.gradients + reduction(units.last)
 
     def computes(fraction: float, sums: int) -> CommBufferPeak:
-        size = buffers.root + buffers.copied_out + sums
         return CommBufferPeak(
             backward_fraction=fraction,
-            bytes=size,
+            bytes=gathered + expert + sums,
             moment="inside_block",
-            gather_stream_bytes=buffers.ahead + buffers.expert_copy,
+            gather_stream_bytes=ahead + expert,
         )
-
-    def copies_out(fraction: float, sums: int) -> CommBufferPeak:
-        return between(fraction, buffers.root + buffers.copied_out + buffers.stack_copy + sums)
 
     def between(fraction: float, size: int) -> CommBufferPeak:
-        return CommBufferPeak(
-            backward_fraction=fraction, bytes=size, moment="after_block", gather_stream_bytes=buffers.ahead
-        )
+        return CommBufferPeak(backward_fraction=fraction, bytes=size, moment="after_block", gather_stream_bytes=ahead)
+
+    def copies_out(fraction: float, sums: int) -> CommBufferPeak:
+        return between(fraction, gathered + expert + stack_copy + sums)
 
     def is_done(fraction: float, sums: int) -> CommBufferPeak:
-        return between(fraction, buffers.root + buffers.gradients_ready + sums)
+        return between(fraction, gathered + gradients + sums)
 
     block = 1 / max(1, len(units.blocks))  # of the backward pass
-    until_done = block / 2 if units.expert.owned else block
-    second_done = is_done(min(1.0, block + until_done), buffers.block_sum)
-    end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.last_sum)
-    first_sum = buffers.head_sum if units.head.owned else buffers.earlier_last_sum
+    until_done = block / 2 if expert else block
+    second_done = is_done(min(1.0, block + until_done), block_sum)
+    end_bytes = max(second_done.bytes, between_blocks, last_sum)
+    head = compute * units.head.gathered
+    first_sum = head_sum if head else earlier_sum
     return [
-        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum, moment="backward_start"),
-        *([between(0.0, buffers.head_done)] if units.head.owned else []),
+        CommBufferPeak(backward_fraction=0.0, bytes=start + head + earlier_sum, moment="backward_start"),
+        *([between(0.0, start + compute * units.head.gradients + head_sum)] if head else []),
         computes(0.0, first_sum),
         is_done(until_done, first_sum),
-        between(block, buffers.root + buffers.between),
-        computes(block, buffers.block_sum),
+        between(block, between_blocks),
+        computes(block, block_sum),
         second_done,
-        computes(1 - block, buffers.block_sum),
-        *([copies_out(0.0, first_sum), copies_out(1 - block, buffers.block_sum)] if buffers.stack_copy else []),
+        computes(1 - block, block_sum),
+        *([copies_out(0.0, first_sum), copies_out(1 - block, block_sum)] if stacks else []),
         CommBufferPeak(backward_fraction=1.0, bytes=end_bytes, moment="after_block"),
     ]
 
@@ -211,29 +162,18 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     state_bytes = STATE_BYTES[run.training.precision]
     units = CudaUnits(rank, run.layout)
     outside = _largest([units.root, units.embedding, units.head])
-    gathered = _gather_stream_elements(units, outside)
-    summed = _reduce_stream_elements(
-        units, outside, offloads=run.layout.offload != "none", accumulates=accumulation > 1
-    )
-    return StreamBuffers(
-        side_streams=COMPUTE_BYTES[run.training.precision] * gathered + state_bytes * summed,
-        largest_sum=state_bytes * max(outside.gathered, units.block.gathered, units.expert.gathered),
-    )
-
-
-def _gather_stream_elements(units: CudaUnits, outside: FsdpUnit) -> int:
-    """Return the peak of the gather stream: a unit outside blocks and a block, or experts of two blocks, and a shard.
-
-    Buffers of experts and of blocks alternate: half of one is lost between them.
-    """
-    experts_of_two_blocks = 2 * units.expert.gathered + units.expert.gathered // 2
-    copied_shard = max(units.block.owned, units.expert.owned)
-    largest = max(outside.gathered, experts_of_two_blocks, units.block.gathered)
-    return largest + units.block.gathered + copied_shard
-
-
-def _reduce_stream_elements(units: CudaUnits, outside: FsdpUnit, offloads: bool, accumulates: bool) -> int:
-    """Return the peak of the reduce stream: a step's gradients, and one unit's that are added or copied to the CPU."""
+    block, expert = units.block, units.expert
+    # A unit outside blocks and a block, or experts of two blocks, and a shard. Buffers of experts and of blocks
+    # alternate: half of one is lost between them.
+    experts_of_two_blocks = 2 * expert.gathered + expert.gathered // 2
+    gathered = max(outside.gathered, experts_of_two_blocks, block.gathered) + block.gathered
+    copied_shard = max(block.owned, expert.owned)
+    # A step's gradients, and one unit's that are added or copied to the CPU.
+    offloads = run.layout.offload != "none"
     gradients = 0 if offloads else sum(unit.owned for unit in units.all)
-    largest_unit = max(outside.owned, units.block.owned, units.expert.owned) if accumulates or offloads else 0
-    return gradients + largest_unit
+    largest_unit = max(outside.owned, block.owned, expert.owned) if accumulation > 1 or offloads else 0
+    return StreamBuffers(
+        side_streams=COMPUTE_BYTES[run.training.precision] * (gathered + copied_shard)
+        + state_bytes * (gradients + largest_unit),
+        largest_sum=state_bytes * max(outside.gathered, block.gathered, expert.gathered),
+    )
