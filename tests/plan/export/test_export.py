@@ -618,9 +618,9 @@ def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:
 def test_torchtitan_export_schedule_names_exist_in_pytorch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    from phalanx.plan.export.torchtitan import SCHEDULES
+    from phalanx.plan.export.torchtitan import TORCH_NAMES
 
-    for name in (*SCHEDULES.values(), "PipelineScheduleMulti"):
+    for name in (*TORCH_NAMES.values(), "PipelineScheduleMulti"):
         assert get_schedule_class(name)
 
 

@@ -41,7 +41,8 @@ def _interleaved_bubble(jobs: JobTable, others: StageTime) -> Column:
 
 def _interleaved_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
     """Return p + (p-1)/v for the first stage, and 2/v less for each further one (arXiv 2205.05198, section 4.2.3)."""
-    p, v = jobs.pp, np.maximum(jobs.virtual_stages, 1)
+    p = jobs.pp
+    v = np.maximum(jobs.virtual_stages, 1)
     return p + (p - 1) / v, p + (p - 3) / v, (p * (v - 1) + 1) / v
 
 
@@ -56,7 +57,8 @@ def _zb_h2_bubble(jobs: JobTable, others: StageTime) -> Column:
 
     With postponed optimizer checks, the next step starts in the ramp of the last one. The 2p - 1 forward passes at the
     start then fill the rest, except B - F where gradients of weights do not cover it."""
-    F, W = others.forward, others.weight_grad
+    F = others.forward
+    W = others.weight_grad
     B = others.backward - W
     covered = F + B - 2 * W
     post_validated = np.clip(B - F, 0.0, np.maximum(covered, 0.0))
@@ -65,7 +67,8 @@ def _zb_h2_bubble(jobs: JobTable, others: StageTime) -> Column:
 
 def _zb_v_bubble(jobs: JobTable, others: StageTime) -> Column:
     """Return max(F, B) / 2, or with postponed optimizer checks (B - F) / 2 (arXiv 2405.15362)."""
-    F, B = others.forward, others.backward - others.weight_grad
+    F = others.forward
+    B = others.backward - others.weight_grad
     return np.where(jobs.optimizer_post_validation > 0, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2
 
 

@@ -77,7 +77,8 @@ def cuda_buffer_peaks(
         accumulates: True if a step has several micro-batches.
     """
     units = CudaUnits(rank, layout)
-    compute, state = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    compute = COMPUTE_BYTES[precision]
+    state = STATE_BYTES[precision]
 
     def reduction(unit: FsdpUnit) -> int:
         """Return the bytes of the gradients that a unit sends, and of the received shard."""
@@ -162,7 +163,8 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     state_bytes = STATE_BYTES[run.training.precision]
     units = CudaUnits(rank, run.layout)
     outside = _largest([units.root, units.embedding, units.head])
-    block, expert = units.block, units.expert
+    block = units.block
+    expert = units.expert
     # A unit outside blocks and a block, or experts of two blocks, and a shard. Buffers of experts and of blocks
     # alternate: half of one is lost between them.
     experts_of_two_blocks = 2 * expert.gathered + expert.gathered // 2
