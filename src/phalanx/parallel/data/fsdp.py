@@ -253,7 +253,7 @@ def _shard_outside_blocks(model: Transformer, layout: Layout, shard: Callable[..
     for name, child in model.named_children():
         if child is not model.blocks:
             modules[outer_unit_name(layout, model.spec.tie_embeddings, name)].append(child)
-    if modules[ROOT]:
+    if not modules[EMBEDDING]:
         return
     shard(modules[EMBEDDING], reshard_after_forward=reshard)
     for embedding in modules[EMBEDDING]:
