@@ -159,7 +159,7 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
 
 def offload_in_memory() -> AbstractContextManager[object]:
     """Keep state in memory that is offloaded to files, in the same buckets and pieces."""
-    return mock.patch.object(offload, "DiskOffload", lambda _: CpuOffload())
+    return mock.patch.object(offload, "DiskOffload", return_value=CpuOffload())
 
 
 def _count_warmup_micro_batches(run: RunSpec) -> int | None:
