@@ -38,6 +38,7 @@ SCHEDULES: dict[str, ScheduleProperties] = {
 }
 V_SCHEDULES = tuple(name for name, properties in SCHEDULES.items() if properties.is_v_shaped)
 
+# Run files accept the names of the table; mypy, which reads no tables, takes any text.
 if TYPE_CHECKING:
     ScheduleName: TypeAlias = str
 else:
