@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-TRAINING = ("model", "parallel", "train")
+TRAINING = ("program", "model", "parallel", "train")
 RECOVERY = ("launch", "train/checkpoint", "train/guards", "train/session.py", "runs")
 SWARM = ("swarm",)
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -16,7 +16,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "parity.md": (*TRAINING, "schedule", "data"),
     "benchmarks/calibration.md": ("cost/estimate", "plan/calibrate", "bench"),
     "benchmarks/copies.md": ("train/checkpoint", "launch"),
-    "benchmarks/data_parallel.md": ("parallel/data", "model", "train/trainer.py"),
+    "benchmarks/data_parallel.md": ("program", "parallel/data", "model", "train/trainer.py"),
     "benchmarks/dryrun.md": ("verify", "cost/exact", *TRAINING),
     "benchmarks/explorer.md": ("report/explorer", "plan/search"),
     "benchmarks/faults.md": RECOVERY,
@@ -35,9 +35,9 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "benchmarks/learning.md": ("model", "train", "data"),
     "benchmarks/loader.md": ("data",),
     "benchmarks/model_parallel.md": ("parallel", "model"),
-    "benchmarks/offload.md": ("parallel/data", "train/optim"),
+    "benchmarks/offload.md": ("program", "parallel/data", "train/optim"),
     "benchmarks/overhead.md": TRAINING,
-    "benchmarks/pipeline.md": ("schedule", "parallel/pipeline"),
+    "benchmarks/pipeline.md": ("schedule", "program", "parallel/pipeline"),
     "benchmarks/recomputation.md": ("cost/estimate", "plan/calibrate", "model"),
     "benchmarks/recording.md": ("train/profiling", "train/callbacks", "train/trainer.py", "runs"),
     "benchmarks/restart.md": ("launch", "train/worker.py"),

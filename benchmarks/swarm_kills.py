@@ -36,11 +36,11 @@ from typing import Any
 
 from benchmarks.pages import write_results
 from benchmarks.swarm import PAGE, write_run_file
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
 from phalanx.runs.jsonl import read_jsonl
 from phalanx.runs.swarm_records import ROUNDS_FILE, SHARED_WEIGHTS_FILE
 from phalanx.spec.files.load import load_run
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.open_round import deadline_offset
 from phalanx.swarm.coordinator.swarm_state import SwarmState

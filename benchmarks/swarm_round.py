@@ -85,7 +85,7 @@ def run_node(name: str, address: str, folder: str, results: Any) -> None:
     for number in range(ROUNDS):
         task = link.wait(round=number)
         if not number:
-            from phalanx.cost.exact.parameter_shapes import parameter_shapes
+            from phalanx.spec.parameter_shapes import parameter_shapes
 
             link.download_round(base_path, None, (), parameter_shapes(run.model).__getitem__)
         start, seconds = time.perf_counter(), {}

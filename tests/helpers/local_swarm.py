@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.pieces import model_pieces

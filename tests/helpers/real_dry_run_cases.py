@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from phalanx.launch.recomputation import resolve_recomputation
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.pipeline_schedules import V_SCHEDULES
 from phalanx.spec.run import RunSpec
 
 SEQUENCE = 8192
@@ -30,7 +31,7 @@ class RealCase(NamedTuple):
         """Return the run, with sequences of 8,192 tokens in micro-batches of one."""
         pp = self.layout.get("pp", 1)
         schedule = self.layout.get("schedule", "1f1b")
-        stages = pp * (2 if schedule in ("zb-v", "dualpipe-v") else self.layout.get("virtual_stages", 1))
+        stages = pp * (2 if schedule in V_SCHEDULES else self.layout.get("virtual_stages", 1))
         replicas = self.world_size // (pp * self.layout.get("tp", 1) * self.layout.get("cp", 1))
         run = run_from_table(
             {

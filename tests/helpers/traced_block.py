@@ -17,12 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cost.exact.block_moments import WeightGradients, block_moments, largest_moment
 from phalanx.cost.exact.derive.deferred import deferred_by_part
-from phalanx.cost.exact.derive.flops import core_flops, tokens_through
 from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_part
 from phalanx.cost.exact.derive.traffic import part_traffic
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.rank_tensors import local_shape
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.model.attention import Documents
 from phalanx.model.moe import Router
@@ -32,9 +30,11 @@ from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads, split_backward
 from phalanx.parallel.strategy import Strategy
+from phalanx.program.rank_tensors import local_shape
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block
+from phalanx.spec.parts.flops import core_flops, tokens_through
 from phalanx.spec.parts.operations import GroupedLinear, Part
 from phalanx.spec.precision import Precision
 from phalanx.spec.tensor_sharding import block_shardings

@@ -13,9 +13,9 @@ import pytest
 import torch
 import xxhash
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.spec.errors import UserError
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.expert_ownership import experts_of
 from phalanx.swarm.pieces import model_pieces, pieces_sent_by

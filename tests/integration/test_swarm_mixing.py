@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
 from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers
 from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import decode
 from phalanx.swarm.pieces import model_pieces, round_pieces

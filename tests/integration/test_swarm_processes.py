@@ -19,11 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import initial_weight
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.testing.processes import run_python, start_python
 from tests.helpers.cli_runner import command_json, command_output
 

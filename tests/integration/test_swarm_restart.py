@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.spec.errors import UserError
 from phalanx.spec.log import log_to_stderr
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.client import RoundExpired
 from phalanx.swarm.rpc.link_errors import rejection_error

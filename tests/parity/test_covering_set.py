@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from phalanx.parallel.data.offload import CpuOffload
+from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, KINDS, MOE, Table, small_run, train_and_evaluate
@@ -125,7 +125,7 @@ def test_offloaded_state_is_stepped_in_the_same_pieces_on_all_ranks(
 
 
 def train_in_pieces(run: RunSpec, piece_bytes: int) -> list[tuple[float, float]]:
-    with mock.patch.object(CpuOffload, "piece_bytes", piece_bytes):
+    with mock.patch.dict(PIECE_BYTES, cpu=piece_bytes):
         return train_and_evaluate(run)
 
 

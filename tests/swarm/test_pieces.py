@@ -5,10 +5,10 @@ from math import prod
 import pytest
 import torch
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import node_share
 from phalanx.spec.files.load import load_model_spec, run_from_table
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.swarm.expert_ownership import assign_experts
 from phalanx.swarm.pieces import MAX_PIECE_ELEMENTS, fragment_pieces, model_pieces, pieces_sent_by
 from phalanx.swarm.serve import initial_pieces

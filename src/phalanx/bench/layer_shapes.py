@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from phalanx.cost.exact.flops import block_products, lm_head_shape
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.pipeline_split import layers_per_rank
-from phalanx.cost.exact.rank_tensors import rank_tensors
+from phalanx.program.pipeline_split import layers_per_rank
+from phalanx.program.rank_tensors import rank_tensors
 from phalanx.spec.attention_backend import hides_keys
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.layers import layer_specs
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.run import RunSpec
 
 

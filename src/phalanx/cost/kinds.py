@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.spec.layout import CheckpointingName, OffloadName, ScheduleName
+from phalanx.spec.layout import CheckpointingName, OffloadName
+from phalanx.spec.pipeline_schedules import ScheduleName
 
 Column = NDArray[np.float64]
 
@@ -42,7 +43,10 @@ Recomputation = Literal[CheckpointingName, "attention core", "operations"]
 - operations: norms and activations (Megatron-Core's recompute_modules); with FSDP, also every other product
 (torchtitan's selective).
 """
-Schedule = Literal["none", ScheduleName]
+if TYPE_CHECKING:
+    Schedule: TypeAlias = str
+else:
+    Schedule = Literal["none", ScheduleName]
 """Schedule of a pipeline; none without a pipeline."""
 Trainer = Literal["Phalanx", "Megatron-LM", "DeepSpeed", "FSDP", "nanotron"]
 Choice = Recomputation | Schedule | OffloadName | Trainer

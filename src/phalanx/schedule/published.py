@@ -11,7 +11,7 @@ from phalanx.schedule.list_scheduling import list_schedule
 from phalanx.schedule.schedule import Action, ActionKind, OverlappedPair, Schedule, ScheduleStep, actions
 from phalanx.schedule.simulate import ActionTimes, Span, Timeline
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import ScheduleName
+from phalanx.spec.pipeline_schedules import ScheduleName
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -197,7 +197,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     return Schedule.from_rows(map(order, range(p)))
 
 
-PUBLISHED: dict[ScheduleName, Callable[[int, int], Schedule]] = {
+PUBLISHED: dict[ScheduleName, Callable[..., Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -207,7 +207,7 @@ PUBLISHED: dict[ScheduleName, Callable[[int, int], Schedule]] = {
     "zb-v": zb_v,
     "dualpipe-v": dualpipe_v,
 }
-"""Rules by the names in run files and commands, of p ranks and m micro-batches."""
+"""Rules by the names in run files and commands, of p ranks, m micro-batches and, with virtual stages, v."""
 
 
 def _list_stage_actions(stage: int, kind: ActionKind, m: int) -> list[Action]:

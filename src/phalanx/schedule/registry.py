@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from pathlib import Path
 
-from phalanx.schedule.published import PUBLISHED, interleaved
+from phalanx.schedule.published import PUBLISHED
 from phalanx.schedule.schedule import Schedule, read_csv
 from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, compiles_whole_blocks
+from phalanx.spec.pipeline_schedules import SCHEDULES
 
 
 @lru_cache(256)
@@ -20,7 +21,7 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     """
     if name not in PUBLISHED:
         raise UserError("schedule", name, "is not known", fix=f"use one of {', '.join(PUBLISHED)}")
-    return interleaved(p, m, v) if name == "interleaved" else PUBLISHED[name](p, m)
+    return PUBLISHED[name](p, m, v) if SCHEDULES[name].has_virtual_stages else PUBLISHED[name](p, m)
 
 
 def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:

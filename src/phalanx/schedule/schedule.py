@@ -20,8 +20,6 @@ from phalanx.spec.errors import UserError
 ActionKind = Literal["F", "B", "I", "W"]
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)$")
-MAX_POSTED_RECEIVES = 2
-"""Number of receives on a link that a rank posts ahead of their use."""
 OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B$")
 
 

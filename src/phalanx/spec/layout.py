@@ -10,8 +10,8 @@ from pydantic import Field
 from phalanx.spec.base import LocalPath, Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.pipeline_schedules import SCHEDULES, ScheduleName, quote_names
 
-ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
 StrategyName = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
@@ -24,11 +24,6 @@ NOT_IMPLEMENTED = "is not implemented yet with"
 MAX_BF16_SUMS = 8
 """Maximum number of micro-batches whose gradients ZeRO-1 and 2 accumulate in bf16; beyond it they use fp32. The
 relative error of a bf16 sum is 3e-3 at 8 micro-batches, 8e-3 at 64 and 2e-2 at 256."""
-MAX_BUCKETS_IN_FLIGHT = 2
-"""Maximum number of buckets that ZeRO-1 and 2 reduce or gather at a time. With two in flight, NCCL never waits for the
-next one. More would only bridge uneven buckets, and the buffers of four take up to a fifth of a rank's memory."""
-LARGE_MESSAGE_BYTES = 2**28
-"""Size above which buckets are reduced one at a time. Buckets of experts are large if ranks without one pad them."""
 ZERO_STRATEGIES = ("zero1", "zero2")
 """Strategies in which ranks hold all weights, and update rows of them (`parallel.data.zero`)."""
 FSDP_STRATEGIES = ("zero3", "hsdp")
@@ -197,14 +192,6 @@ def compiles_whole_blocks(degree: int, splits_backward: bool, fsdp_unit: str = "
     return degree == 1 and not splits_backward and fsdp_unit != "sublayer"
 
 
-def has_outer_fsdp_units(layout: Layout, tie_embeddings: bool) -> bool:
-    """Return whether ZeRO-3's embedding is one unit, and its final norm and head another.
-
-    Otherwise the root owns them: tied embeddings, which both ends of the model use, and parameters of a pipeline, which
-    stay gathered for the step."""
-    return not tie_embeddings and layout.fsdp_unit != "model" and layout.pp == 1
-
-
 def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
     """Map each parameter to its server: largest first, each to the server with the least so far."""
     load = [0] * num_servers
@@ -242,9 +229,10 @@ def check_inapplicable_options(layout: Layout) -> None:
     if layout.schedule_file is not None and layout.schedule != "1f1b":
         problem = f'cannot be combined with layout.schedule = "{layout.schedule}", because it replaces the schedule'
         raise UserError("layout.schedule_file", layout.schedule_file, problem, "remove one of the two")
-    if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
+    if SCHEDULES[layout.schedule].has_virtual_stages == (layout.virtual_stages == 1):
         problem = f'cannot be combined with layout.schedule = "{layout.schedule}"'
-        fix = 'use at least 2 with "interleaved"; remove it with any other schedule'
+        names = tuple(name for name, properties in SCHEDULES.items() if properties.has_virtual_stages)
+        fix = f"use at least 2 with {quote_names(names)}; remove it with any other schedule"
         raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix)
     for field in INVALID_IN_PIPELINE if layout.pp > 1 else ():
         value = getattr(layout, field)

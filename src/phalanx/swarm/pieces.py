@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.expert_ownership import Owners

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.model.init import DrawnWeights
 from phalanx.runs.create import RUN_FILE, claim_run_directory, keep_hf_files, run_directory
 from phalanx.runs.lock import acquire_run_lock
@@ -20,6 +19,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.malloc_tuning import tune_malloc
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.pieces import ModelPiece

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
 from phalanx.model.attention import Documents
 from phalanx.model.init import DrawnWeights
@@ -23,6 +22,7 @@ from phalanx.parallel.context_parallel import local_token_indices
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction, Strategy
+from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.layers import expert_layers
 from phalanx.spec.run import RunSpec

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice, pairwise
 from multiprocessing import forkserver
@@ -33,7 +33,9 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.loader import rank_rows
 from phalanx.model.attention import Documents
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.data import offload
 from phalanx.parallel.data.ddp import DDP
+from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.components import named_components, require_trusted
@@ -123,14 +125,11 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
     started_at = time.perf_counter()
     torch.set_num_threads(1)
     run = run.replace(training=run.training.replace(compile=False))
-    if run.layout.offload == "nvme":
-        layout = run.layout.replace(offload="cpu", offload_directory=None)
-        run = run.replace(layout=layout)
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         mesh = build_mesh(run.layout, world_size, CPU.type)
-        with shape_only_tensors(), nullcontext() if full else few_chunks():
+        with shape_only_tensors(), offload_in_memory(), nullcontext() if full else few_chunks():
             learner = Learner(run, mesh, CPU, weights=lambda _, shape: torch.empty(shape))
             repeated = None if full else RepeatedBlocks(learner)
             # The first step creates the state of optimizers; DDP rebuilds its buckets in the second.
@@ -156,6 +155,11 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
         "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     return {"rank": rank, **traced, "tracing": tracing}
+
+
+def offload_in_memory() -> AbstractContextManager[object]:
+    """Keep state in memory that is offloaded to files, in the same buckets and pieces."""
+    return mock.patch.object(offload, "DiskOffload", return_value=CpuOffload())
 
 
 def _count_warmup_micro_batches(run: RunSpec) -> int | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, REDUCTION_PURPOSE, num_reduced_scalars
 from phalanx.cost.exact.traffic import server_loads
 from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.cost.precision import STATE_BYTES
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 
 Group = tuple[int, ...]

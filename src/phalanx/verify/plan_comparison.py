@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from phalanx.cost.exact.flops import rank_flops
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.exact.scalar_reductions import scalar_reduction_traffic
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
@@ -16,6 +15,7 @@ from phalanx.cost.formulas.collectives import Traffic
 from phalanx.plan.predicted_vs_measured import STATE
 from phalanx.spec.communication_groups import Group, group_ranks
 from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups, uses_model_parallelism
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives
 

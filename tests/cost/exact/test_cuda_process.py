@@ -9,7 +9,7 @@ from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
 from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
 from phalanx.cost.exact.rank_memory import rank_memory
-from phalanx.cost.exact.rank_tensors import rank_tensors
+from phalanx.program.rank_tensors import rank_tensors
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.layout import Layout

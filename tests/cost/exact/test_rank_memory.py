@@ -9,19 +9,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.exact import comm_buffers
 from phalanx.cost.exact.activation_memory import activation_bytes
-from phalanx.cost.exact.comm_buffers import zero_bucket_names
-from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
-from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
+from phalanx.program import buckets
+from phalanx.program.buckets import MAX_BUCKETS_IN_FLIGHT
+from phalanx.program.rank_tensors import rank_tensors
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec, run_from_table
-from phalanx.spec.formatting import MIB
-from phalanx.spec.layout import MAX_BF16_SUMS, MAX_BUCKETS_IN_FLIGHT, Layout
+from phalanx.spec.layout import MAX_BF16_SUMS, Layout
+from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
 
@@ -257,58 +255,6 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
         assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_bucket_names_equal_buckets_of_zero_strategy(ranks):
-    torch = pytest.importorskip("torch")
-    from phalanx.model.transformer import Transformer
-    from phalanx.parallel.data.zero_buckets import make_buckets
-    from phalanx.parallel.data.zero_parameters import OwnedParameter, RowSharding
-
-    spec = make_run(model=ODD_SHAPES_MOE).model
-    shapes = parameter_shapes(spec)
-    tensors = RankTensors(dense=shapes, shards=ranks, expert={}, expert_shards=1, names=tuple(shapes))
-    sharding = RowSharding(None)
-    sharding.ranks = ranks
-    with torch.device("meta"):
-        parameters = Transformer(spec).named_parameters()
-        parts = [OwnedParameter(name, p, sharding, None, None, p.shape) for name, p in parameters]
-    for bucket_mb in (0.001, 0.02, 0.1, 100):
-        bucket_names = [[part.name for part in bucket] for bucket in make_buckets(parts, bucket_mb * MIB)]
-        assert zero_bucket_names(tensors, Layout(bucket_mb=bucket_mb), 4) == bucket_names
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("wrap", ["model", "block", "sublayer"])
-def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
-    torch = pytest.importorskip("torch")
-    from phalanx.model.transformer import Transformer
-    from phalanx.parallel import apply
-    from phalanx.parallel.data import fsdp
-
-    spec = make_run(model=ODD_SHAPES_MOE).model
-    with torch.device("meta"):
-        model = Transformer(spec)
-    apply.apply_activation_checkpointing(model, recompute)
-    parts = [part for block in model.blocks for part in fsdp._select_unit_modules(block, wrap)]
-    sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1)
-    assert sizes.blocks == [sum(p.numel() for p in part.parameters()) for part in parts]
-    assert sizes.total == sum(p.numel() for p in model.parameters())
-    units = sizes.root, sizes.embedding, sizes.head
-    embedding = model.embedding.weight.numel()
-    if wrap == "model":
-        assert units == (sizes.total, 0, 0)
-    else:
-        assert units == (0, embedding, sizes.total - sum(sizes.blocks) - embedding)
-
-
-@pytest.mark.parametrize("layout", [{"fsdp_unit": "model"}, {"pp": 2}, {}])
-def test_fsdp_root_owns_tied_embeddings_and_pipeline_ends(layout):
-    spec = make_run(model={**ODD_SHAPES_MOE, "tie_embeddings": not layout}).model
-    sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(**layout), 1)
-    assert sizes.root
-    assert sizes.embedding == sizes.head == 0
-
-
 # -- the other parts --------------------------------------------------------------------------------
 
 
@@ -357,7 +303,7 @@ def test_zero_communication_buffers_match_bucket_formula():
     sizes = [4 * num_elements(shape) for shape in parameter_shapes(spec).values()]
     in_flight = max(sum(sizes[start : start + MAX_BUCKETS_IN_FLIGHT]) for start in range(len(sizes)))
     assert predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * in_flight
-    with patch.object(comm_buffers, "LARGE_MESSAGE_BYTES", 1000):  # of two large buckets, one is sent at a time
+    with patch.object(buckets, "LARGE_MESSAGE_BYTES", 1000):  # of two large buckets, one is sent at a time
         one_bucket = predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication
     assert one_bucket == 2.5 * max(sizes) + 2.5 * min(sizes)
     assert (

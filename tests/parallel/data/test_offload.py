@@ -13,6 +13,7 @@ import torch
 
 from phalanx.parallel.data import offload
 from phalanx.parallel.data.offload import MIN_OFFLOAD_BYTES, DiskOffload, MappedFile
+from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -23,7 +24,7 @@ OPTIMIZERS = {"adamw": {}, "sgd": {"optimizer.name": "sgd"}, "muon": {"optimizer
 
 def train_with_disk_offload(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
     """Train with every tensor in a file, in pieces of a few tensors; return the trajectory and the number of files."""
-    offload.MIN_OFFLOAD_BYTES, DiskOffload.piece_bytes = 1, 20_000
+    offload.MIN_OFFLOAD_BYTES, PIECE_BYTES["nvme"] = 1, 20_000
     trainer = make_trainer(run)
     result = train_until(trainer, run.training.steps)
     disk_offload = trainer.strategy.offload  # type: ignore[attr-defined]

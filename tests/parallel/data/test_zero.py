@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from phalanx.parallel.comm.collectives import all_gather
-from phalanx.parallel.data import zero, zero_buckets
+from phalanx.parallel.data import zero_buckets
 from phalanx.parallel.data.offload import CpuOffload, DiskOffload
 from phalanx.parallel.data.zero import ZeRO
 from phalanx.parallel.data.zero_buckets import Bucket
 from phalanx.parallel.dtensor_shards import local_tensor
-from phalanx.spec.chunks import chunk_by_bytes
-from phalanx.spec.layout import MAX_BUCKETS_IN_FLIGHT, Layout
+from phalanx.program import buckets
+from phalanx.program.buckets import MAX_BUCKETS_IN_FLIGHT, PIECE_BYTES, chunk_by_bytes
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.callbacks.callback import Callback
@@ -47,7 +48,7 @@ INDIVISIBLE_SHAPE = {"head_dim": 10, "hidden_size": 38, "ffn_hidden_size": 49, "
 def train_with_small_chunks(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
     """Return the trajectory, and the number of pieces of an update."""
     limit = CHUNK_BYTES_BY_WORLD_SIZE[dist.get_world_size()]
-    with patch.object(zero, "PIECE_BYTES", limit):
+    with patch.dict(PIECE_BYTES, none=limit):
         trainer = make_trainer(run)
         result = train_until(trainer, run.training.steps)
     assert isinstance(trainer.strategy, ZeRO)
@@ -266,7 +267,7 @@ def record_reductions(run: RunSpec, large_bytes: int) -> list[tuple[str, int]]:
         finish(bucket, keep_full)
 
     with (
-        patch.object(zero, "LARGE_MESSAGE_BYTES", large_bytes),
+        patch.object(buckets, "LARGE_MESSAGE_BYTES", large_bytes),
         patch.object(Bucket, "start_reduce", record_start),
         patch.object(Bucket, "finish_reduce", record_finish),
     ):
@@ -310,11 +311,12 @@ class OwnSGD(torch.optim.SGD):
 def test_single_rank_steps_optimizer_of_user_once(kind: type[torch.optim.SGD], calls: int) -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     layout = Layout(data_parallel="zero1", bucket_mb=1e-5)
-    strategy = ZeRO(layers, layout, None, torch.device("cpu"), torch.bfloat16, None)
+    with patch.dict(PIECE_BYTES, none=1):
+        strategy = ZeRO(layers, layout, None, torch.device("cpu"), torch.bfloat16, None)
     optimizer = kind(strategy.trainable_parameters.values(), lr=0.1)
     with strategy.accumulate():
         layers(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-    with patch.object(zero, "PIECE_BYTES", 1), patch.object(kind, "step", autospec=True, side_effect=kind.step) as step:
+    with patch.object(kind, "step", autospec=True, side_effect=kind.step) as step:
         strategy.update([optimizer])
     assert step.call_count == calls
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.cost.exact.pipeline_split import contiguous_ranges
 from phalanx.data.loader import prefetch
 from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.program.pipeline_split import contiguous_ranges
 from phalanx.schedule.published import PUBLISHED
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule

@@ -13,7 +13,6 @@ from phalanx.cost.estimate.constants import memory_constants
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.model_state import model_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.advice.oom import (
     Diagnosis,
@@ -31,6 +30,7 @@ from phalanx.plan.advice.oom import (
 from phalanx.plan.advice.oom_remedies import REMEDIES
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY as RISK
+from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.plan.export.common import RELEASES, TRAINER_NAMES, ExportedConfig, Trainer
 from phalanx.plan.export.export import export
+from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import to_csv
 from phalanx.spec.batch import plan_batch
@@ -618,9 +618,9 @@ def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:
 def test_torchtitan_export_schedule_names_exist_in_pytorch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    from phalanx.plan.export.torchtitan import SCHEDULES
+    from phalanx.plan.export.torchtitan import TORCH_NAMES
 
-    for name in (*SCHEDULES.values(), "PipelineScheduleMulti"):
+    for name in (*TORCH_NAMES.values(), "PipelineScheduleMulti"):
         assert get_schedule_class(name)
 
 

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import worker_memories
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate
@@ -15,6 +14,7 @@ from phalanx.plan.search.oom_risk import (
     safe_capacity_bytes,
 )
 from phalanx.plan.search.recomputation import choose_recomputation, with_recomputation
+from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.files.load import run_from_table
 
 METHODS = ("norms", "selective", "full")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes, node_share, round_bytes
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.aggregation.aggregate import (
     AggregationConfig,

@@ -26,6 +26,7 @@ from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.pipeline_schedules import SCHEDULES
 from phalanx.spec.terminal import Terminal
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -115,7 +116,7 @@ def _check_applicable_options(
     if name.endswith(".csv"):
         for option, value in (("--stages", stages), ("--microbatches", microbatches)):
             require(value is None, option, value, f"{has_none}, which defines it", f"remove {option}")
-    applies = virtual_stages is None or name == "interleaved"
+    applies = virtual_stages is None or (name in SCHEDULES and SCHEDULES[name].has_virtual_stages)
     require(applies, "--virtual-stages", virtual_stages, has_none, "remove --virtual-stages")
     require(memory is None or name == "searched", "--memory", memory, has_none, "remove --memory")
 

@@ -11,7 +11,7 @@ from typer import Option
 
 from phalanx.cli.common.options import Json, Overrides, RunOrModel
 from phalanx.cli.common.text import print_line, text_table
-from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
+from phalanx.program.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.files.load import load_run
 from phalanx.spec.terminal import Terminal

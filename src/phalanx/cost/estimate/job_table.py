@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from phalanx.cost.kinds import CODES, AttentionKernel, Column
 from phalanx.cost.precision import master_weight_bytes
+from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 PER_KIND = (
     "kind_share",
@@ -297,9 +298,14 @@ class JobTable:
         )
 
     @property
+    def is_v_shaped(self) -> NDArray[np.bool_]:
+        """Rows with two stages per rank, of which the first rank has both ends of the model."""
+        return np.isin(self.schedule, [CODES[name] for name in V_SCHEDULES])
+
+    @property
     def embedding_and_head_share_rank(self) -> NDArray[np.bool_]:
         """Rows in which one rank has both embedding and head: without a pipeline, and in V schedules."""
-        return (self.pp == 1) | (self.schedule == CODES["zb-v"])
+        return (self.pp == 1) | self.is_v_shaped
 
     @property
     def has_middle_stages(self) -> NDArray[np.bool_]:

@@ -16,7 +16,8 @@ from phalanx.cost.estimate.block_activations import activation_bytes
 from phalanx.cost.estimate.constants import MemoryConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.offload import device_state_bytes, host_bytes
-from phalanx.cost.kinds import CODES, Choice, Column, select_choice
+from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
+from phalanx.cost.kinds import CODES, Column, select_choice
 from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
 from phalanx.spec.formatting import GIB
 
@@ -132,35 +133,10 @@ def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memor
 
 
 def peak_in_flight_by_stage(jobs: JobTable) -> Column:
-    """Return the maximum number of micro-batches whose activations the first, the second and the last stage hold.
-
-    1F1B: stage s of p holds p - s. Interleaved: the first holds p + (p-1)/v (arXiv 2205.05198, section 4.2.3), each
-    further one 2/v less. ZB-H1: p on all stages, as 1F1B's first. ZB-H2: 2p - 1. ZB-V: p (arXiv 2401.10241 and
-    2405.15362).
-    """
-    p = jobs.pp
-    m = jobs.micro_batches
-    v = np.maximum(jobs.virtual_stages, 1)
-    ones = np.ones_like(p)
-
-    def in_flight(interleaved: Column, one_f_one_b: Column) -> Column:
-        by_schedule: dict[Choice, Column] = {
-            "none": ones,
-            "interleaved": interleaved,
-            "zb-h1": p,
-            "zb-h2": 2 * p - 1,
-            "zb-v": p,
-            "gpipe": m,
-        }
-        return np.minimum(select_choice(jobs.schedule, by_schedule, one_f_one_b), m)
-
-    return np.stack(
-        [
-            in_flight(p + (p - 1) / v, p),
-            in_flight(p + (p - 3) / v, np.maximum(p - 1, 1)),
-            in_flight((p * (v - 1) + 1) / v, ones),
-        ]
-    )
+    """Return the maximum number of micro-batches whose activations the first, the second and the last stage hold."""
+    counts = {name: estimate.in_flight(jobs) for name, estimate in SCHEDULE_ESTIMATES.items()}
+    by_stage = [{name: stages[index] for name, stages in counts.items()} for index in range(3)]
+    return np.stack([np.minimum(select_choice(jobs.schedule, column, 1.0), jobs.micro_batches) for column in by_stage])
 
 
 def _state_bytes(constants: MemoryConstants, jobs: JobTable, blocks: Column) -> tuple[Column, Column]:

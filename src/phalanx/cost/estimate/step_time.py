@@ -18,6 +18,7 @@ from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import matmul_seconds, memory_pass_seconds
 from phalanx.cost.estimate.offload import add_input_copies, input_copy_seconds, offload_seconds
+from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
 from phalanx.cost.estimate.update_time import data_parallel_seconds, owned_parameters, update_seconds
 from phalanx.cost.estimate.zero3_time import add_zero3_communication
 from phalanx.cost.kinds import CODES, Column, select_choice
@@ -184,37 +185,9 @@ def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes, plain: LayerT
 
 
 def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
-    """Return the idle seconds of the slowest stage.
-
-        1F1B, GPipe   F + B + W
-        interleaved   (F + B + W) / v
-        ZB-H1         F + B - W
-        ZB-H2         max(F, F + B - 2 W)
-        ZB-V          max(F, B) / 2
-
-    `others` has the times of one micro-batch in all other stages together: F of their forward passes, B of gradients
-    of inputs, and W of gradients of weights. v is the number of chunks per stage (arXiv 2104.04473, section 2.2). Split
-    backward passes fill the bubble with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362).
-
-    With postponed optimizer checks, the next step starts in the ramp of the last one. The 2p - 1 forward passes at the
-    start of ZB-H2 then fill the rest, except B - F where gradients of weights do not cover it.
-    """
-    is_post_validated = jobs.optimizer_post_validation > 0
-    F = others.forward
-    W = others.weight_grad
-    B = others.backward - W
-    zb_h2_ramp = np.maximum(F + B - 2 * W, 0.0)
-    return select_choice(
-        jobs.schedule,
-        {
-            "none": 0.0 * others.forward_backward,
-            "interleaved": others.forward_backward / np.maximum(jobs.virtual_stages, 1),
-            "zb-h1": np.maximum(F + B - W, 0.0),
-            "zb-h2": np.where(is_post_validated, np.clip(B - F, 0.0, zb_h2_ramp), np.maximum(F, F + B - 2 * W)),
-            "zb-v": np.where(is_post_validated, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
-        },
-        others.forward_backward,
-    )
+    """Return the idle seconds of the slowest stage, with the times of one micro-batch in all other stages together."""
+    by_schedule = {name: estimate.bubble_seconds(jobs, others) for name, estimate in SCHEDULE_ESTIMATES.items()}
+    return select_choice(jobs.schedule, by_schedule, 0.0)
 
 
 def _adjust_for_shared_cores(
@@ -248,7 +221,7 @@ def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
     message_seconds = p2p_seconds(constants, jobs, message_bytes)
     is_blocking = jobs.is_deepspeed | (is_interleaved & (jobs.hardware_generation == 0) & (jobs.overlap_tp == 0))
     exposed_fraction = np.where(is_blocking, 1.0, constants.exposed_p2p_fraction)
-    chunks_in_other_schedules = np.where(jobs.schedule == CODES["zb-v"], 2.0, 1.0)
+    chunks_in_other_schedules = np.where(jobs.is_v_shaped, 2.0, 1.0)
     chunks = np.where(is_interleaved, np.maximum(jobs.virtual_stages, 1), chunks_in_other_schedules)
     num_slots = jobs.micro_batches + jobs.pp - 1
     return np.where(jobs.pp > 1, 2 * exposed_fraction * message_seconds * num_slots * chunks, 0.0)

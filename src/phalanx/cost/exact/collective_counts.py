@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.cost.exact.comm_buffers import zero_bucket_names
-from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_namer
-from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_state import run_strategy
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.spec.chunks import chunk_by_bytes
-from phalanx.spec.formatting import MIB
+from phalanx.program.buckets import ddp_bucket_names, pipeline_gradient_buckets, zero_bucket_names
+from phalanx.program.fsdp_units import fsdp_units
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.run import RunSpec
 
 
@@ -44,34 +42,13 @@ def count_collectives(
             return CollectiveCounts(1)
         case "ddp" if layout.pp > 1:
             sizes = (STATE_BYTES[run.training.precision] * num_elements(shape) for shape in rank.dense.values())
-            return CollectiveCounts(len(chunk_by_bytes(sizes, int(layout.bucket_mb * MIB), nbytes=int)))
+            return CollectiveCounts(len(pipeline_gradient_buckets(sizes, layout, nbytes=int)))
         case "ddp":
-            return CollectiveCounts(_ddp_buckets(run, rank))
+            return CollectiveCounts(len(ddp_bucket_names(rank.dense, layout, STATE_BYTES[run.training.precision])))
         case "zero1" | "zero2":
             buckets = zero_bucket_names(rank, layout, COMPUTE_BYTES[run.training.precision])
             return CollectiveCounts(sum((bucket[0] in rank.expert) == for_experts for bucket in buckets))
-        case "zero3" | "hsdp" if for_experts:
-            return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))
         case _:
-            units = set(map(fsdp_unit_namer(layout, tie_embeddings="head.weight" not in names), names))
-            outside_blocks = units & {ROOT, EMBEDDING, HEAD}
-            return CollectiveCounts(len(units - outside_blocks), len(outside_blocks))
-
-
-def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:
-    """Return the number of DDP's buckets.
-
-    A bucket is full when it reaches a limit. Gradients arrive in the reverse order of the model
-    (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size).
-    """
-    layout = run.layout
-    bytes_per_element = STATE_BYTES[run.training.precision]
-    bucket_bytes = int(layout.bucket_mb * MIB)
-    count = 0
-    filled_bytes = 0
-    limit = bucket_bytes if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
-    for shape in reversed(rank.dense.values()):
-        filled_bytes += bytes_per_element * num_elements(shape)
-        if filled_bytes >= limit:
-            count, filled_bytes, limit = count + 1, 0, bucket_bytes
-    return count + (filled_bytes > 0)
+            units = [unit for unit in fsdp_units(rank, layout) if any(name in names for name in unit.shapes)]
+            num_in_blocks = sum(unit.is_in_blocks for unit in units)
+            return CollectiveCounts(num_in_blocks, len(units) - num_in_blocks)

@@ -18,8 +18,6 @@ Moment = Literal[
 ]
 """Time at the start of the backward pass, or in that of a block. The start is the loss, and the head's backward pass.
 Experts can be a unit of FSDP that is complete before their block, and before the dispatch of their rows."""
-FIRST_BLOCK = 1e-9
-"""Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,8 @@ class CommBufferPeak:
     """Communication buffers at a time of a step's last micro-batch."""
 
     backward_fraction: float
-    """Completed fraction of the blocks' backward pass: 0 at its start, 1 at its end and at the update."""
+    """Completed fraction of the blocks' backward pass: 0 until the end of the first block, 1 at the end and at the
+    update. In a pipeline only `backward_start` matters: other peaks are at the end of a step."""
     gradient_fraction: float | None = None
     """Fraction of the gradients that exist by then, if it differs: those of a head precede all blocks."""
     bytes: int

@@ -6,24 +6,23 @@ where gloo has none, a second full buffer receives the data of all ranks (`paral
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from math import inf
 from operator import add
 
-from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
-from phalanx.cost.exact.parameter_shapes import Shapes, num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Schedule
-from phalanx.spec.formatting import MIB
-from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
+from phalanx.program.buckets import ddp_bucket_names, may_reduce_together, zero_bucket_names
+from phalanx.program.messages import count_message_buffers
+from phalanx.program.rank_tensors import RankTensors
+from phalanx.schedule.schedule import Schedule
+from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.parameter_shapes import Shapes, num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
@@ -64,14 +63,13 @@ def comm_buffer_peaks(
             )
             return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
-            peaks = zero_buffers(
+            return zero_buffers(
                 rank,
                 layout,
                 COMPUTE_BYTES[precision],
                 full_gradients=strategy == "zero1",
                 num_full_buffers=num_full_buffers,
             )
-            return [replace(peak, backward_fraction=1.0) for peak in peaks] if layout.pp > 1 else peaks
         case "zero3" | "hsdp":
             return fsdp_buffer_peaks(rank, run, accumulation, has_replicas=dims.dp_replicate > 1)
         case "parameter_server":
@@ -118,17 +116,12 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank:
         pp_rank: Pipeline rank.
         strategy: Effective strategy of the layout.
     """
-    num_messages = sum(
-        min(count, MAX_POSTED_RECEIVES if pp_rank == receiver else 1)
-        for (sender, receiver), count in schedule.links.items()
-        if pp_rank in (sender, receiver)
-    )
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     # Under autocast the residual stream is in the parameters' fp32.
     message_bytes = max(4, compute_bytes) if strategy == "ddp" else compute_bytes
     tokens = batch * run.training.seq_len // run.layout.cp
     residual_tokens = tokens // run.layout.tp if run.layout.sequence_parallel else tokens
-    return message_bytes * num_messages * residual_tokens * run.model.hidden_size
+    return message_bytes * count_message_buffers(schedule, pp_rank) * residual_tokens * run.model.hidden_size
 
 
 def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[CommBufferPeak]:
@@ -143,7 +136,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     """
     if layout.gradient_compression == "none":
         return []
-    buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element)
+    buckets = ddp_bucket_names(shapes, layout, bytes_per_element)
     sizes = [_bucket_elements([shapes[name] for name in bucket]) for bucket in buckets]
     copied_bytes, unsent_bytes = (
         (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
@@ -163,10 +156,9 @@ def zero_buffers(
 ) -> list[CommBufferPeak]:
     """Return the buffers of ZeRO-1 or ZeRO-2.
 
-    Each bucket is reduce-scattered when its gradients are complete, together with the one before unless both are large
-    or offloaded (`MAX_BUCKETS_IN_FLIGHT` is two). Meanwhile ZeRO-2 accumulates gradients of the next bucket. After the
-    update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket. Buckets
-    are those of `parallel.data.zero`, with padded rows; those of offload can be smaller.
+    Each bucket is reduce-scattered when its gradients are complete, with padded rows, and possibly together with the
+    one before (`MAX_BUCKETS_IN_FLIGHT` is two). Meanwhile ZeRO-2 accumulates gradients of the next bucket. After the
+    update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket.
 
     Args:
         rank: Tensors of the rank.
@@ -188,11 +180,15 @@ def zero_buffers(
     block_fractions = _completed_fractions(
         [sum(num_elements(shapes[name]) for name in bucket if name.startswith("blocks.")) for bucket in buckets]
     )
-    offloads = layout.offload != "none"
-    max_pair = -1 if offloads else LARGE_MESSAGE_BYTES / bytes_per_element
-    in_flight = _in_flight_elements(owned, ranks, num_full_buffers, max_pair=max_pair)
-    gathers = _in_flight_elements(owned, ranks, 1, max_pair=inf)
-    if not offloads:  # a forward pass gathers two buckets among as many activations as the backward pass reduces them
+    messages = [bytes_per_element * size * n for size, n in zip(owned, ranks, strict=True)]
+    are_concurrent = [may_reduce_together(*pair, layout.offload) for pair in pairwise([0, *messages])]
+    # A single rank sends nothing and copies nothing.
+    reduced = [size * (num_full_buffers * n + 1) if n > 1 else 0 for size, n in zip(owned, ranks, strict=True)]
+    gathered = [size * (n + 1) if n > 1 else 0 for size, n in zip(owned, ranks, strict=True)]
+    in_flight = _with_previous(reduced, are_concurrent)
+    gathers = _with_previous(gathered, [True] * len(buckets))
+    if layout.offload == "none":
+        # A forward pass gathers two buckets among as many activations as the backward pass reduces them.
         in_flight = [*map(max, in_flight, gathers)]
     points = zip(
         [*block_fractions, 1.0],
@@ -202,7 +198,7 @@ def zero_buffers(
     )
     return [  # the last bucket contains the embedding, whose gradient follows that of the first block
         CommBufferPeak(
-            backward_fraction=max(FIRST_BLOCK, block_fraction),
+            backward_fraction=block_fraction,
             gradient_fraction=fraction,
             bytes=bytes_per_element * size,
             moment="after_block" if bucket == len(buckets) - 1 else "inside_block",
@@ -217,20 +213,11 @@ def _completed_fractions(sizes: list[int]) -> list[float]:
     return [size / sum(sizes) if sum(sizes) else 1.0 for size in accumulate(sizes)]
 
 
-def _in_flight_elements(owned: list[int], ranks: list[int], full_buffers: int, max_pair: float) -> list[int]:
-    """Return the elements of the buffers of each bucket, with those of the bucket before.
-
-    Args:
-        owned: Elements of a rank's rows of each bucket, with padding.
-        ranks: Number of ranks that share each bucket; a single one sends nothing and copies nothing.
-        full_buffers: Buffers of a bucket for the rows of all ranks.
-        max_pair: Elements of a message; if both are larger, the bucket before has been sent.
-    """
-    sizes = [shard * (full_buffers * n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
-    messages = pairwise([0, *(shard * n for shard, n in zip(owned, ranks, strict=True))])
+def _with_previous(sizes: list[int], are_concurrent: Iterable[bool]) -> list[int]:
+    """Return the size of the buffers of each bucket, with those of the bucket before where both exist at a time."""
     return [
-        size + (previous if min(pair) <= max_pair else 0)
-        for (previous, size), pair in zip(pairwise([0, *sizes]), messages, strict=True)
+        size + previous * is_concurrent
+        for (previous, size), is_concurrent in zip(pairwise([0, *sizes]), are_concurrent, strict=True)
     ]
 
 
@@ -246,35 +233,6 @@ def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | No
         staleness: s, or None for synchronous training.
     """
     return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
-
-
-def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int) -> list[list[str]]:
-    """Return the parameter names of each bucket of ZeRO-1 and 2, in the order of the backward pass.
-
-    Args:
-        rank: Tensors of the rank.
-        bytes_per_element: Bytes of a number of parameters and gradients.
-    """
-    return bucket_names(rank.all, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
-
-
-def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:
-    """Return the parameter names of each bucket, from the last parameter of the model to the first.
-
-    Args:
-        shapes: Parameters in the model's order.
-        limit: Number of elements at which a bucket is full.
-        expert_names: Parameters with data-parallel ranks of their own, which form separate buckets.
-    """
-    buckets: list[list[str]] = []
-    size = 0
-    for name in reversed(shapes):
-        if not buckets or size >= limit or (name in expert_names) != (buckets[-1][0] in expert_names):
-            buckets.append([])
-            size = 0
-        buckets[-1].append(name)
-        size += num_elements(shapes[name])
-    return buckets
 
 
 def _bucket_elements(bucket: list[Shape]) -> int:

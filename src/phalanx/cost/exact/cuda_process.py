@@ -5,8 +5,8 @@ Others measured both on few machines; `phalanx calibrate` replaces them with a m
 
 from __future__ import annotations
 
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS

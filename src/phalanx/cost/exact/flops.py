@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.exact.derive.flops import core_flops, product_flops, tokens_through
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.kinds import Recomputation
+from phalanx.program.pipeline_split import layers_per_rank, recomputed_layers
+from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.flops import core_flops, product_flops, tokens_through
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Shape
 from phalanx.spec.run import RunSpec
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
 
-from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak, Moment
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak, Moment
 from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
-from phalanx.cost.exact.fsdp_units import HEAD, ROOT, FsdpUnit, backward_fsdp_units
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, backward_order, backward_prefetches, fsdp_units
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
 from phalanx.spec.run import RunSpec
 
@@ -34,35 +33,12 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
         if layout.pp == 1:
             return cuda_buffer_peaks(rank, layout, precision, accumulates=accumulation > 1)
         kept = layout.model_copy(update={"reshard_after_forward": False})  # parameters stay gathered for the step
-        peaks = cuda_buffer_peaks(rank, kept, precision, accumulates=False)
-        return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
-    units = backward_fsdp_units(rank, layout)
+        return cuda_buffer_peaks(rank, kept, precision, accumulates=False)
+    units = fsdp_units(rank, layout)
     if layout.pp > 1:
         return _pipeline_peaks(units, precision)
     backward = _CpuBackwardPass(units, layout, precision, accumulates=accumulation > 1, is_deferred=not has_replicas)
     return list(backward.peaks())
-
-
-def _gathered_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of a unit's parameters on all ranks together, with padding."""
-    return COMPUTE_BYTES[precision] * unit.owned * unit.ranks
-
-
-def _sent_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of the gradients that a unit sends, in the dtype of the parameters."""
-    return STATE_BYTES[precision] * unit.owned * unit.ranks
-
-
-def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of this rank's rows of the sum."""
-    return STATE_BYTES[precision] * unit.owned
-
-
-def _last_gradient_bytes(unit: FsdpUnit, bytes_per_element: int) -> int:
-    """Return the bytes of the gradients that FSDP2 keeps during the exchange: of the unit's last parameter and stack.
-
-    They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
-    return bytes_per_element * unit.last_gradients if unit.ranks > 1 else 0
 
 
 def _num_buffers(unit: FsdpUnit) -> int:
@@ -74,17 +50,16 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
     """Return the buffers of a pipeline: parameters stay gathered for the step, at whose end unit after unit is sent.
 
     The full gradients of the micro-batches, which are part of the persistent memory, are freed unit after unit."""
-    gathered_bytes = sum(_gathered_bytes(unit, precision) for unit in units)
+    state_bytes = STATE_BYTES[precision]
+    gathered_bytes = COMPUTE_BYTES[precision] * sum(unit.gathered for unit in units)
     peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes, moment="backward_start")]
-    sums_bytes = 0
-    freed_bytes = 0
-    for unit in reversed(units):
-        gathered_bytes -= _gathered_bytes(unit, precision)
-        freed_bytes += STATE_BYTES[precision] * unit.gradients
-        sums_bytes += _sum_bytes(unit, precision)
-        kept_bytes = _last_gradient_bytes(unit, STATE_BYTES[precision])
-        exchanged_bytes = _num_buffers(unit) * _sent_bytes(unit, precision) + kept_bytes
-        size = gathered_bytes + exchanged_bytes + sums_bytes - freed_bytes
+    # Elements of the sums so far, minus those of the gradients that were freed.
+    summed = 0
+    for unit in units:
+        gathered_bytes -= COMPUTE_BYTES[precision] * unit.gathered
+        summed += unit.owned - unit.gradients
+        exchanged = _num_buffers(unit) * unit.gathered + unit.last_gradients
+        size = gathered_bytes + state_bytes * (exchanged + summed)
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
     return peaks
 
@@ -102,15 +77,22 @@ class _CpuBackwardPass:
         """Create the pass at its start, after the loss.
 
         Args:
-            units: Units in the order in which their backward passes end.
+            units: Units in the order of the forward pass.
             accumulates: True if a step has several micro-batches.
             is_deferred: True if an exchange ends when the next unit sends. Else it ends at once, but what was sent is
                 kept until then.
         """
-        self.units = units
-        self.indices = {unit.name: index for index, unit in enumerate(units)}
+        self.units = units[::-1]
+        """Units in the order in which their backward passes end."""
+        starts = backward_order(units, has_root=units[0].name == ROOT)
+        prefetches = backward_prefetches(starts, layout.fsdp_prefetch)
+        self.ahead = {unit.name: ahead for unit, ahead in zip(starts, prefetches, strict=True)}
+        """Units that each unit gathers ahead."""
+        self.first = starts[0]
+        self.by_name = {unit.name: unit for unit in units}
         self.layout = layout
-        self.precision = precision
+        self.compute_bytes = COMPUTE_BYTES[precision]
+        self.state_bytes = STATE_BYTES[precision]
         self.is_deferred = is_deferred
         self.keeps_sums_apart = is_deferred and accumulates and layout.offload == "none"
         """True if a micro-batch's sums exist in addition to those of previous ones (`parallel.data.fsdp`)."""
@@ -119,14 +101,14 @@ class _CpuBackwardPass:
         self.root_gradients = 0
         """Bytes of the gradients that a root keeps until all of them exist."""
         # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
-        self.in_transit = _sent_bytes(units[-1], precision) if accumulates else 0
+        self.in_transit = self.state_bytes * units[0].gathered if accumulates else 0
         """Bytes that the unit before has sent, and receives."""
         self.pending_sum = 0
         """Bytes of the sum of an exchange that has not ended."""
         self.sums = 0
         """Bytes of the sums of this micro-batch, except a pending one."""
-        self.all_sums = sum(_sum_bytes(unit, precision) for unit in units)
-        self.num_blocks = sum(map(_is_block, units))
+        self.all_sums = self.state_bytes * sum(unit.owned for unit in units)
+        self.num_blocks = sum(unit.is_in_blocks and not unit.is_inner for unit in units)
         self.num_completed = 0
         """Number of blocks whose backward pass has ended."""
         self.backward_fraction = 0.0
@@ -140,20 +122,19 @@ class _CpuBackwardPass:
             for name in (unit.parent, unit.name):  # a block starts before its experts
                 if name is not None and name.startswith("blocks.") and name not in started:
                     started.add(name)
-                    yield from self._gather(self.units[self.indices[name]])
-                    yield from self._run(self.units[self.indices[name]])
+                    yield from self._gather(self.by_name[name])
+                    yield from self._run(self.by_name[name])
             yield from self._end(unit)
             yield from self._send(unit)
 
     def _run_loss_and_head(self) -> Iterator[CommBufferPeak]:
         """Yield the buffers in the loss and in the head, and in the blocks of a root that is the only unit."""
         yield self._peak("in_loss")
-        self._prefetch(0 if self.units[0].name != HEAD else 1)
+        self._prefetch(self.first)
         yield self._peak("in_head")
-        self.backward_fraction = FIRST_BLOCK
         root = self.units[-1]
         if root.name == ROOT:
-            self.root_gradients = self._compute_bytes(_early_gradients(root))
+            self.root_gradients = self.compute_bytes * _early_gradients(root)
             if not self.num_blocks:
                 yield from self._run_blocks_of_root(root)
 
@@ -165,22 +146,22 @@ class _CpuBackwardPass:
         self.num_blocks = len(elements)
         for count in reversed(elements.values()):
             yield self._peak_inside("inside_block")
-            self.root_gradients += self._compute_bytes(count)
+            self.root_gradients += self.compute_bytes * count
             self._complete_block()
 
     def _gather(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Gather a unit before its backward pass, and then the next ones."""
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
-            copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
-            copied_bytes += self._compute_bytes(sum(unit.stacks))
+            copied_bytes = self.compute_bytes * unit.gathered if unit.ranks > 1 else 0
+            copied_bytes += self.compute_bytes * sum(unit.stacks)
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
-        self._prefetch(self.indices[unit.name] + 1)
+        self._prefetch(unit)
 
-    def _prefetch(self, index: int) -> None:
-        """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
-        ahead = self.units[index : min(index + self.layout.fsdp_prefetch, len(self.units) - 1)]
-        self.gathered |= {unit.name: unit for unit in ahead if unit.ranks > 1}  # a single rank has nothing to gather
+    def _prefetch(self, unit: FsdpUnit) -> None:
+        """Gather the units ahead of this one, except the embedding, whose backward pass needs no parameters."""
+        ahead = [other for other in self.ahead[unit.name] if other.name != EMBEDDING]
+        self.gathered |= {other.name: other for other in ahead if other.ranks > 1}  # a single rank has all parameters
 
     def _run(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Yield the buffers inside a unit. Its experts, if they are another unit, run before the rest of it."""
@@ -189,7 +170,7 @@ class _CpuBackwardPass:
 
     def _end(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Yield the buffers when all gradients of a unit exist."""
-        if _is_block(unit):
+        if unit.is_in_blocks and not unit.is_inner:
             if self._has_experts(unit):
                 yield self._peak_inside("inside_attention")
             self._complete_block()
@@ -197,24 +178,24 @@ class _CpuBackwardPass:
             self.root_gradients = 0
         if unit is self.units[-1]:
             self.backward_fraction = 1.0
-        yield self._peak(self._moment_after(unit), self._compute_bytes(unit.gradients))
+        yield self._peak(self._moment_after(unit), self.compute_bytes * unit.gradients)
 
     def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Free the parameters of a unit, and send its gradients, which ends the exchange before."""
         self.gathered.pop(unit.name, None)
         moment = self._moment_after(unit)
         if unit.stacks:  # they are copied one after the other
-            yield self._peak(moment, self._compute_bytes(unit.gradients + max(unit.stacks)))
+            yield self._peak(moment, self.compute_bytes * (unit.gradients + max(unit.stacks)))
         self.sums += self.pending_sum
-        self.pending_sum = _sum_bytes(unit, self.precision)
-        self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
-        yield self._peak(moment, _last_gradient_bytes(unit, COMPUTE_BYTES[self.precision]))
+        self.pending_sum = self.state_bytes * unit.owned
+        self.in_transit = _num_buffers(unit) * self.state_bytes * unit.gathered
+        yield self._peak(moment, self.compute_bytes * unit.last_gradients)
         if moment == "after_experts":
             yield self._peak("in_dispatch")
         if not self.is_deferred or unit.ranks == 1:
             self.sums += self.pending_sum
             self.pending_sum = 0
-            self.in_transit = _sent_bytes(unit, self.precision)
+            self.in_transit = self.state_bytes * unit.gathered
 
     def _complete_block(self) -> None:
         self.num_completed += 1
@@ -225,18 +206,15 @@ class _CpuBackwardPass:
         return any(other.parent == unit.name for other in self.units)
 
     def _moment_after(self, unit: FsdpUnit) -> Moment:
-        return "after_block" if unit.parent is None or _is_block(unit) else "after_experts"
-
-    def _compute_bytes(self, count: int) -> int:
-        return COMPUTE_BYTES[self.precision] * count
+        return "after_experts" if unit.is_inner else "after_block"
 
     def _peak_inside(self, moment: Moment) -> CommBufferPeak:
         """Return the peak inside a block, where each weight may have a gradient in addition to the buffers."""
-        return replace(self._peak(moment), weight_gradient_bytes=self._compute_bytes(1))
+        return replace(self._peak(moment), weight_gradient_bytes=self.compute_bytes)
 
     def _peak(self, moment: Moment, size: int = 0) -> CommBufferPeak:
         """Return a peak with `size` bytes in addition to gathered parameters, exchanges and a root's gradients."""
-        gathered_bytes = sum(_gathered_bytes(unit, self.precision) for unit in self.gathered.values())
+        gathered_bytes = self.compute_bytes * sum(unit.gathered for unit in self.gathered.values())
         sums_bytes = self.sums if self.keeps_sums_apart else 0
         return CommBufferPeak(
             backward_fraction=self.backward_fraction,
@@ -244,11 +222,6 @@ class _CpuBackwardPass:
             bytes=gathered_bytes + self.in_transit + self.pending_sum + self.root_gradients + sums_bytes + size,
             moment=moment,
         )
-
-
-def _is_block(unit: FsdpUnit) -> bool:
-    """Return whether a unit is a block or a part of one, and not inside one."""
-    return unit.name.startswith("blocks.") and (unit.parent is None or unit.parent == ROOT)
 
 
 def _early_gradients(root: FsdpUnit) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from phalanx.cost.exact.pipeline_split import layers_per_rank, layers_per_stage
+from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.layout import FSDP_STRATEGIES, check_supported
+from phalanx.spec.pipeline_schedules import SCHEDULES, V_SCHEDULES, quote_names
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
-
-SCHEDULES_WITH_UNEVEN_MICRO_BATCHES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
-"""Schedules that support different numbers of micro-batches per rank."""
 
 
 def require_resolved_layout(run: RunSpec) -> None:
@@ -86,10 +84,9 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         )
         fix = "change layout.micro_batch_size or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix=fix) from None
-    name = layout.schedule_file or layout.schedule
-    if name not in SCHEDULES_WITH_UNEVEN_MICRO_BATCHES and batch_plan.global_batch_size % (
-        batch_plan.dp_size * batch_plan.micro_batch_size
-    ):
+    supports_uneven = layout.schedule_file is None and SCHEDULES[layout.schedule].supports_uneven_micro_batches
+    if not supports_uneven and batch_plan.global_batch_size % (batch_plan.dp_size * batch_plan.micro_batch_size):
+        name = layout.schedule_file or layout.schedule
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
@@ -102,6 +99,6 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             "model.tie_embeddings",
             True,
             f'requires embedding and head on one rank with layout.data_parallel = "{layout.data_parallel}"',
-            fix='use layout.schedule = "zb-v" or "dualpipe-v", which have both on one rank, or layout.data_parallel = '
-            '"zero1"',
+            fix=f"use layout.schedule = {quote_names(V_SCHEDULES)}, which have both on one rank, or "
+            'layout.data_parallel = "zero1"',
         )

@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
-from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.forward_shape import INDEX_BYTES
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes, zero_gradient_bytes
-from phalanx.cost.exact.parameter_shapes import is_muon_parameter, num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.buckets import PIECE_BYTES, chunk_by_bytes, zero_bucket_names
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.batch import BatchPlan
-from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.layout import FSDP_STRATEGIES, MAX_BF16_SUMS, ZERO_STRATEGIES
+from phalanx.spec.parameter_shapes import is_muon_parameter, num_elements
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
@@ -227,7 +226,7 @@ def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, acc
     buckets = zero_bucket_names(rank, run.layout, COMPUTE_BYTES[precision])
     kept = {name: num_elements(shape) for name, shape in shapes.items()} if strategy == "zero1" else rows
     most = dropped = 0
-    for piece in chunk_by_bytes(buckets[::-1], PIECE_BYTES, row_bytes):
+    for piece in chunk_by_bytes(buckets[::-1], PIECE_BYTES[run.layout.offload], row_bytes):
         names = [name for bucket in piece for name in bucket]
         most = max(most, row_bytes(list(filter(is_copied, names))) - dropped)
         dropped += zero_gradient_bytes(precision, accumulation) * sum(kept[name] for name in names)
@@ -278,4 +277,4 @@ def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
 
 
 def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:
-    return max((peak.bytes for peak in buffer_peaks if peak.backward_fraction == 0), default=0)
+    return max((peak.bytes for peak in buffer_peaks if peak.moment == "backward_start"), default=0)

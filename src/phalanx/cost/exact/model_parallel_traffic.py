@@ -7,15 +7,15 @@ from dataclasses import replace
 from phalanx.cost.exact.activation_memory import full_model_stage, pipeline_stages
 from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.rank_state import run_strategy
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Traffic
+from phalanx.program.pipeline_split import layers_per_stage
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import needs_all_logits, plan_batch
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.run import RunSpec
 
 

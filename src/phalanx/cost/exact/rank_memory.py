@@ -24,7 +24,6 @@ from phalanx.cost.exact.fsdp_cuda_buffers import fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
-from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.rank_state import (
     checkpoint_copy_bytes,
     owned_counts,
@@ -32,12 +31,13 @@ from phalanx.cost.exact.rank_state import (
     resident_and_offloaded,
     run_strategy,
 )
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.cost.formulas.collectives import Strategy
+from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.batch import BatchPlan, plan_batch
 from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
+from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.run import RunSpec
 
 

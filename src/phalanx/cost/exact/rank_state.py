@@ -9,12 +9,12 @@ from phalanx.cost.exact.model_state import (
     optimizer_kind,
     sharded_state_bytes,
 )
-from phalanx.cost.exact.parameter_shapes import Shapes, is_muon_parameter, num_elements
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import FSDP_STRATEGIES, ZERO_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, strategy_on_ranks
+from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec

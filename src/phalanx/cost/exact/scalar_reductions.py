@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes
 from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind

@@ -13,20 +13,20 @@ from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collect
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.model_state import zero_gradient_bytes
-from phalanx.cost.exact.parameter_shapes import (
+from phalanx.cost.exact.rank_state import run_strategy
+from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.rank_tensors import RankTensors, rank_tensors
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.communication_groups import GroupKind
+from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
+from phalanx.spec.parameter_shapes import (
     Shapes,
     is_muon_parameter,
     num_elements,
     parameter_shapes,
 )
-from phalanx.cost.exact.rank_state import run_strategy
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
-from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
-from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.spec.batch import plan_batch
-from phalanx.spec.communication_groups import GroupKind
-from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, parameter_shardings, rows_on_rank
 

@@ -13,15 +13,15 @@ from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes, pipeline_buffer
 from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks, weight_gradients
 from phalanx.cost.exact.model_state import zero_gradient_bytes
-from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.program.pipeline_split import layers_per_stage
+from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import BatchPlan, needs_all_logits
 from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
+from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.run import RunSpec
 

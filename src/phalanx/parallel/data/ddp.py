@@ -23,7 +23,7 @@ from phalanx.parallel.cross_entropy import LossScale
 from phalanx.parallel.grad_norm import scale_gradients
 from phalanx.parallel.module_tensors import CHECKPOINT_WRAPPER_PREFIX
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.chunks import chunk_by_bytes
+from phalanx.program.buckets import pipeline_gradient_buckets
 from phalanx.spec.layout import Layout
 
 MAX_INT = 2**31 - 1
@@ -44,7 +44,7 @@ class OverlappingReplica(Strategy):
         """Create a replica; `excluded` names parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
         self.excluded_names = excluded
-        self.bucket_bytes = int(layout.bucket_mb * 2**20)
+        self.layout = layout
 
     def finalize_gradients(self) -> None:
         """All-reduce the gradients of the step in buckets."""
@@ -52,7 +52,7 @@ class OverlappingReplica(Strategy):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [gradient for name, gradient in self.gradients().items() if name not in self.excluded_names]
-        buckets = chunk_by_bytes(gradients, self.bucket_bytes)
+        buckets = pipeline_gradient_buckets(gradients, self.layout)
         for finish in [start_all_reduce(bucket, self.group, self.comm_wait) for bucket in buckets]:
             finish()
 

@@ -32,8 +32,18 @@ from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.module_tensors import named_modules, step_parameters
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.chunks import chunk_by_bytes
-from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
+from phalanx.program.buckets import PIECE_BYTES, chunk_by_bytes
+from phalanx.program.fsdp_units import (
+    EMBEDDING,
+    HEAD,
+    ROOT,
+    backward_order,
+    backward_prefetches,
+    expert_unit_name,
+    forward_prefetches,
+    outer_unit_name,
+)
+from phalanx.spec.layout import Layout
 from phalanx.spec.tensor_sharding import data_parallel_axis
 
 
@@ -82,8 +92,8 @@ class FSDP(Strategy):
         shard = partial(shard_unit, mesh=mesh, shard_placement_fn=_choose_shard_placement(mesh))
         for unit_module in unit_modules:
             shard(unit_module, reshard_after_forward=reshard)
-        if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
-            _shard_outside_blocks(module, shard, reshard)
+        if isinstance(module, Transformer):
+            _shard_outside_blocks(module, layout, shard, reshard)
         self.root = shard(module, reshard_after_forward=False)
         super().__init__(module, group)
         self.autocast = False
@@ -96,6 +106,7 @@ class FSDP(Strategy):
         casts_sums = compute_dtype is not None and not all_fp32
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
+        self.piece_bytes = PIECE_BYTES[layout.offload]
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
         self._schedule_prefetches(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
@@ -108,23 +119,17 @@ class FSDP(Strategy):
                 unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _schedule_prefetches(self, depth: int, inner: Collection[FSDPModule]) -> None:
-        """Gather `depth` units ahead of the current unit.
+        """Gather `depth` units ahead of the current unit; `inner` are the units inside other units.
 
         A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
-        backward pass, and would gather the head again.
-
-        `inner` are the units inside other units (those that only the root contains do not count). They prefetch nothing
-        in forward passes, and their outer units prefetch one unit more. Otherwise the recomputation of a block, in
-        which the hooks of its outer unit are off, would let an inner unit gather the next block again."""
-        root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
-        forward = [*root, *self.units[1:]]
-        backward = [*root, *reversed(self.units[1:])]
-        for index, unit in enumerate(forward):
-            has_inner = index + 1 < len(forward) and forward[index + 1] in inner
-            num_ahead = depth + 1 if depth and has_inner else depth
-            unit.set_modules_to_forward_prefetch([] if unit in inner else forward[index + 1 : index + 1 + num_ahead])
-        for index, unit in enumerate(backward):
-            unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
+        backward pass, and would gather the head again."""
+        has_root = self.root._get_fsdp_state()._fsdp_param_group is not None
+        forward = self.units if has_root else self.units[1:]
+        backward = backward_order(forward, has_root)
+        for unit, ahead in zip(forward, forward_prefetches(forward, inner, depth), strict=True):
+            unit.set_modules_to_forward_prefetch(ahead)
+        for unit, ahead in zip(backward, backward_prefetches(backward, depth), strict=True):
+            unit.set_modules_to_backward_prefetch(ahead)
         # Left without a unit to prefetch, FSDP2 would choose the preceding one in its forward order: the previous
         # micro-batch's head.
         backward[-1].set_modules_to_backward_prefetch(backward[-1:])
@@ -188,9 +193,7 @@ class FSDP(Strategy):
         if self.offload is None:
             super().update(optimizers)
             return
-        named_pieces = chunk_by_bytes(
-            self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_shard_bytes
-        )
+        named_pieces = chunk_by_bytes(self.trainable_parameters.items(), self.piece_bytes, self._largest_shard_bytes)
         pieces = [[parameter for _, parameter in piece] for piece in named_pieces]
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
@@ -244,15 +247,20 @@ def _choose_shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]
     return lambda parameter: Shard(data_parallel_axis(parameter.shape, mesh.size(-1)))
 
 
-def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], reshard: bool) -> None:
-    """Make the embeddings one unit, and the final norm and head another."""
-    embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
-    shard(embeddings, reshard_after_forward=reshard)
-    for embedding in embeddings:
+def _shard_outside_blocks(model: Transformer, layout: Layout, shard: Callable[..., object], reshard: bool) -> None:
+    """Make the embeddings one unit, and the final norm and head another, unless the root owns them."""
+    modules: dict[str, list[nn.Module]] = {EMBEDDING: [], HEAD: [], ROOT: []}
+    for name, child in model.named_children():
+        if child is not model.blocks:
+            modules[outer_unit_name(layout, model.spec.tie_embeddings, name)].append(child)
+    if not modules[EMBEDDING]:
+        return
+    shard(modules[EMBEDDING], reshard_after_forward=reshard)
+    for embedding in modules[EMBEDDING]:
         # The gradients of embeddings need token ids only.
         cast("FSDPModule", embedding).set_unshard_in_backward(False)
     # The head is not resharded between its passes, because its backward pass follows at once.
-    shard([model.norm, model.head], reshard_after_forward=False)
+    shard(modules[HEAD], reshard_after_forward=False)
 
 
 def _list_units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
@@ -266,7 +274,7 @@ def _list_units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
 
 def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     """Return the modules that own these parameters directly."""
-    owners = {name.rpartition(".")[0] for name in names}
+    owners = set(map(expert_unit_name, names))
     return [submodule for name, submodule in named_modules(module) if name in owners]
 
 

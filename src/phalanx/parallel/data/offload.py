@@ -41,9 +41,6 @@ MIN_OFFLOAD_BYTES = 2**16
 class CpuOffload:
     """Offload to CPU memory, pinned if a GPU copies from it."""
 
-    piece_bytes = 256 * 2**20
-    """Bytes of trained parameters that are stepped at once."""
-
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in the offload storage; zeros for a tensor without memory."""
         host_copy = self._allocate_like(tensor)
@@ -81,8 +78,6 @@ class CpuOffload:
 
 class DiskOffload(CpuOffload):
     """Offload to unnamed files in a directory, which vanish with the process, however it exits."""
-
-    piece_bytes = 16 * 2**20
 
     def __init__(self, directory: Path) -> None:
         """Prepare the offload; raises UserError if the directory does not accept files."""

@@ -35,16 +35,23 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.host_copy import copy_to_host, wait_for_host_copies
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers, steps_in_pieces
-from phalanx.parallel.data.zero_buckets import Bucket, make_buckets
+from phalanx.parallel.data.zero_buckets import Bucket
 from phalanx.parallel.data.zero_gathers import WeightGathers
 from phalanx.parallel.data.zero_parameters import OwnedParameter, RowSharding, master_copy, trainable_parameters_of
 from phalanx.parallel.grad_norm import clip_coefficient
 from phalanx.parallel.module_tensors import materialize, named_parameters, optimizer_state_tensors, step_parameters
 from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
-from phalanx.spec.formatting import MIB, plural
-from phalanx.spec.layout import LARGE_MESSAGE_BYTES, MAX_BUCKETS_IN_FLIGHT, Layout
+from phalanx.program.buckets import (
+    MAX_BUCKETS_IN_FLIGHT,
+    PIECE_BYTES,
+    chunk_by_bytes,
+    fill_buckets,
+    may_reduce_together,
+    zero_bucket_bytes,
+)
+from phalanx.spec.formatting import plural
+from phalanx.spec.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +103,15 @@ class ZeRO(Strategy):
             for largest_shape in [p.shape if model_sharding is None else model_sharding.largest_shape(name)]
         }
         self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
-        limit = layout.bucket_mb * MIB
-        # A piece consists of complete buckets, whose bytes are those of all ranks in the model's precision.
-        if offload is not None:
-            limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
-        buckets = make_buckets(owned_parameters.values(), limit)
+        self.piece_bytes = PIECE_BYTES[layout.offload]
+        self.offload_name = layout.offload
+        limit = zero_bucket_bytes(layout, sharding.ranks)
+        buckets = fill_buckets(
+            owned_parameters.values(),
+            limit,
+            nbytes=lambda owned: owned.largest_numel * owned.parameter.element_size(),
+            kind=lambda owned: (owned.sharding, owned.parameter.dtype),
+        )
         self.buckets = [Bucket(parameters, self.comm_wait) for parameters in buckets]
         logger.debug("gradients are reduced in %s of at most %.1f MB", plural(len(buckets), "bucket"), limit / 1e6)
         self._communicates = True
@@ -181,11 +192,10 @@ class ZeRO(Strategy):
             self._num_started += 1
 
     def _can_start_reduce(self, bucket: Bucket) -> bool:
-        """Return whether memory allows another reduction before the pending ones have ended.
-
-        Offloaded gradients leave the device as soon as they are summed."""
-        is_small = min(bucket.message_bytes, self._reducing[-1].message_bytes) <= LARGE_MESSAGE_BYTES
-        return len(self._reducing) < MAX_BUCKETS_IN_FLIGHT and is_small and self.offload is None
+        """Return whether memory allows another reduction before the pending ones have ended."""
+        return len(self._reducing) < MAX_BUCKETS_IN_FLIGHT and may_reduce_together(
+            bucket.message_bytes, self._reducing[-1].message_bytes, self.offload_name
+        )
 
     def _finish_first_reduction(self) -> None:
         self._reducing.popleft().finish_reduce(self.keeps_full_gradients)
@@ -238,9 +248,8 @@ class ZeRO(Strategy):
         """Return the bytes of rows to step at once.
 
         A single rank steps all rows if an optimizer may use all gradients."""
-        if self.offload is not None:
-            return self.offload.piece_bytes
-        return math.inf if self.group is None and not all(map(steps_in_pieces, optimizers)) else PIECE_BYTES
+        is_whole = self.offload is None and self.group is None and not all(map(steps_in_pieces, optimizers))
+        return math.inf if is_whole else self.piece_bytes
 
     def _scale_master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -145,19 +143,3 @@ class Bucket:
         with self.comm_wait.measure():
             work.wait()
         return gathered
-
-
-def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
-    """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
-    buckets: list[list[OwnedParameter]] = []
-    size = 0
-    previous_kind: object = None
-    for owned in reversed(list(parameters)):
-        message_kind = owned.sharding, owned.parameter.dtype
-        if not buckets or size >= limit or message_kind != previous_kind:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(owned)
-        size += owned.largest_numel * owned.parameter.element_size()
-        previous_kind = message_kind
-    return buckets

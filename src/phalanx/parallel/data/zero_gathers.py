@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from phalanx.parallel.data.zero_buckets import Bucket
-from phalanx.spec.layout import MAX_BUCKETS_IN_FLIGHT
+from phalanx.program.buckets import MAX_BUCKETS_IN_FLIGHT
 
 
 class WeightGathers:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Action, Schedule, actions
+from phalanx.program.messages import MAX_POSTED_RECEIVES, count_delivered_before
+from phalanx.schedule.schedule import Action, Schedule
 
 
 @dataclass(frozen=True)
@@ -140,26 +140,3 @@ def _exchange_token(token: Tensor, group: dist.ProcessGroup, rank: int, sender: 
         dist.send(token, group=group, group_dst=receiver)
     else:
         dist.recv(token, group=group, group_src=sender)
-
-
-@lru_cache(maxsize=16)
-def count_delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """Count the messages of `rank` that the sender received before it sent each message to `rank`.
-
-    When `rank` receives a message, it knows that this number of its own messages has arrived. Gloo does not report when
-    a send is complete."""
-    delivered: dict[Action, int] = {}
-    for sender in range(schedule.ranks):
-        if sender == rank:
-            continue
-        sent = [message for message, receiver in schedule.messages(rank) if receiver == sender]
-        position = {message: index for index, message in enumerate(sent)}
-        num_received = 0
-        for step in schedule.orders[sender]:
-            needed = [schedule.input_message(action) for action in actions(step)]
-            num_received = max([num_received, *(position[message] + 1 for message in needed if message in position)])
-            outputs = [schedule.output_message(action) for action in actions(step)]
-            delivered |= {
-                output: num_received for output in outputs if output is not None and schedule.receiver(output) == rank
-            }
-    return delivered

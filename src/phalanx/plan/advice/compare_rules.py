@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind, state_bytes
-from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb, RunSituation
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
@@ -28,6 +27,7 @@ from phalanx.plan.search.search import (
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
 from phalanx.spec.layout import Layout
+from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.run import RunSpec
 
 AGREEMENT_TOLERANCE = 0.01

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import RankMemory, worker_memories
 from phalanx.plan.advice.oom_remedies import REMEDIES, Remedy, increase_pp, with_layout
 from phalanx.plan.search.candidates import candidate_from_run
@@ -19,6 +18,7 @@ from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probability, safe_capacity_bytes
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.search import search_layouts
+from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec

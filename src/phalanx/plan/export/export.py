@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import cast
 
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer, with_comment_header
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
@@ -16,6 +15,7 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
+from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError

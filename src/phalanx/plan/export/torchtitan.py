@@ -25,17 +25,11 @@ from phalanx.plan.export.common import (
 )
 from phalanx.plan.export.torchtitan_model import PythonSource, model_family, model_source, python_call
 from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.pipeline_schedules import SCHEDULES, V_SCHEDULES, quote_names
 
 SCHEDULE_FILE_FIX = "save it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
 unsupported = partial(unsupported_error, "torchtitan")
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
-"""Names of torch.distributed.pipelining.schedules.get_schedule_class."""
+TORCH_NAMES = {name: properties.torch_name for name, properties in SCHEDULES.items() if properties.torch_name}
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 CHECKPOINTING_FIXES = {
     "selective": 'use "none" or "full": its own "selective" saves attention',
@@ -53,7 +47,7 @@ SUPPORTED = (
     SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
     SupportedOption("model.moe.capacity_factor", fix="remove it"),
     SupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "zero2"', NO_SERVERS),
-    SupportedOption("layout.schedule", SCHEDULES, SCHEDULE_FILE_FIX),
+    SupportedOption("layout.schedule", TORCH_NAMES, SCHEDULE_FILE_FIX),
     SupportedOption("layout.cp_method", fix='use "ring"'),
     SupportedOption("layout.gradient_compression", fix="remove it"),
     SupportedOption("layout.activation_checkpointing", ("full",), 'use "none" or "full"', CHECKPOINTING_FIXES),
@@ -125,7 +119,7 @@ def _check_run_supported(job: ExportJob) -> None:
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         reason = "from a file it accepts only schedules with stage s on rank s mod pp"
-        raise unsupported("layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', reason)
+        raise unsupported("layout.schedule_file", layout.schedule_file, f"use {quote_names(V_SCHEDULES)}", reason)
 
 
 def _build_trainer_config(job: ExportJob) -> PythonSource:
@@ -182,7 +176,7 @@ def _build_parallelism_config(job: ExportJob) -> PythonSource:
         stage_modules[-1] += ["norm", "lm_head"]
         schedule_file = layout.schedule_file
         pipeline = {
-            "pipeline_parallel_schedule": "PipelineScheduleMulti" if schedule_file else SCHEDULES[layout.schedule],
+            "pipeline_parallel_schedule": "PipelineScheduleMulti" if schedule_file else TORCH_NAMES[layout.schedule],
             **({"pipeline_parallel_schedule_csv": schedule_file} if schedule_file else {}),
             "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
             "module_fqns_per_model_part": stage_modules,

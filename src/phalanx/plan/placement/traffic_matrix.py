@@ -14,13 +14,13 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind, communication_groups
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, pipeline_stage_groups
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 
 Ranks = NDArray[np.int64]

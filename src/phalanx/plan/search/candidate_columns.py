@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from phalanx.cost.estimate.job_table import JobRow, JobTable, broadcast_jobs
 from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, StateBytes, optimizer_kind, sharded_state_bytes
-from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import AttentionKernel
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.plan.search.candidates import ZERO_STAGES, CandidateLayout
 from phalanx.plan.tables.job_columns import model_columns
 from phalanx.plan.tables.machine_columns import machine_columns
+from phalanx.program.pipeline_split import layer_flops, layers_per_rank
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import LOGITS_CHUNK_BYTES

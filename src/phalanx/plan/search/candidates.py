@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
@@ -16,10 +17,10 @@ from phalanx.spec.layout import (
     Layout,
     OffloadName,
     RankOrder,
-    ScheduleName,
     describe_recomputation,
 )
 from phalanx.spec.parallel_dims import parallel_dims, strategy_on_ranks
+from phalanx.spec.pipeline_schedules import ScheduleName
 from phalanx.spec.run import RunSpec
 
 ZERO_STAGES: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
@@ -37,8 +38,6 @@ IGNORED_FIELDS = {
     "max_staleness",
 }
 """Fields of a layout that a candidate represents differently, or that do not affect the prediction."""
-PREDICTED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")
-"""Naive and dualpipe-v are never faster than all of them."""
 NOT_PREDICTED = "is not supported by the planner"
 
 
@@ -118,11 +117,11 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     batch = plan_batch(run, world_size)
     knows_strategy = layout.data_parallel in ZERO_STAGES
     require(
-        knows_strategy and layout.schedule_file is None and layout.schedule in PREDICTED_SCHEDULES,
+        knows_strategy and layout.schedule_file is None and layout.schedule in SCHEDULE_ESTIMATES,
         "layout",
         layout.schedule_file or layout.schedule if knows_strategy else layout.data_parallel,
         problem=NOT_PREDICTED,
-        fix=f"use one of {', '.join((*ZERO_STAGES, *PREDICTED_SCHEDULES))}",
+        fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_ESTIMATES))}",
     )
     data_parallel = strategy_on_ranks(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
     require(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
 from phalanx.spec.base import divisors
@@ -16,15 +18,14 @@ from phalanx.spec.layout import (
     Layout,
     OffloadName,
     RankOrder,
-    ScheduleName,
 )
+from phalanx.spec.pipeline_schedules import ScheduleName
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 ENUMERATED_METHODS: tuple[CheckpointingName, ...] = ("none", "selective", "full")
 """Methods of recomputation of all layouts."""
 MAX_MICRO_BATCH = 32
-MAX_VIRTUAL_STAGES = 8
 
 
 class _Degrees(NamedTuple):
@@ -67,7 +68,7 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
         for rank_order in [choose_rank_order(degrees.dp, degrees.tp, degrees.pp, degrees.cp, domain)]
         for data_parallel, dp_shard in _enumerate_data_parallel(degrees, domain)
         for micro_batch_size, micro_batches in _enumerate_micro_batches(run, degrees.dp)
-        for schedule, virtual_stages in _enumerate_schedules(run, degrees.pp, micro_batches)
+        for schedule, virtual_stages in _list_schedules(degrees.pp, micro_batches, run.model.num_layers)
         for activation_checkpointing in ENUMERATED_METHODS
     ]
 
@@ -166,20 +167,12 @@ def _enumerate_micro_batches(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]
             yield micro_batch_size, sequences_per_rank // micro_batch_size
 
 
-def _enumerate_schedules(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[ScheduleName, int]]:
-    """Yield the schedules that a pipeline of `pp` stages can have, with the virtual stages.
-
-    Too few micro-batches cannot fill bubbles."""
-    yield "1f1b", 1
-    if pp == 1:
-        return
-    layers = run.model.num_layers
-    if micro_batches >= pp:
-        yield "zb-h1", 1
-        if micro_batches >= 2 * pp - 1:
-            yield "zb-h2", 1
-            if layers >= 2 * pp:
-                yield "zb-v", 1
-    if micro_batches % pp == 0:
-        for virtual_stages in range(2, min(layers // pp, MAX_VIRTUAL_STAGES) + 1):
-            yield "interleaved", virtual_stages
+@lru_cache(maxsize=2**12)
+def _list_schedules(pp: int, micro_batches: int, layers: int) -> list[tuple[ScheduleName, int]]:
+    """Return the schedules that a pipeline of `pp` ranks can have, with the virtual stages."""
+    return [
+        (name, stages)
+        for name, estimate in SCHEDULE_ESTIMATES.items()
+        if pp > 1 or name == "1f1b"
+        for stages in estimate.searched_stages(pp, micro_batches, layers)
+    ]

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.step_time import layer_seconds, layer_seconds_without_recomputation
-from phalanx.cost.exact.pipeline_split import layers_per_stage, recomputed_layers
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.program.pipeline_split import layers_per_stage, recomputed_layers
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
@@ -39,7 +39,7 @@ def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> s
     slowest = max(rank_times, key=lambda rank: float(rank.forward_backward[0]))
     forward, backward, weight = (float(part[0]) for part in (slowest.forward, slowest.backward, slowest.weight_grad))
     times = ",".join(f"{seconds:.4g}" for seconds in (forward, backward - weight, weight))
-    virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.schedule == "interleaved" else ""
+    virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.virtual_stages > 1 else ""
     sizes = f"--stages {candidate.pp} --microbatches {candidate.micro_batches}{virtual}"
     return f"phalanx pipeline show {candidate.schedule} {sizes} --times {times}"
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import inf
 
 from phalanx.cost.exact.flops import run_recomputed_flops_per_token
-from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import worker_memories
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probability
+from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import CheckpointingName, Layout
 from phalanx.spec.run import RunSpec

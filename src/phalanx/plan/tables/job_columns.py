@@ -16,7 +16,6 @@ from phalanx.cost.estimate.constants import (
 )
 from phalanx.cost.estimate.job_table import PER_KIND, JobRow, JobTable
 from phalanx.cost.estimate.prediction_interval import log_half_width
-from phalanx.cost.exact.attended_keys import attended_fraction
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import Column
@@ -25,6 +24,8 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.attended_keys import attended_fraction
+from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
@@ -94,7 +95,7 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     layers = job["layers"]
     dense = job["dense_layers"]
     pp = job["pp"]
-    share_rank = job["schedule"] == "zb-v"
+    share_rank = job["schedule"] in V_SCHEDULES
     missing_blocks = float(pp > 1 and (trimmed or layers % pp > 0))
     layers_per_stage = (layers + 2 * missing_blocks) / pp
     layers_at_ends = layers_per_stage - (1 + share_rank) * missing_blocks

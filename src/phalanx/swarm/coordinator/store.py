@@ -21,11 +21,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.runs.checkpoints import sync
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.errors import UserError
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.aggregation.adamw_step import MOMENTS
 from phalanx.swarm.aggregation.aggregate import (

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.runs.swarm_records import LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, RoundRecord
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.swarm.aggregation.aggregate import aggregation_config

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import set_local_choice_weight
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import RoundRecord, format_round
+from phalanx.spec.parameter_shapes import parameter_shapes
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.rpc.client import SwarmClient

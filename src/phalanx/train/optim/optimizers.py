@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.cost.exact.parameter_shapes import is_muon_parameter
+from phalanx.spec.parameter_shapes import is_muon_parameter
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.components import bind_component, call_component
 from phalanx.train.optim.muon import Muon

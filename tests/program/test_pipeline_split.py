@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cost.exact.flops import training_flops_per_token
-from phalanx.cost.exact.pipeline_split import balance_stages, layer_flops
+from phalanx.program.pipeline_split import balance_stages, layer_flops
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.cost.exact.attended_keys import attended_fraction, attended_keys
 from phalanx.cost.exact.flops import forward_flops
-from phalanx.cost.exact.pipeline_split import layer_flops
 from phalanx.plan.tables.job_columns import model_columns
+from phalanx.program.pipeline_split import layer_flops
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.attended_keys import attended_fraction, attended_keys
 
 SPEC = ModelSpec(vocab_size=9, hidden_size=16, num_layers=4, num_heads=2, ffn_hidden_size=8, max_seq_len=64)
 

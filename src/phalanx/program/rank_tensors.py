@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.exact.parameter_shapes import Shapes, parameter_shapes, strip_block_index
-from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parameter_shapes import Shapes, parameter_shapes, strip_block_index
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import TensorSharding, parameter_shardings, rows_on_rank

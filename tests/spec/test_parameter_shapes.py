@@ -1,9 +1,9 @@
 import pytest
 from hypothesis import given, settings
 
-from phalanx.cost.exact.parameter_shapes import parameter_shapes, strip_block_index
 from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parameter_shapes import parameter_shapes, strip_block_index
 from tests.helpers.model_specs import model_specs
 
 GPT2 = ModelSpec(

@@ -8,11 +8,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from phalanx.cost.exact.derive.flops import core_flops, product_flops
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.flops import core_flops, product_flops
+from phalanx.spec.pipeline_schedules import V_SCHEDULES
 from phalanx.spec.run import RunSpec
 
 
@@ -105,8 +106,8 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
             "stages",
             stages,
             f"are too many for a model of {layers} layers: each stage needs at least one",
-            fix=f"use at most {layers} stages (pipeline ranks x stages per rank, which is two for zb-v, dualpipe-v and "
-            "searched schedules), or a deeper model",
+            fix=f"use at most {layers} stages (pipeline ranks x stages per rank, which is two for "
+            f"{', '.join(V_SCHEDULES)} and searched schedules), or a deeper model",
         )
     embedding_cost, *blocks, head_cost = costs
     blocks[0] += embedding_cost

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.cost.exact.attended_keys import attended_keys
 from phalanx.spec.layout import Layout
+from phalanx.spec.parts.attended_keys import attended_keys
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part
 
 
