@@ -18,7 +18,7 @@ from phalanx.model.moe import MoE
 from phalanx.model.norm import make_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
 from phalanx.spec.attention_backend import has_sinks, has_window
-from phalanx.spec.layers import layer_specs
+from phalanx.spec.layers import distinct_layers, layer_specs
 from phalanx.spec.model import ModelSpec, RopeSpec
 from phalanx.spec.parts.block import Branch, blocks, describe_norm
 from phalanx.spec.parts.operations import Norm
@@ -130,20 +130,24 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
         dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-        row_positions_T = self.local_positions(x_BTD)
+        compute = compute_dtype(x_BTD)
+        has_rotary = any(layer.position_embedding == "rope" for layer in distinct_layers(self.spec))
+        row_positions_T = self.local_positions(x_BTD) if has_rotary else None
 
         @cache
         def rotary(rope: RopeSpec | None, head_dim: int) -> RotaryTable | None:
-            return rope and rotary_table(rope, head_dim, positions_in_document(row_positions_T, documents), dtype)
+            if rope is None or row_positions_T is None:
+                return None
+            return rotary_table(rope, head_dim, positions_in_document(row_positions_T, documents), dtype)
 
         @cache
-        def mask(head_dim: int) -> Tensor | None:
-            return documents and self.attention_mask(documents, compute_dtype(x_BTD), head_dim)
+        def mask(head_dim: int) -> Any:
+            return None if documents is None else self.attention_mask(documents, compute, head_dim)
 
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
             self.wait_for_parameters(block)
-            attention = block.attention
+            attention = cast(Attention, block.attention)
             table = rotary(attention.rope, attention.head_dim)
             x_BTD, block_auxiliary = block(x_BTD, table, mask(attention.head_dim))
             if block_auxiliary is not None:
