@@ -23,6 +23,7 @@ from phalanx.model.part import PartModule
 from phalanx.model.products import ProductLinear, TensorTuple
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Part
 
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
@@ -70,16 +71,15 @@ class Attention(PartModule):
     k_norm: nn.Module
     wo: ProductLinear
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, layer: ModelSpec, part: Part) -> None:
+        """Create the attention of a layer (`spec.layers`) from its declaration."""
         super().__init__(part)
-        (core,) = part.cores
-        self.window = core.window
-        if not core.parameters:
+        self.window = layer.sliding_window
+        if not layer.attention_sinks:
             self.sinks = None
-        self.head_dim = core.heads.unit
-        self.rope = core.rope
-        widths = {norm.width for norm in part.norms}
-        self.qk_norm = "none" if not widths else "head" if widths == {self.head_dim} else "full"
+        self.head_dim = layer.head_dim
+        self.rope = layer.rope if layer.position_embedding == "rope" else None
+        self.qk_norm = layer.qk_norm
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.attend: Attend = attend
         """The kernel, which layouts may replace."""

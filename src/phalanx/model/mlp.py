@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.model.part import PartModule
-from phalanx.model.products import SWIGLU, Activation, ProductLinear, TensorTuple, activated_linear, gelu
+from phalanx.model.products import ACTIVATIONS, Activation, ProductLinear, TensorTuple, activated_linear
 from phalanx.spec.parts.operations import Part
-
-ACTIVATIONS = {"swiglu": SWIGLU, "gelu": gelu("none"), "gelu_tanh": gelu("tanh")}
 
 
 class MLP(PartModule):

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
-from phalanx.model.mlp import ACTIVATIONS, MLP
+from phalanx.model.mlp import MLP
 from phalanx.model.part import PartModule
 from phalanx.model.products import (
+    ACTIVATIONS,
     IDENTITY,
     DeferOrCompute,
     LinearFunction,

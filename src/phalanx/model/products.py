@@ -91,6 +91,8 @@ def gelu(approximate: str) -> Activation:
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
 SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_forward_and_vjp, _swiglu_vjp)
 """silu(gate) x up (GLU variants, arXiv 2002.05202)."""
+ACTIVATIONS = {"swiglu": SWIGLU, "gelu": gelu("none"), "gelu_tanh": gelu("tanh")}
+"""Activations by their names (`spec.activations`)."""
 
 
 def compute_now(_: GradientEdge | None, gradient: Callable[[], Tensor]) -> Tensor:

@@ -35,7 +35,7 @@ class Block(nn.Module):
         super().__init__()
         attention, ffn = branches
         self.attention_norm = _make_norm(attention.before)
-        self.attention = Attention(attention.part)
+        self.attention = Attention(layer, attention.part)
         self.attention_after = _make_norm(attention.after)
         self.mlp_norm = _make_norm(ffn.before)
         self.mlp = MoE(layer.moe, ffn.part) if layer.moe else MLP(ffn.part)

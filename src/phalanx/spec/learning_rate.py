@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
+from phalanx.spec.activations import NUM_INPUTS
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
@@ -81,7 +82,7 @@ def approximate_parameters(model: ModelSpec) -> int:
     `spec` does not import `cost.exact.parameters`, which counts all.
     """
     width = model.hidden_size
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = NUM_INPUTS[model.activation] + 1
     vocabulary = (1 if model.tie_embeddings else 2) * model.vocab_size * width
     positions = model.max_seq_len * width if model.position_embedding == "learned" else 0
     blocks = 0

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from phalanx.spec.activations import NUM_INPUTS, ActivationName
 from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
@@ -153,7 +154,7 @@ class ModelSpec(Spec):
     """Norms of the inputs of attention and MLP, of their outputs (OLMo 2, arXiv 2501.00656), or both (Gemma 2)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance that a norm divides by."""
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    activation: ActivationName = "swiglu"
     """Activation of the MLP: gated (swiglu: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """Rotary embedding (rope), a learned embedding for each of `max_seq_len` positions (GPT-2), or none (NoPE)."""
@@ -221,7 +222,7 @@ class ModelSpec(Spec):
                 problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
                 fix = f"use at most {self.num_layers - 1}"
                 raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
-            if self.activation != "swiglu":
+            if NUM_INPUTS[self.activation] != 2:
                 problem = "is not supported for experts"
                 raise UserError("activation", self.activation, problem, 'set model.activation = "swiglu"')
         return self

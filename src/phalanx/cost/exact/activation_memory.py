@@ -30,6 +30,7 @@ from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
 from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head, widened_head_bytes
 from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes, widened_gradient_bytes
 from phalanx.schedule.schedule import Schedule
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, Branch, blocks, describe_norm, residual_stream
@@ -278,13 +279,12 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     token_bytes = shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
     # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
-    model_blocks = blocks(spec)
-    cores = [core for layer in stage.layers for branch in model_blocks[layer] for core in branch.part.cores]
+    layers = {layer_specs(spec)[index] for index in stage.layers}
     # Rotary embedding: products with cosine and sine, in a table of each kind.
-    tables = {(core.rope, core.heads.unit) for core in cores if core.rope}
+    tables = {(layer.rope, layer.head_dim) for layer in layers if layer.position_embedding == "rope"}
     table_bytes = sum(2 * num_positions * width * shape.high_precision_bytes for _, width in tables)
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    has_dense_mask = any(shape.has_dense_mask(spec, width) for width in {core.heads.unit for core in cores})
+    has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers)
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
     saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
     return saved_bytes + (token_bytes if stage.first else 0) + mask_bytes

@@ -19,6 +19,7 @@ from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import Column
+from phalanx.spec.activations import NUM_INPUTS
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
@@ -37,7 +38,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "layers": spec.num_layers,
         "dense_layers": spec.num_layers - len(expert_layers(spec)),
         "width": spec.hidden_size,
-        "mlp_matrices": 3 if spec.activation == "swiglu" else 2,
+        "mlp_matrices": NUM_INPUTS[spec.activation] + 1,
         "vocab": spec.vocab_size,
         "tied": float(spec.tie_embeddings),
         "experts": moe.num_experts if moe else 0,

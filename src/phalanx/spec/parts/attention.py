@@ -35,7 +35,6 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
             heads=heads,
             flops_per_key=4 * heads.width,
             window=spec.sliding_window,
-            rope=spec.rope if spec.position_embedding == "rope" else None,
             parameters={"sinks": Parameter((spec.num_heads,), "zeros")} if spec.attention_sinks else {},
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.spec.activations import NUM_INPUTS
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Cut, Part, Value
 
@@ -15,6 +16,6 @@ def describe_mlp(spec: ModelSpec, x: Value) -> Part:
 
 def append_mlp(part: Part, x: Value, width: int, activation: str, *, bias: bool = False, prefix: str = "") -> None:
     """Append the products of an MLP of an inner width."""
-    names = ("gate", "up") if activation == "swiglu" else ("up",)
+    names = ("gate", "up")[-NUM_INPUTS[activation] :]
     inner = [part.linear(f"{prefix}{name}", x, Cut(width), bias=bias) for name in names]
     part.linear(f"{prefix}down", part.activate(activation, *inner), bias=bias, init="output")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
-from phalanx.spec.model import RopeSpec
-
 Shape = tuple[int, ...]
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
@@ -172,8 +170,6 @@ class Core(Operation):
     """FLOPs of the forward pass for a query and a key that it sees."""
     window: int | None = None
     """Keys that a query sees at most, itself included; None: all earlier ones."""
-    rope: RopeSpec | None = None
-    """The rotary embedding of queries and keys; None: they are not rotated."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -279,11 +275,6 @@ class Part:
     def linears(self) -> list[Linear]:
         """The products."""
         return [operation for operation in self.operations if isinstance(operation, Linear)]
-
-    @property
-    def norms(self) -> list[Norm]:
-        """The norms inside the part."""
-        return [operation for operation in self.operations if isinstance(operation, Norm)]
 
     @property
     def cores(self) -> list[Core]:
