@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from phalanx.spec.base import LocalPath, Spec
 
 CalibratedPrecision = Literal["bf16", "fp32", "fp64"]
-GENERATIONS = ("Ampere and older", "Hopper", "Blackwell")
-"""Generations of devices. A new one also needs a row in `plan/tables/machine_columns.py` and fitted constants."""
 DEFAULT_DEVICES_PER_NODE = 8
 """Devices of a node if neither option nor run file sets them."""
+
+
+class Generation(NamedTuple):
+    """Values of a generation of devices that neither the machine nor a table of runs states."""
+
+    matmul_efficiency: float
+    """Fraction of the peak that matrix products reach at most, measured by stas00/ml-engineering (MAMF)."""
+    host_link_bytes_per_second: float
+    """Between a device and CPU memory per direction: PCIe with 16 lanes of 16 or 32 GT/s in 128b/130b."""
+    host_bytes_per_second: float
+    """A device's share of CPU memory bandwidth: two memory channels.
+
+    The eight devices of a DGX share sixteen channels; a workstation has two.
+    """
+    network_bytes_per_second: float
+    """Network bandwidth per device: 200 or 400 Gb/s."""
+
+
+GENERATIONS = (
+    # Ampere and older; A100: PCIe Gen4, DDR4-3200.
+    Generation(0.87, 31.5e9, 51.2e9, 25e9),
+    # Hopper; H100: PCIe Gen5, DDR5-4800.
+    Generation(0.80, 63e9, 76.8e9, 50e9),
+    # Blackwell; B200: PCIe Gen5, DDR5-5600.
+    Generation(0.775, 63e9, 89.6e9, 50e9),
+)
+"""Generations of devices, with the values of a DGX. One without fitted constants (`cost/estimate/constants.py`) has those
+of the one before."""
 
 
 class CalibrationSpec(Spec):

@@ -3,20 +3,15 @@
 import pytest
 
 from phalanx.plan.tables.machine_columns import (
-    GENERATION_DEFAULTS,
     assumed_values,
     describe_assumptions,
     machine_columns,
 )
-from phalanx.spec.cluster import GENERATIONS, ClusterSpec
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, preset_names
 
 GIVEN = {"peak_flops": 1e12, "memory_bytes": 2**34, "hbm_bytes_per_second": 1e11, "nproc_per_node": 8}
-
-
-def test_every_generation_has_default_speeds():
-    assert len(GENERATION_DEFAULTS) == len(GENERATIONS)
 
 
 @pytest.mark.parametrize("preset", ["rtx4090", "rtx3090", "l4", "l40s", "a10g"])

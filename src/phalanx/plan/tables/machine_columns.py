@@ -7,38 +7,12 @@ from typing import NamedTuple
 from phalanx.cost.estimate.job_table import JobRow
 from phalanx.cost.formulas.reliability import LLAMA3, NODE_STORAGE_BYTES_PER_SECOND
 from phalanx.spec.base import require
-from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.cluster import GENERATIONS, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import format_si
 from phalanx.spec.layout import OffloadName
 
-
-class GenerationDefaults(NamedTuple):
-    """Values of a generation of devices (`GENERATIONS`) that neither the machine nor a table of runs states."""
-
-    matmul_efficiency: float
-    """Fraction of the peak that matrix products reach at most, measured by stas00/ml-engineering (MAMF)."""
-    host_link_bytes_per_second: float
-    """Between a device and CPU memory per direction: PCIe with 16 lanes of 16 or 32 GT/s in 128b/130b."""
-    host_bytes_per_second: float
-    """A device's share of CPU memory bandwidth: two memory channels.
-
-    The eight devices of a DGX share sixteen channels; a workstation has two.
-    """
-    network_bytes_per_second: float
-    """Network bandwidth per device: 200 or 400 Gb/s."""
-
-
-GENERATION_DEFAULTS = (
-    # A100: PCIe Gen4, DDR4-3200.
-    GenerationDefaults(0.87, 31.5e9, 51.2e9, 25e9),
-    # H100: PCIe Gen5, DDR5-4800.
-    GenerationDefaults(0.80, 63e9, 76.8e9, 50e9),
-    # B200: PCIe Gen5, DDR5-5600.
-    GenerationDefaults(0.775, 63e9, 89.6e9, 50e9),
-)
-"""Values of DGX A100, H100 and B200, by generation."""
 DISK_BYTES_PER_SECOND = 5e9
 """Bandwidth of an NVMe drive that is read and written.
 
@@ -60,7 +34,7 @@ class AssumedValue(NamedTuple):
 
 def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
     """Return the default values of the fields that a cluster does not give and that a plan requires."""
-    generation_defaults = GENERATION_DEFAULTS[cluster.generation]
+    generation_defaults = GENERATIONS[cluster.generation]
     matmul = cluster.matmul_flops or generation_defaults.matmul_efficiency * float(cluster.peak_flops or 0)
     defaults = {
         "matmul_flops": (matmul, f"FLOP/s, {generation_defaults.matmul_efficiency:.1%} of the peak"),

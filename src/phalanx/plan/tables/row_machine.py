@@ -6,9 +6,8 @@ import re
 
 from phalanx.plan.tables.cells import read_count, read_number
 from phalanx.plan.tables.csv_rows import Row
-from phalanx.plan.tables.machine_columns import GENERATION_DEFAULTS
 from phalanx.spec.base import did_you_mean
-from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.cluster import GENERATIONS, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, preset_names
 
@@ -29,7 +28,7 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
             changes[field] = read_number(row, column) * 1e9
     if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
         assumed.append("network")
-        usual_bytes_per_second = GENERATION_DEFAULTS[cluster.generation].network_bytes_per_second
+        usual_bytes_per_second = GENERATIONS[cluster.generation].network_bytes_per_second
         changes.setdefault("network_bytes_per_second", cluster.network_bytes_per_second or usual_bytes_per_second)
     return cluster.replace(**changes), assumed
 
