@@ -37,8 +37,8 @@ GENERATIONS = (
     # Blackwell; B200: PCIe Gen5, DDR5-5600.
     Generation(0.775, 63e9, 89.6e9, 50e9),
 )
-"""Generations of devices, with the values of a DGX. One without fitted constants (`cost/estimate/constants.py`) has those
-of the one before."""
+"""Generations of devices, with the values of a DGX. One without fitted constants (`cost/estimate/constants.py`) has
+those of the one before."""
 
 
 class CalibrationSpec(Spec):
