@@ -102,10 +102,13 @@ def _table_section(path: str, table: dict[str, Any], definitions: dict[str, Any]
     yield from ("| field | values | default | |", "|---|---|---|---|")
     subtables = []
     for name, field in table["properties"].items():
-        reference = next((each["$ref"] for each in (field, *field.get("anyOf", ())) if "$ref" in each), None)
+        options = (field, *field.get("anyOf", ()), field.get("items", {}))
+        reference = next((each["$ref"] for each in options if "$ref" in each), None)
         definition = definitions[reference.rsplit("/", 1)[1]] if reference else field
-        if "properties" in definition:
-            subtables.append((f"{path}.{name}".lstrip("."), definition))
+        # A list of tables has no sections of its own for the tables in it.
+        if "properties" in definition and not path.startswith("["):
+            subpath = f"{path}.{name}".lstrip(".")
+            subtables.append((f"[{subpath}]" if "items" in field else subpath, definition))
             continue
         default = f"`{json.dumps(field['default'])}`" if field.get("default") is not None else ""
         yield _row(f"`{name}`", _values(field | definition), default, _escape(field.get("description", "")))
@@ -122,7 +125,8 @@ def _values(field: dict[str, Any]) -> str:
     for option in options:
         values = option.get("enum") or ([option["const"]] if "const" in option else [])
         bounds = [f"{sign} {option[key]}" for key, sign in limits.items() if key in option]
-        words.append(", ".join(f"`{value}`" for value in values) or " ".join([str(option.get("type", "")), *bounds]))
+        shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        words.append(", ".join(f"`{value}`" for value in shown) or " ".join([str(option.get("type", "")), *bounds]))
     return " or ".join(dict.fromkeys(words))
 
 

@@ -97,7 +97,7 @@ class KindSpec(Spec):
     position_embedding: Literal["rope", "none"] | None = None
     """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
     rope: RopeSpec | None = None
-    """Parameters of the rotary embedding."""
+    """Parameters of the rotary embedding, as in `[model.rope]`."""
     moe: Literal[False] | None = None
     """false: an MLP in place of the model's experts."""
 

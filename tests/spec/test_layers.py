@@ -1,0 +1,92 @@
+"""The layers of a model with one kind of layers, with the short forms of two, and with several kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
+from phalanx.spec.layers import distinct_layers, expert_layers, layer_specs
+from phalanx.spec.model import ModelSpec
+
+TABLE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 48,
+    "max_seq_len": 64,
+}
+MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
+KINDS = {
+    "layers": "window*2 full nope",
+    "sliding_window": 8,
+    "moe": MOE,
+    "kinds": [
+        {"name": "full", "sliding_window": False, "moe": False, "head_dim": 16},
+        {"name": "nope", "position_embedding": "none", "attention_sinks": False},
+    ],
+}
+
+
+def model(**changes: Any) -> ModelSpec:
+    return run_from_table({"model": TABLE | changes}).model
+
+
+def test_layers_without_kinds_are_one_object() -> None:
+    layers = layer_specs(model(num_layers=3))
+    assert len(layers) == 3
+    assert len({id(layer) for layer in layers}) == 1
+
+
+def test_short_forms_leave_out_windows_and_experts() -> None:
+    spec = model(num_layers=4, sliding_window=8, full_attention_layers=[1], moe=MOE | {"num_leading_dense_layers": 2})
+    layers = layer_specs(spec)
+    assert [layer.sliding_window for layer in layers] == [8, None, 8, 8]
+    assert [layer.moe is not None for layer in layers] == [False, False, True, True]
+    assert expert_layers(spec) == (2, 3)
+
+
+def test_kinds_replace_values_of_the_model_in_their_layers() -> None:
+    spec = model(**KINDS)
+    layers = layer_specs(spec)
+    assert spec.num_layers == 4
+    assert [layer.sliding_window for layer in layers] == [8, 8, None, 8]
+    assert [layer.head_dim for layer in layers] == [8, 8, 16, 8]
+    assert [layer.position_embedding for layer in layers] == ["rope", "rope", "rope", "none"]
+    assert expert_layers(spec) == (0, 1, 3)
+    assert len(distinct_layers(spec)) == 3
+
+
+def test_pattern_repeats_up_to_the_number_of_layers() -> None:
+    windows = [layer.sliding_window for layer in layer_specs(model(**KINDS, num_layers=7))]
+    assert windows == [8, 8, None, 8, 8, 8, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "a b", "kinds": [{"name": "c"}]}, "model.kinds = 'c' is not in model.layers"),
+        ({"num_layers": 2, "kinds": [{"name": "c"}]}, "model.kinds = 'c' has no effect without model.layers"),
+        ({"layers": "a b", "kinds": [{"name": "a"}, {"name": "a"}]}, "is the name of two kinds"),
+        ({"layers": "a b)"}, "model.layers = 'a b\\)' is not a list of kinds"),
+        ({"layers": "a", "kinds": [{"name": "a", "head_dim": 7}]}, r"model.kinds \(a\).head_dim = 7 must be even"),
+        ({"layers": "a", "kinds": [{"name": "a", "num_kv_heads": 3}]}, r"model.kinds \(a\).num_kv_heads = 3 does not"),
+        ({"layers": "a", "kinds": [{"name": "a", "heads": 3}]}, r"model.kinds\[0\].heads = 3 is not a known field"),
+        ({"layers": "a", "kinds": [{"name": "a", "sliding_window": -1}]}, r"model.kinds\[0\].sliding_window"),
+        (
+            {"layers": "a b", "sliding_window": 8, "full_attention_layers": [1]},
+            "full_attention_layers .*cannot be combined with model.layers",
+        ),
+        (
+            {"layers": "a b", "moe": MOE | {"num_leading_dense_layers": 1}},
+            "num_leading_dense_layers = 1 cannot be combined with model.layers",
+        ),
+    ],
+)
+def test_wrong_kinds_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error_info:
+        model(**changes)
+    assert "fix:" in str(error_info.value)
