@@ -18,7 +18,8 @@ def parse_layers(text: str) -> list[str]:
     Raises:
         UserError: The text has another form.
     """
-    tokens, end = [], 0
+    tokens: list[str] = []
+    end = 0
     while match := _TOKEN.match(text, end):
         tokens.append(match[1])
         end = match.end()

@@ -147,7 +147,7 @@ class ModelSpec(Spec):
     layers: str | None = Field(None, examples=["(window*5 full)*8"])
     """Names of the kinds of layers in their order, repeated up to `num_layers`; by default there is one kind."""
     kinds: tuple[KindSpec, ...] = Field((), strict=False)
-    """What differs in the kinds of layers that `layers` names. A kind without a table is as the model says."""
+    """Fields of the kinds that `layers` names. A kind without a table is as the model says."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of attention, of the MLP, and before the head."""
     norm_position: Literal["before", "after", "both"] = "before"
