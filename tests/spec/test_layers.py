@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -71,9 +72,15 @@ def test_pattern_repeats_up_to_the_number_of_layers() -> None:
         ({"layers": "a b", "kinds": [{"name": "c"}]}, "model.kinds = 'c' is not in model.layers"),
         ({"num_layers": 2, "kinds": [{"name": "c"}]}, "model.kinds = 'c' has no effect without model.layers"),
         ({"layers": "a b", "kinds": [{"name": "a"}, {"name": "a"}]}, "is the name of two kinds"),
-        ({"layers": "a b)"}, "model.layers = 'a b\\)' is not a list of kinds"),
+        ({"layers": "a b)"}, "model.layers = 'a b\\)' has a parenthesis"),
         ({"layers": "a", "kinds": [{"name": "a", "head_dim": 7}]}, r"model.kinds \(a\).head_dim = 7 must be even"),
         ({"layers": "a", "kinds": [{"name": "a", "num_kv_heads": 3}]}, r"model.kinds \(a\).num_kv_heads = 3 does not"),
+        ({"layers": "a", "moe": MOE, "kinds": [{"name": "a", "moe": False}]}, "leaves no layer with experts"),
+        ({"layers": "a", "kinds": [{"name": "a", "moe": False}]}, "has no effect without model.moe"),
+        (
+            {"layers": "a", "position_embedding": "learned", "kinds": [{"name": "a", "rope": {}}]},
+            "has no effect with position_embedding = 'learned'",
+        ),
         ({"layers": "a", "kinds": [{"name": "a", "heads": 3}]}, r"model.kinds\[0\].heads = 3 is not a known field"),
         ({"layers": "a", "kinds": [{"name": "a", "sliding_window": -1}]}, r"model.kinds\[0\].sliding_window"),
         (
@@ -90,3 +97,19 @@ def test_wrong_kinds_are_refused_by_name(changes: dict[str, Any], message: str) 
     with pytest.raises(UserError, match=message) as error_info:
         model(**changes)
     assert "fix:" in str(error_info.value)
+
+
+def test_model_with_kinds_is_the_same_after_a_dump_with_all_fields() -> None:
+    spec = model(**KINDS)
+    assert layer_specs(ModelSpec.model_validate_json(spec.model_dump_json())) == layer_specs(spec)
+
+
+def test_layers_replace_those_of_a_preset() -> None:
+    kinds = [{"name": "window", "sliding_window": 8}]
+    spec = run_from_table({"model": {"preset": "tiny", "layers": "window*5 full", "kinds": kinds}}).model
+    assert [layer.sliding_window for layer in layer_specs(spec)] == [8, 8, 8, 8, 8, None]
+
+
+def test_a_kind_without_experts_may_be_upcycled() -> None:
+    spec = ModelSpec.model_validate_json(json.dumps(TABLE | KINDS | {"from_hf": "x", "upcycle_reinit_fraction": 0.5}))
+    assert expert_layers(spec) == (0, 1, 3)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
+from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Finite, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
@@ -425,7 +426,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     saved_moe = saved_model["moe"] or {}
     current_moe = current_model["moe"] or {}
     # Older checkpoints lack fields that came later.
-    saved_values = {name: saved_model.get(name, ModelSpec.model_fields[name].default) for name in SHAPE_FIELDS}
+    defaults = {name: to_jsonable_python(ModelSpec.model_fields[name].default) for name in SHAPE_FIELDS}
+    saved_values = {name: saved_model.get(name, default) for name, default in defaults.items()}
     pairs = [(f"model.{name}", value, current_model[name]) for name, value in saved_values.items()]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]

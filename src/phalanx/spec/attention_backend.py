@@ -46,6 +46,11 @@ def has_window(spec: ModelSpec, seq_len: int) -> bool:
     return any(hides_keys(layer, seq_len) for layer in distinct_layers(spec))
 
 
+def smallest_window(spec: ModelSpec) -> int | None:
+    """Return the smallest window of the layers; None if no layer has one."""
+    return min((layer.sliding_window for layer in distinct_layers(spec) if layer.sliding_window), default=None)
+
+
 def has_sinks(spec: ModelSpec) -> bool:
     """Return whether some layers have attention sinks."""
     return any(layer.attention_sinks for layer in distinct_layers(spec))
@@ -71,7 +76,7 @@ def describe_attention(run: RunSpec) -> str:
     is_ring = run.layout.cp > 1 and run.layout.cp_method == "ring"
     parts = ["ring of keys and values" if is_ring else str(backend)]
     if has_window(spec, seq_len):
-        windows = [layer.sliding_window for layer in layer_specs(spec) if layer.sliding_window is not None]
+        windows = [layer.sliding_window for layer in layer_specs(spec) if hides_keys(layer, seq_len)]
         layers = f" in {len(windows)} of {spec.num_layers} layers" if len(windows) < spec.num_layers else ""
         parts.append(f"window {' or '.join(map(str, dict.fromkeys(windows)))}{layers}")
     if has_sinks(spec):

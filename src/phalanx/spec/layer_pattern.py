@@ -7,7 +7,7 @@ import re
 from phalanx.spec.errors import UserError
 
 MAX_LAYERS = 10_000
-_TOKEN = re.compile(r"\s*([A-Za-z_]\w*|\d+|[()*])")
+_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<open>\()|(?P<close>\))|\*\s*(?P<count>\d{1,5})(?!\w))")
 
 
 def parse_layers(text: str) -> list[str]:
@@ -18,41 +18,32 @@ def parse_layers(text: str) -> list[str]:
     Raises:
         UserError: The text has another form.
     """
-    tokens: list[str] = []
+    # Terms of each open group: a term is a list of layers, which a count repeats.
+    groups: list[list[list[str]]] = [[]]
     end = 0
     while match := _TOKEN.match(text, end):
-        tokens.append(match[1])
         end = match.end()
-    names = _parse_sequence(text, tokens, depth=0)
-    if text[end:].strip() or tokens or not names:
-        raise _error(text, "is not a list of kinds of layers")
-    return names
-
-
-def _parse_sequence(text: str, tokens: list[str], depth: int) -> list[str]:
-    """Take the terms up to a closing parenthesis from `tokens`, and return their layers."""
-    names: list[str] = []
-    while tokens and tokens[0] != ")":
-        term = tokens.pop(0)
-        if term == "(":
-            layers = _parse_sequence(text, tokens, depth + 1)
-            if not tokens:
-                raise _error(text, "lacks a closing parenthesis")
-            tokens.pop(0)
-        elif term[0].isalpha() or term[0] == "_":
-            layers = [term]
+        if match["name"]:
+            groups[-1].append([match["name"]])
+        elif match["open"]:
+            groups.append([])
+        elif match["close"]:
+            if len(groups) == 1 or not groups[-1]:
+                raise _error(text, "has a parenthesis that closes no group of layers")
+            terms = groups.pop()
+            groups[-1].append([name for term in terms for name in term])
+        elif not groups[-1] or not 0 < int(match["count"]) * len(groups[-1][-1]) <= MAX_LAYERS:
+            raise _error(text, f"repeats no layer, or more than {MAX_LAYERS:,} layers")
         else:
-            raise _error(text, f"has {term!r} where a kind of layers is expected")
-        if tokens and tokens[0] == "*":
-            tokens.pop(0)
-            if not tokens or not tokens[0].isdigit():
-                raise _error(text, "lacks a number after '*'")
-            count = int(tokens.pop(0))
-            if not 0 < count * len(layers) <= MAX_LAYERS:
-                raise _error(text, f"has a number of layers that is not in 1 to {MAX_LAYERS:,}")
-            layers = layers * count
-        names += layers
-    return names
+            groups[-1][-1] = groups[-1][-1] * int(match["count"])
+    if text[end:].strip():
+        raise _error(text, f"cannot be read from {text[end:].strip()[:20]!r} on")
+    if len(groups) > 1:
+        raise _error(text, "lacks a closing parenthesis")
+    layers = [name for term in groups[0] for name in term]
+    if not 0 < len(layers) <= MAX_LAYERS:
+        raise _error(text, f"names no layers, or more than {MAX_LAYERS:,}")
+    return layers
 
 
 def _error(text: str, problem: str) -> UserError:

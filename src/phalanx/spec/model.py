@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -97,7 +98,7 @@ class KindSpec(Spec):
     position_embedding: Literal["rope", "none"] | None = None
     """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
     rope: RopeSpec | None = None
-    """Parameters of the rotary embedding, as in `[model.rope]`."""
+    """Parameters of the rotary embedding, in place of all of `[model.rope]`."""
     moe: Literal[False] | None = None
     """false: an MLP in place of the model's experts."""
 
@@ -229,7 +230,7 @@ class ModelSpec(Spec):
 
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
         """Return the description of one layer of a kind; None: a layer as the model says."""
-        values = {name: getattr(kind, name) for name in kind.model_fields_set - {"name"}} if kind else {}
+        values = {name: value for name, value in kind or () if name != "name" and value is not None}
         for name in ("sliding_window", "moe"):
             if values.get(name) is False:
                 values[name] = None
@@ -237,37 +238,53 @@ class ModelSpec(Spec):
 
     def one_layer(self, **values: object) -> ModelSpec:
         """Return the description of one layer with some values, which are not checked."""
-        one_layer = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
-        return self.model_copy(update=one_layer | values)
+        one_layer: dict[str, object] = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
+        of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
+        moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
+        return self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
 
     def _check_kinds(self) -> None:
-        """Check that `layers` names the kinds, and that the short forms of two kinds are not used with it."""
-        names = [kind.name for kind in self.kinds]
-        used = set(parse_layers(self.layers)) if self.layers is not None else set()
+        """Check that `layers` names the kinds, and the values of each. The short forms are not used with it."""
+        if self.layers is not None:
+            if self.full_attention_layers:
+                problem = "cannot be combined with model.layers"
+                fix = "give a kind of layers sliding_window = false instead"
+                raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
+            if self.moe and self.moe.num_leading_dense_layers:
+                problem = "cannot be combined with model.layers"
+                fix = "give a kind of layers moe = false instead"
+                raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
+        names = parse_layers(self.layers) if self.layers is not None else []
+        kinds: dict[str, KindSpec] = {}
         for kind in self.kinds:
             name = kind.name
-            if names.count(name) > 1:
+            if name in kinds:
                 raise UserError("kinds", name, "is the name of two kinds", "rename one")
-            if name not in used:
+            if name not in names:
                 problem = "is not in model.layers" if self.layers else "has no effect without model.layers"
                 raise UserError("kinds", name, problem, f'name it in model.layers, such as layers = "{name}*2 other"')
-            try:
-                self.model_validate(self.layer_of_kind(kind).__dict__)
-            except ValidationError as error:
-                cause = error.errors()[0].get("ctx", {}).get("error")
-                if not isinstance(cause, UserError):
-                    raise
-                raise UserError(f"kinds ({name}).{cause.field}", cause.value, cause.problem, cause.fix) from None
-        if self.layers is None:
-            return
-        if self.full_attention_layers:
-            fix = "give a kind of layers sliding_window = false instead"
-            problem = "cannot be combined with model.layers"
-            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
-        if self.moe and self.moe.num_leading_dense_layers:
-            fix = "give a kind of layers moe = false instead"
-            problem = "cannot be combined with model.layers"
-            raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
+            kinds[name] = kind
+            self._check_kind(kind)
+        used = [kinds.get(name) for name in islice(cycle(names), self.num_layers)]
+        if self.moe and used and all(kind and kind.moe is False for kind in used):
+            problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
+            raise UserError("layers", self.layers, problem, "name a kind without moe = false, or remove model.moe")
+
+    def _check_kind(self, kind: KindSpec) -> None:
+        layer = self.layer_of_kind(kind)
+        field = f"kinds ({kind.name})"
+        if kind.moe is False and self.moe is None:
+            raise UserError(f"{field}.moe", False, "has no effect without model.moe", "remove it, or set model.moe")
+        if kind.rope is not None and layer.position_embedding != "rope":
+            problem = f"has no effect with position_embedding = {layer.position_embedding!r}"
+            raise UserError(f"{field}.rope", None, problem, 'remove it, or set position_embedding = "rope"')
+        try:
+            self.model_validate(layer.__dict__)
+        except ValidationError as error:
+            cause = error.errors()[0].get("ctx", {}).get("error")
+            if not isinstance(cause, UserError):
+                raise
+            raise UserError(f"{field}.{cause.field}", cause.value, cause.problem, cause.fix) from None
 
     @property
     def source_name(self) -> str | None:

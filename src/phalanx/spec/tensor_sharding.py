@@ -8,7 +8,7 @@ from functools import cache, lru_cache, partial
 from math import lcm, prod
 from typing import Literal
 
-from phalanx.spec.attention_backend import has_window
+from phalanx.spec.attention_backend import has_window, smallest_window
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
@@ -279,7 +279,7 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
         raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
     if layout.cp_method == "ring" and has_window(spec, seq_len):
-        window = min(layer.sliding_window for layer in distinct_layers(spec) if layer.sliding_window is not None)
+        window = smallest_window(spec)
         problem = f"does not support the windows of model.sliding_window ({window})"
         fix = f'use "ulysses", or training.seq_len = {window} or less'
         raise UserError("layout.cp_method", "ring", problem, fix)

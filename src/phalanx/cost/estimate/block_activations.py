@@ -44,7 +44,7 @@ class BlockActivations:
 
 def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivations:
     """Return the activations of a micro-batch in a block: means over kinds of layers, and the maximum of recomputed."""
-    kinds = [(share, _activations_of_kind(constants, kind)) for share, kind in jobs.by_kind()]
+    kinds = [(kind.kind_share, _activations_of_kind(constants, kind)) for kind in jobs.by_kind()]
     saved, unwrapped, offloaded = (
         sum(share * getattr(activations, name) for share, activations in kinds)
         for name in ("saved_bytes", "unwrapped_bytes", "offloaded_bytes")

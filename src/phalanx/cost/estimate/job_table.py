@@ -22,6 +22,8 @@ from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 PER_KIND = (
     "kind_share",
+    "kind_dense_share",
+    "kind_routed_share",
     "heads",
     "kv_heads",
     "head_dim",
@@ -43,6 +45,10 @@ class JobTable:
     # The model. Columns of `PER_KIND` are [kinds, jobs] in a model with layers of several kinds (`by_kind`).
     kind_share: Column
     """Fraction of the layers that are of a kind."""
+    kind_dense_share: Column
+    """Fraction of the layers with a dense MLP that are of a kind."""
+    kind_routed_share: Column
+    """Fraction of the layers with experts that are of a kind."""
     layers: Column
     dense_layers: Column
     """Number of `layers` with a dense MLP."""
@@ -176,13 +182,15 @@ class JobTable:
     mean_recomputed: Column
     """Fraction of all blocks that recompute activations."""
 
-    def by_kind(self) -> Iterator[tuple[Column, JobTable]]:
-        """Yield the share of each kind of layers, and the table of models of which all layers are of that kind."""
+    def by_kind(self) -> Iterator[JobTable]:
+        """Yield for each kind of layers the table of models of which all layers are of that kind, with its shares."""
         if self.kind_share.ndim == 1:
-            yield self.kind_share, self
+            yield self
             return
-        for kind, share in enumerate(self.kind_share):
-            yield share, replace(self, **{name: getattr(self, name)[kind] for name in PER_KIND})
+        for kind in range(len(self.kind_share)):
+            columns = {name: getattr(self, name)[kind] for name in PER_KIND}
+            dense_fraction = columns["kind_dense_share"] / np.maximum(columns["kind_share"], 1e-12)
+            yield replace(self, **columns, dense_layers=self.dense_layers * dense_fraction)
 
     @property
     def count(self) -> int:
@@ -326,8 +334,19 @@ JobRow = dict[str, Any]
 
 
 def job_table(rows: Sequence[JobRow]) -> JobTable:
-    """Return a table with one job per row."""
+    """Return a table with one job per row. Kinds of layers that a model lacks and others have get a share of 0."""
+    kinds = max(len(row["kind_share"]) if isinstance(row["kind_share"], tuple) else 1 for row in rows)
+    rows = rows if kinds == 1 else [row | _pad_kinds(row, kinds) for row in rows]
     return JobTable(**{f.name: as_column([row[f.name] for row in rows]) for f in fields(JobTable)})
+
+
+def _pad_kinds(row: JobRow, kinds: int) -> JobRow:
+    padded: JobRow = {}
+    for name in PER_KIND:
+        values = row[name] if isinstance(row[name], tuple) else (row[name],)
+        last = 0.0 if name.endswith("_share") else values[-1]
+        padded[name] = values + (last,) * (kinds - len(values))
+    return padded
 
 
 def broadcast_jobs(common: JobRow, varying: Mapping[str, Sequence[Any]]) -> JobTable:

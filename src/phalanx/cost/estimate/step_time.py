@@ -113,11 +113,10 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Return the seconds of a micro-batch in each part of the model; those of blocks are means over kinds of layers."""
-    kinds = [
-        [add_input_copies(kind, block).scaled(share) for block in block_seconds(constants, kind)]
-        for share, kind in jobs.by_kind()
-    ]
-    dense, routed = (reduce(add, blocks) for blocks in zip(*kinds, strict=True))
+    kinds = list(jobs.by_kind())
+    blocks = [[add_input_copies(kind, block) for block in block_seconds(constants, kind)] for kind in kinds]
+    dense = reduce(add, (block.scaled(kind.kind_dense_share) for kind, (block, _) in zip(kinds, blocks, strict=True)))
+    routed = reduce(add, (block.scaled(kind.kind_routed_share) for kind, (_, block) in zip(kinds, blocks, strict=True)))
     embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * jobs.tokens * jobs.width)
     return LayerTimes(
         embedding=StageTime(forward=embedding / 2, backward=embedding / 2, weight_grad=np.zeros(1)),

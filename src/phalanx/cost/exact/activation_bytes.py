@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.exact.block_moments import NO_GRADIENTS, BlockMoments, WeightGradients, largest_moment
+from phalanx.cost.exact.block_moments import NO_GRADIENTS, BlockMoment, BlockMoments, WeightGradients, largest_moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningBlock:
+    """Bytes while a block runs backward, and the blocks after it have."""
+
+    moments: BlockMoments
+    inside: int = 0
+    """What blocks up to this one have saved, and what it recomputes."""
+    saved: int = 0
+    """What blocks up to this one have saved."""
+    saved_by_expert_rows: int = 0
+    expert_input_gradient: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +51,9 @@ class ActivationBytes:
     saved_by_final_norm: int = 0
     """Part of `norms` that is freed with the head."""
     moments: BlockMoments
-    """Temporary: what exists inside the last block of each kind in backward, beyond what all blocks have saved."""
+    """Temporary: what exists inside the last block in backward, with the residual stream's gradient."""
+    unequal_blocks: tuple[RunningBlock, ...] = ()
+    """Every block, if they are not all like the last one."""
     recomputed: int = 0
     """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0
@@ -75,8 +90,10 @@ class ActivationBytes:
     @property
     def peak(self) -> int:
         """Peak bytes without communication: at the start of the backward pass, or inside a block."""
-        moments = (*self.moments.mlp, *self.moments.attention)
-        within_blocks = self._saved_within_blocks(0.0) + max(moment.temporary for moment in moments)
+        within_blocks = max(
+            block.inside + max(moment.temporary for moment in (*block.moments.mlp, *block.moments.attention))
+            for block in self._running(0.0)
+        )
         return max(self.at_backward_start, within_blocks)
 
     @property
@@ -87,7 +104,8 @@ class ActivationBytes:
     @property
     def exchanged(self) -> int:
         """Largest communication inside a block on a CPU."""
-        return max(moment.exchanged for moment in (*self.moments.mlp, *self.moments.attention))
+        blocks = self._running(0.0)
+        return max(moment.exchanged for block in blocks for moment in (*block.moments.mlp, *block.moments.attention))
 
     def within_blocks(self, done: float = 0.0, gradients: WeightGradients = NO_GRADIENTS) -> int:
         """Return the bytes inside a block when the fraction `done` of the backward pass has been freed.
@@ -100,27 +118,49 @@ class ActivationBytes:
 
     def within_mlp(self, done: float, gradients: WeightGradients) -> int:
         """Return the bytes inside the MLP or experts of a block, with the arguments of `within_blocks`."""
-        return self._saved_within_blocks(done) + largest_moment(self.moments.mlp, gradients)
+        return max(block.inside + largest_moment(block.moments.mlp, gradients) for block in self._running(done))
 
     def within_attention(self, done: float, gradients: WeightGradients) -> int:
         """Return the bytes inside the attention of a block, after its MLP, with the arguments of `within_blocks`."""
         if not self.moments.attention:
             return 0
-        return self._saved_within_blocks(done) + largest_moment(self.moments.attention, gradients)
+        return max(block.inside + largest_moment(block.moments.attention, gradients) for block in self._running(done))
 
     def after_experts(self, done: float) -> int:
         """Return the bytes after a block's experts, when the fraction `done` of the backward pass has been freed."""
-        gradients = self.residual_gradient + self.expert_input_gradient
-        return self._saved_within_blocks(done) - self.saved_by_expert_rows + gradients
+        return self.residual_gradient + max(
+            block.inside - block.saved_by_expert_rows + block.expert_input_gradient for block in self._running(done)
+        )
 
     def within_dispatch(self, done: float) -> int:
         """Return the bytes where the rows of experts return to their tokens: gradients before, in and after it."""
-        return self.after_experts(done) + 2 * self.expert_input_gradient
+        return self.after_experts(done) + 2 * max(block.expert_input_gradient for block in self._running(done))
+
+    @property
+    def mlp_moments(self) -> list[BlockMoment]:
+        """Moments inside the MLPs or experts of all blocks."""
+        return [moment for block in self._running(0.0) for moment in block.moments.mlp]
 
     def between_blocks(self, done: float) -> int:
         """Return the bytes between two blocks, when the fraction `done` of the backward pass has been freed."""
         prefetched = self.prefetched if done < 1 else 0
-        return round((1 - done) * self._saved_in_blocks) + self.residual_gradient + prefetched
+        saved = round((1 - done) * self._saved_in_blocks)
+        if self.unequal_blocks and done < 1:
+            saved = self._running(done)[-1].saved
+        return saved + self.residual_gradient + prefetched
+
+    def _running(self, done: float) -> tuple[RunningBlock, ...]:
+        """Return the blocks that have not run backward when the fraction `done` has: equal ones as one block."""
+        if self.unequal_blocks:
+            count = len(self.unequal_blocks)
+            return self.unequal_blocks[: max(1, count - int(done * count + 1e-9))]
+        inside = self._saved_within_blocks(done)
+        rows, gradient = self.saved_by_expert_rows, self.expert_input_gradient
+        return (
+            RunningBlock(
+                moments=self.moments, inside=inside, saved_by_expert_rows=rows, expert_input_gradient=gradient
+            ),
+        )
 
     def _saved_within_blocks(self, done: float) -> int:
         """Return the bytes that are saved or recomputed when the backward pass of a block starts."""

@@ -18,12 +18,12 @@ k of them per token; q and kv are the widths of all query and of all key/value h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.cost.exact.activation_bytes import ActivationBytes
-from phalanx.cost.exact.block_moments import BlockMoments, SavedByPart, block_moments
+from phalanx.cost.exact.activation_bytes import ActivationBytes, RunningBlock
+from phalanx.cost.exact.block_moments import SavedByPart, block_moments
 from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_expert_rows, saved_by_part
 from phalanx.cost.exact.derive.temporary import activated_linear
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
@@ -139,7 +139,7 @@ def activation_bytes(
     stage_blocks = [model_blocks[layer] for layer in stage.layers]
     saved_by = {branch.part: saved_by_part(spec, branch.part, shape) for block in set(stage_blocks) for branch in block}
     inputs = _saved_by_inputs(spec, shape, stage)
-    saved, inside_blocks = _saved_by_blocks(stage_blocks, shape, stage, saved_by=saved_by, inputs=inputs)
+    saved, saved_so_far, inside_blocks = _saved_by_blocks(stage_blocks, shape, stage, saved_by=saved_by, inputs=inputs)
     deferred = (
         deferred_bytes(spec, shape, blocks=stage_blocks, recomputed=stage.recomputed, last=stage.last)
         if stage.splits_backward
@@ -147,16 +147,24 @@ def activation_bytes(
     )
     # In all stages but the last, the gradient of the block's output is a message.
     output_gradient = _stream_bytes(spec, shape) if stage.last else 0
-    moments = BlockMoments(mlp=(), attention=())
-    for block in dict.fromkeys(stage_blocks):
-        index = len(stage_blocks) - 1 - stage_blocks[::-1].index(block)
-        moments += block_moments(
-            block,
-            shape,
-            saved_by=saved_by,
-            output_gradient=output_gradient,
-            splits_backward=stage.splits_backward,
-        ).after_freeing(max(0, inside_blocks[-1] - inside_blocks[index]))
+    running = {
+        block: RunningBlock(
+            moments=block_moments(
+                block,
+                shape,
+                saved_by=saved_by,
+                output_gradient=output_gradient,
+                splits_backward=stage.splits_backward,
+            ),
+            **_expert_bytes(block, shape),
+        )
+        for block in dict.fromkeys(stage_blocks)
+    }
+    last = running[stage_blocks[-1]]
+    unequal_blocks = [
+        replace(running[block], inside=inside, saved=saved_bytes)
+        for block, inside, saved_bytes in zip(stage_blocks, inside_blocks, saved_so_far, strict=True)
+    ]
     # Weight gradients that later layers and the head have deferred.
     inside_blocks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(inside_blocks)]
     recompute_peaks = inside_blocks[: stage.recomputed] if shape.layout.recomputes_attention else []
@@ -165,8 +173,10 @@ def activation_bytes(
         loss=loss_bytes(spec, shape) if stage.last else 0,
         head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         saved_by_final_norm=norm_bytes(describe_norm(spec, "norm"), shape) if stage.last else 0,
-        moments=moments,
-        **_expert_bytes(stage_blocks[-1], shape),
+        moments=last.moments,
+        saved_by_expert_rows=last.saved_by_expert_rows,
+        expert_input_gradient=last.expert_input_gradient,
+        unequal_blocks=tuple(unequal_blocks) if _are_unequal(running, saved_by) else (),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
@@ -180,6 +190,12 @@ def activation_bytes(
         if stage.first
         else 0,
     )
+
+
+def _are_unequal(running: Mapping[Block, RunningBlock], saved_by: SavedByPart) -> bool:
+    """Return whether the blocks of a stage save or need different numbers of bytes."""
+    saved = {sum(saved_by[branch.part].total() for branch in block) for block in running}
+    return len(saved) > 1 or len(set(running.values())) > 1
 
 
 def _expert_bytes(block: Block, shape: ForwardShape) -> dict[str, int]:
@@ -227,8 +243,8 @@ def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> 
 
 def _saved_by_blocks(
     stage_blocks: Sequence[Block], shape: ForwardShape, stage: StageBlocks, saved_by: SavedByPart, inputs: Counter[str]
-) -> tuple[Counter[str], list[int]]:
-    """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each block runs backward.
+) -> tuple[Counter[str], list[int], list[int]]:
+    """Return `inputs` with the tensors saved by all blocks, the bytes saved up to each, and those alive inside it.
 
     The latter is what blocks up to it have saved, and what is recomputed. Recomputed blocks are the first ones, so
     nothing of the others is left by then. While a block with an offloaded input runs again, the input of the block
@@ -236,6 +252,7 @@ def _saved_by_blocks(
     """
     saved = inputs.copy()
     inside_blocks = list[int]()
+    saved_so_far = list[int]()
     stream_bytes = shape.value_bytes(stage_blocks[0][0].part.input)
     checkpoint = Counter(checkpoints=stream_bytes)
     on_device = stage.recomputed - stage.num_offloaded(shape)
@@ -261,7 +278,8 @@ def _saved_by_blocks(
                 if method == "norms" and branch.before:
                     saved -= Counter({branch.part.kind: norm_output_bytes(branch.part, shape)})
             inside_blocks.append(saved.total())
-    return saved, inside_blocks
+        saved_so_far.append(saved.total())
+    return saved, saved_so_far, inside_blocks
 
 
 def _norms_bytes(branch: Branch, shape: ForwardShape) -> int:

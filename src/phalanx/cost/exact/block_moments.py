@@ -65,22 +65,10 @@ def largest_moment(moments: Iterable[BlockMoment], gradients: WeightGradients) -
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMoments:
-    """Moments of a block, in their order, or of the last block of each kind."""
+    """Moments of a block, in their order."""
 
     mlp: tuple[BlockMoment, ...]
     attention: tuple[BlockMoment, ...] = ()
-
-    def __add__(self, other: BlockMoments) -> BlockMoments:
-        """Return the moments of both."""
-        return BlockMoments(mlp=self.mlp + other.mlp, attention=self.attention + other.attention)
-
-    def after_freeing(self, freed_bytes: int) -> BlockMoments:
-        """Return the moments if the blocks after this one have freed these bytes."""
-        mlp, attention = (
-            tuple(replace(moment, temporary=moment.temporary - freed_bytes) for moment in moments)
-            for moments in (self.mlp, self.attention)
-        )
-        return BlockMoments(mlp=mlp, attention=attention)
 
 
 def block_moments(

@@ -116,7 +116,7 @@ def _passes(activations: ActivationBytes, cuda_exchange: int, gradients: WeightG
     whole_backward = max(activations.at_backward_start, activations.within_blocks(0.0, gradients) + cuda_exchange)
     input_gradients = max(
         activations.at_backward_start,
-        activations.inside_blocks + largest_moment(activations.moments.mlp, NO_GRADIENTS),
+        activations.inside_blocks + largest_moment(activations.mlp_moments, NO_GRADIENTS),
         activations.deferred_weight_grads
         + max(activations.residual_gradient + activations.exchanged + cuda_exchange, activations.embedding_gradient),
     )

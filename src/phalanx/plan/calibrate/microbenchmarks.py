@@ -176,7 +176,9 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
     if len(sweep.attention_seconds):
 
         def predict_attention(c: TimeConstants, indices: OperationIndices) -> Column:
-            return np.choose(indices, attention_seconds(c, _repeat_job(jobs, indices)))
+            # A sweep times attention with the sizes of the first kind of layers.
+            kind = next(_repeat_job(jobs, indices).by_kind())
+            return np.choose(indices, attention_seconds(c, kind))
 
         add_timing("attention", sweep.attention_seconds, np.full(2, 0.5), predict_attention)
     if len(sweep.passes):

@@ -8,7 +8,7 @@ from functools import reduce
 from math import sqrt
 from typing import Literal
 
-from phalanx.spec.attention_backend import has_window
+from phalanx.spec.attention_backend import has_window, smallest_window
 from phalanx.spec.base import walk_fields
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
@@ -156,7 +156,7 @@ def check_export_supported(job: ExportJob, trainer: Trainer, supported: Sequence
     Fields of the layout are checked last, since another layout may not need them. `supported` has each choice of a
     run that `SUPPORTED_EVERYWHERE` leaves to the trainer.
     """
-    window = job.run.model.sliding_window
+    window = smallest_window(job.run.model)
     if has_window(job.run.model, job.run.training.seq_len):
         fix = f"use training.seq_len = {window} or less, or another model"
         raise unsupported_error(trainer, "model.sliding_window", window, fix)

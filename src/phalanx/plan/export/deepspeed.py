@@ -160,6 +160,8 @@ def _describe_program_duties(job: ExportJob) -> list[str]:
         f"{spec.num_layers} layers, width {spec.hidden_size}, "
         f"{spec.num_heads} heads of {spec.head_dim} ({spec.num_kv_heads} key/value)"
     )
+    if spec.layers is not None:
+        shape += f" (but kinds of layers {spec.layers}, see model.kinds)"
     notes = [
         f"The program creates the model: {shape}, inner width {spec.ffn_hidden_size}, "
         f"{spec.vocab_size} rows of embedding; sequences of {run.training.seq_len} tokens, {run.training.steps} steps.",

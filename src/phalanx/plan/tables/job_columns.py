@@ -58,27 +58,29 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     kinds: dict[tuple[int, ...], list[ModelSpec]] = {}
     for layer in layer_specs(spec):
         kinds.setdefault(_kernel_sizes(layer), []).append(layer)
-    columns: dict[str, list[float]] = {name: [] for name in PER_KIND}
-    for layers in kinds.values():
-        first = layers[0]
-        parameters = [count_parameters(layer).attention for layer in layers]
-        values = {
-            "kind_share": len(layers) / spec.num_layers,
-            "heads": first.num_heads,
-            "kv_heads": first.num_kv_heads,
-            "head_dim": first.head_dim,
-            "value_dim": first.head_dim,
-            "attention_parameters": sum(parameters) / len(layers),
-            "ffn": first.ffn_hidden_size,
-            "attended_fraction": attended_fraction(layers, sequence),
-        }
-        for name in PER_KIND:
-            columns[name].append(values[name])
-    return {name: values[0] if len(kinds) == 1 else tuple(values) for name, values in columns.items()}
+    num_routed = len(expert_layers(spec))
+    rows = []
+    for (heads, kv_heads, head_dim, ffn), layers in kinds.items():
+        routed = sum(layer.moe is not None for layer in layers)
+        rows.append(
+            {
+                "kind_share": len(layers) / spec.num_layers,
+                "kind_dense_share": (len(layers) - routed) / max(1, spec.num_layers - num_routed),
+                "kind_routed_share": routed / max(1, num_routed),
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "value_dim": head_dim,
+                "attention_parameters": sum(count_parameters(layer).attention for layer in layers) / len(layers),
+                "ffn": ffn,
+                "attended_fraction": attended_fraction(layers, sequence),
+            }
+        )
+    return {name: rows[0][name] if len(rows) == 1 else tuple(row[name] for row in rows) for name in PER_KIND}
 
 
 def _kernel_sizes(layer: ModelSpec) -> tuple[int, ...]:
-    """Return the sizes on which the speed of a layer's kernels depends."""
+    """Return the sizes on which the speed of a layer's kernels depends: heads, key/value heads, their width, MLP."""
     return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.ffn_hidden_size
 
 

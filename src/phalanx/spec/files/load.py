@@ -369,7 +369,14 @@ def resolve_model(table: Table) -> Table:
     if not config.is_file():
         problem = f"has no {config.name}"
         raise UserError("model.from_hf", source, problem, "use a directory that save_pretrained has written")
-    return deep_merge(model_table(read_json(config)), table)
+    return merge_model(model_table(read_json(config)), table)
+
+
+def merge_model(source: Table, table: Table) -> Table:
+    """Merge a model table over that of a known model, whose layers `layers` replaces."""
+    if "layers" in table:
+        source = {name: value for name, value in source.items() if name not in ("num_layers", "full_attention_layers")}
+    return deep_merge(source, table)
 
 
 def resolve_preset(table: Table, folder: str, field: str) -> Table:
@@ -386,7 +393,8 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
     known_presets = preset_names(folder)
     if name not in known_presets:
         raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
-    return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
+    preset = tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text())
+    return merge_model(preset, table) if folder == "models" else deep_merge(preset, table)
 
 
 def preset_names(folder: str) -> list[str]:
