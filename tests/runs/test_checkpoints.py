@@ -121,6 +121,16 @@ def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp
         check_manifest(run, {**manifest, "step": run.training.steps + 1})
 
 
+def test_check_manifest_accepts_a_checkpoint_without_fields_that_came_later(text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {})
+    saved = run.model.model_dump(mode="json")
+    older = {name: value for name, value in saved.items() if name not in ("layers", "kinds", "norm_position")}
+    manifest = {"model": older, "optimizer": "adamw", "step": run.training.steps}
+    check_manifest(run, manifest)
+    with pytest.raises(UserError, match=r"model.norm_position = 'both' differs from the checkpoint's value 'before'"):
+        check_manifest(small_run(text, tmp_path, {"model": {**saved, "norm_position": "both"}}), manifest)
+
+
 def write_manifests(directory: Path, manifest: Path, evaluations: dict[int, tuple[float, str] | None]) -> list[Path]:
     """Write checkpoints of manifests only, with a held-out loss and its text by step; return them newest first."""
     for step, evaluation in evaluations.items():

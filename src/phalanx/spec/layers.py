@@ -1,4 +1,6 @@
-"""The layers of a model, each described like a model of which all layers are equal."""
+"""The layers of a model, each described like a model of which all layers are equal.
+
+Why: `docs/design/decisions/kinds-of-layers.md`."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ class RunningBlock:
 
     moments: BlockMoments
     inside: int = 0
-    """What blocks up to this one have saved, and what it recomputes."""
+    """Bytes that blocks up to this one have saved, and that it recomputes."""
     saved: int = 0
-    """What blocks up to this one have saved."""
+    """Bytes that blocks up to this one have saved."""
     saved_by_expert_rows: int = 0
     expert_input_gradient: int = 0
 
@@ -154,13 +154,13 @@ class ActivationBytes:
         if self.unequal_blocks:
             count = len(self.unequal_blocks)
             return self.unequal_blocks[: max(1, count - int(done * count + 1e-9))]
-        inside = self._saved_within_blocks(done)
-        rows, gradient = self.saved_by_expert_rows, self.expert_input_gradient
-        return (
-            RunningBlock(
-                moments=self.moments, inside=inside, saved_by_expert_rows=rows, expert_input_gradient=gradient
-            ),
+        block = RunningBlock(
+            moments=self.moments,
+            inside=self._saved_within_blocks(done),
+            saved_by_expert_rows=self.saved_by_expert_rows,
+            expert_input_gradient=self.expert_input_gradient,
         )
+        return (block,)
 
     def _saved_within_blocks(self, done: float) -> int:
         """Return the bytes that are saved or recomputed when the backward pass of a block starts."""
