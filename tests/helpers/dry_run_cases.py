@@ -34,6 +34,8 @@ KINDS: Table = {
     ],
 }
 """Layers of four kinds."""
+UNEQUAL: Table = {**DENSE, "layers": "wide narrow*3", "kinds": [{"name": "wide", "ffn_hidden_size": 6000}]}
+"""A wide layer, whose backward pass comes last, before narrow ones."""
 BASE_SETTINGS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
 
 
@@ -88,6 +90,8 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(4, KINDS, tp=2, ep=2, data_parallel="zero1"),
     dry_run_case(2, KINDS, data_parallel="zero3", activation_checkpointing="norms"),
     dry_run_case(4, KINDS, pp=2, schedule="1f1b"),
+    dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="zero3"),
+    dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="ddp"),
     dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2"),
     *[dry_run_case(4, FEW_EXPERTS, data_parallel=data) for data in ("zero1", "zero2", "zero3")],
     dry_run_case(8, FEW_EXPERTS, data_parallel="hsdp", dp_shard=4, **SGD),

@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model_spec, preset_names, run_from_table
+from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.files.template import run_file_template
 from phalanx.spec.files.write import to_toml
-from phalanx.spec.learning_rate import approximate_parameters, describe_learning_rate, learning_rate_note
+from phalanx.spec.learning_rate import describe_learning_rate, learning_rate_note
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec, require_settings_of_weights
 from phalanx.train.time_budget import with_decided_steps
@@ -101,28 +100,3 @@ def test_muon_learning_rate_is_required_to_train_pretrained_weights() -> None:
     require_settings_of_weights(run.replace(optimizer={"name": "muon", "muon_learning_rate": 1e-3}))
     require_settings_of_weights(run.replace(optimizer={"name": "adamw"}))
     require_settings_of_weights(run_of({"preset": "tiny"}, name="muon"))
-
-
-EXPERTS = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 96, "num_shared_experts": 2, "num_leading_dense_layers": 1}
-SMALL = {
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "num_layers": 4,
-    "num_heads": 8,
-    "num_kv_heads": 2,
-    "ffn_hidden_size": 200,
-    "max_seq_len": 128,
-}
-VARIANTS = [
-    SMALL,
-    {**SMALL, "head_dim": 24, "tie_embeddings": False},
-    {**SMALL, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned"},
-    {**SMALL, "moe": EXPERTS},
-]
-MODELS = [*map(load_model_spec, preset_names("models")), *map(ModelSpec.model_validate, VARIANTS)]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_approximate_parameters_are_all_but_routers_norms_and_biases(model: ModelSpec) -> None:
-    count = count_parameters(model)
-    assert approximate_parameters(model) == count.total - count.router - count.norms - count.biases

@@ -23,6 +23,7 @@ from tests.helpers.dry_run_cases import (
     LAYOUTS,
     MOE,
     TIED,
+    UNEQUAL,
     WINDOWS,
     Table,
     dry_run_case,
@@ -40,6 +41,7 @@ def _case_id(value: object) -> str:
         ("few-heads", FEW_HEADS),
         ("windows", WINDOWS),
         ("kinds", KINDS),
+        ("unequal", UNEQUAL),
     )
     model = [
         name

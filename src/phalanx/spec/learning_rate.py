@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.spec.activations import NUM_INPUTS
-from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.model import model_parameters
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
@@ -51,7 +50,7 @@ def default_learning_rate(model: ModelSpec) -> tuple[float, str]:
     """Return the peak learning rate of the published run whose size is the nearest, and its source."""
     if model.from_hf is not None:
         return FINE_TUNING
-    size = log(approximate_parameters(model))
+    size = log(sum(parameter.numbers for parameter in model_parameters(model).values()))
     rows = EXPERT_MODELS if model.moe else DENSE_MODELS
     nearest = min(rows, key=lambda row: abs(log(row.parameters) - size))
     return nearest.learning_rate, nearest.source
@@ -74,21 +73,3 @@ def learning_rate_note(run: RunSpec) -> str | None:
     """Return the line that names a published default; None if the rate is set, or that of small models."""
     is_set = "learning_rate" in run.optimizer.model_fields_set
     return None if is_set or is_small_model(run.model) else describe_learning_rate(run)
-
-
-def approximate_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters without routers, norms and biases, which are below 0.1 percent of a preset.
-
-    `spec` does not import `cost.exact.parameters`, which counts all.
-    """
-    width = model.hidden_size
-    matrices = NUM_INPUTS[model.activation] + 1
-    vocabulary = (1 if model.tie_embeddings else 2) * model.vocab_size * width
-    positions = model.max_seq_len * width if model.position_embedding == "learned" else 0
-    blocks = 0
-    for layer in layer_specs(model):
-        inner = layer.ffn_hidden_size
-        if layer.moe:
-            inner = (layer.moe.num_experts + layer.moe.num_shared_experts) * layer.moe.expert_ffn_size
-        blocks += 2 * width * layer.head_dim * (layer.num_heads + layer.num_kv_heads) + matrices * width * inner
-    return blocks + vocabulary + positions
