@@ -234,6 +234,7 @@ IMPORTERS = {
     "cli/main.py": "commands",
     "data/compression.py": "compression libraries",
     "launch/fork_server.py": "modules that the launcher names",
+    "spec/families/registry.py": "files of its own folder",
     "train/components.py": "components of the user, after require_trusted",
 }
 """Modules of Phalanx that import a module whose name is not a constant."""

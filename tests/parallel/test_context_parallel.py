@@ -55,7 +55,7 @@ def attend_on_rank(cp: ContextParallelGroup, operands: Sequence[Tensor], documen
     indices = cp.local_token_indices(operands[0].shape[1], torch.device("cpu"))
     *qkv, gradient = (x[:, indices] for x in operands)
     leaves = [x.requires_grad_() for x in qkv]
-    ring = None if documents is None else _build_document_ring(cp, documents, gradient.dtype)
+    ring = None if documents is None else _build_document_ring(cp, documents, gradient.dtype, gradient.shape[-1])
     out = _ring_attention(attend, cp, *leaves, ring)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves)]

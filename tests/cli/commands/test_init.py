@@ -54,6 +54,7 @@ def test_run_file_template_commented_keys_equal_defaults():
         "compile",
         "sliding_window",
         "full_attention_layers",
+        "layers",
         "dp_shard",
         "micro_batch_size",
         "preset",
