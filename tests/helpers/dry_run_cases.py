@@ -87,7 +87,6 @@ LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(2, cp=2, cp_method=kind, **BF16) for kind in ("ring", "ulysses")],
     dry_run_case(2, WINDOWS, cp=2, cp_method="ulysses"),
     dry_run_case(4, WINDOWS, tp=2, data_parallel="zero1"),
-    dry_run_case(4, KINDS, tp=2, ep=2, data_parallel="zero1"),
     dry_run_case(2, KINDS, data_parallel="zero3", activation_checkpointing="norms"),
     dry_run_case(4, KINDS, pp=2, schedule="1f1b"),
     dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="zero3"),

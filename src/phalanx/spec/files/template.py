@@ -104,9 +104,11 @@ def _render_comment(text: str) -> list[str]:
 
 
 def _find_inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
-    """Return the inner table of a field, present or possible; None for a component, which has a short form."""
+    """Return the inner table of a field, present or possible; None for a list, and a component, which has a short form."""
     if isinstance(value, Spec):
         return value
+    if get_origin(field.annotation) is tuple:
+        return None
     spec_classes = [
         spec_class
         for spec_class in get_args(field.annotation)
