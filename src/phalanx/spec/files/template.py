@@ -104,7 +104,7 @@ def _render_comment(text: str) -> list[str]:
 
 
 def _find_inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
-    """Return the inner table of a field, present or possible; None for a list, and a component, which has a short form."""
+    """Return the inner table of a field, present or possible; None for lists and components, which have short forms."""
     if isinstance(value, Spec):
         return value
     if get_origin(field.annotation) is tuple:
