@@ -86,14 +86,14 @@ class BlockCase:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockNumbers:
-    """What a block has, computes and sends in a micro-batch."""
+    """Parameters of a block, and its memory, FLOPs and messages in a micro-batch."""
 
     parameters: dict[str, tuple[int, ...]]
     saved_bytes: int
     deferred_bytes: int
     """Bytes between the halves of a split backward pass."""
     flops: tuple[float, float]
-    """Those of the forward pass, and of the backward pass."""
+    """FLOPs of the forward pass, and of the backward pass."""
     forward_messages: Messages
     backward_messages: Messages
     peak_bytes: int
@@ -181,7 +181,6 @@ def trace_block(case: BlockCase) -> BlockNumbers:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
     try:
         strategy = _apply_layout(case)
-        strategy.module.requires_grad_(True)
         for module in strategy.module.modules():
             if isinstance(module, Router):
                 module.gate.register_forward_hook(lambda gate, args, logits: balanced_router_logits(logits))
@@ -214,7 +213,7 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     (block,) = model.blocks
     # A document a row, because FLOPs of shorter ones are not planned.
     documents = Documents.whole_rows(BATCH, SEQUENCE, CPU) if case.masked else None
-    parameters = {_plain_name(name): tuple(parameter.shape) for name, parameter in block.named_parameters()}
+    parameters = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_free_gradient)
     saved = SavedStorages(model)
@@ -246,10 +245,6 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
         backward_messages=_sum_calls(backward.calls),
         peak_bytes=peak.peak,
     )
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _free_gradient(parameter: Tensor) -> None:

@@ -107,13 +107,14 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     if is_ring:
         tokens //= layout.cp
     ranks_of_heads = 1 if is_ring else layout.cp
+    micro_batch_size = plan_batch(run, world_size).micro_batch_size
     counts: Counter[AttentionShape] = Counter()
     kinds = layer_specs(spec)
     for layer in map(kinds.__getitem__, layers):
         heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (layer.num_heads, layer.num_kv_heads))
         make_shape = partial(
             AttentionShape,
-            batch=plan_batch(run, world_size).micro_batch_size,
+            batch=micro_batch_size,
             heads=heads // ranks_of_heads,
             kv_heads=max(1, kv_heads // ranks_of_heads),
             queries=tokens,

@@ -86,6 +86,7 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.has_rotary = any(layer.position_embedding == "rope" for layer in distinct_layers(spec))
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         if spec.position_embedding == "learned":
             self.positions = Embedding(spec.max_seq_len, spec.hidden_size)
@@ -131,8 +132,7 @@ class Transformer(nn.Module):
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
         dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
         compute = compute_dtype(x_BTD)
-        has_rotary = any(layer.position_embedding == "rope" for layer in distinct_layers(self.spec))
-        row_positions_T = self.local_positions(x_BTD) if has_rotary else None
+        row_positions_T = self.local_positions(x_BTD) if self.has_rotary else None
 
         @cache
         def rotary(rope: RopeSpec | None, head_dim: int) -> RotaryTable | None:

@@ -60,7 +60,11 @@ class FsdpUnit:
     @cached_property
     def stacks(self) -> list[int]:
         """Elements of each stack of matrices whose rows are sharded; FSDP2 copies it to and from the order of ranks."""
-        return [num_elements(shape) for shape in self.shapes.values() if data_parallel_axis(shape, self.ranks)]
+        return [num_elements(self.shapes[name]) for name in self._stack_names]
+
+    @cached_property
+    def _stack_names(self) -> list[str]:
+        return [name for name, shape in self.shapes.items() if data_parallel_axis(shape, self.ranks)]
 
     @property
     def last_gradients(self) -> int:
@@ -69,8 +73,7 @@ class FsdpUnit:
         They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
         if self.ranks == 1:
             return 0
-        stacks = [name for name, shape in self.shapes.items() if data_parallel_axis(shape, self.ranks)]
-        return sum(num_elements(self.shapes[name]) for name in {*list(self.shapes)[-1:], *stacks[-1:]})
+        return sum(num_elements(self.shapes[name]) for name in {*list(self.shapes)[-1:], *self._stack_names[-1:]})
 
 
 def outer_unit_name(layout: Layout, tie_embeddings: bool, name: str) -> str:

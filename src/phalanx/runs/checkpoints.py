@@ -427,8 +427,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     current_moe = current_model["moe"] or {}
     # Older checkpoints lack fields that came later.
     optional = {name: field.default for name, field in ModelSpec.model_fields.items() if not field.is_required()}
-    saved_values = {name: (to_jsonable_python(optional) | saved_model)[name] for name in SHAPE_FIELDS}
-    pairs = [(f"model.{name}", value, current_model[name]) for name, value in saved_values.items()]
+    saved_values = to_jsonable_python(optional) | saved_model
+    pairs = [(f"model.{name}", saved_values[name], current_model[name]) for name in SHAPE_FIELDS]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     saved_paths = manifest.get("implementations", {})

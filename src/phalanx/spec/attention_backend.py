@@ -41,6 +41,20 @@ def choose_backend(
     return AttentionBackend.FLEX if window or sinks else AttentionBackend.SDPA_MASKED
 
 
+def model_backend(
+    spec: ModelSpec, seq_len: int, device: str, *, half_precision: bool, head_dim: int, documents: bool
+) -> AttentionBackend:
+    """Return the kernel of layers with heads of a width. All layers mask alike, so a window or sink of any counts."""
+    return choose_backend(
+        device,
+        half_precision=half_precision,
+        head_dim=head_dim,
+        documents=documents,
+        window=has_window(spec, seq_len),
+        sinks=has_sinks(spec),
+    )
+
+
 def has_window(spec: ModelSpec, seq_len: int) -> bool:
     """Return whether some layers hide keys of a sequence of `seq_len` tokens by their window."""
     return any(hides_keys(layer, seq_len) for layer in distinct_layers(spec))
@@ -65,13 +79,13 @@ def describe_attention(run: RunSpec) -> str:
     """Return the kernel that a run's attention uses, with its window and sinks, in one line."""
     spec = run.model
     seq_len = run.training.seq_len
-    backend = choose_backend(
+    backend = model_backend(
+        spec,
+        seq_len,
         "cuda" if run.cluster.uses_cuda else "cpu",
         half_precision=run.training.precision not in ("fp32", "fp64"),
         head_dim=max(layer.head_dim for layer in distinct_layers(spec)),
         documents=run.data.mask_documents,
-        window=has_window(spec, seq_len),
-        sinks=has_sinks(spec),
     )
     is_ring = run.layout.cp > 1 and run.layout.cp_method == "ring"
     parts = ["ring of keys and values" if is_ring else str(backend)]

@@ -164,9 +164,10 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    for layer in distinct_layers(spec):
+    layers = distinct_layers(spec)
+    for layer in layers:
         _check_layer(layer, layout, seq_len)
-    kv_heads = [layer.num_kv_heads for layer in distinct_layers(spec)]
+    kv_heads = [layer.num_kv_heads for layer in layers]
     replications = {Cut(heads, copied_below=True).replication(layout.tp) for heads in kv_heads}
     if len(replications) > 1 and layout.tp_attention == "split":
         fewest = min(kv_heads)

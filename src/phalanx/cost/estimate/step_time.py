@@ -113,10 +113,14 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Return the seconds of a micro-batch in each part of the model; those of blocks are means over kinds of layers."""
-    kinds = list(jobs.by_kind())
-    blocks = [[add_input_copies(kind, block) for block in block_seconds(constants, kind)] for kind in kinds]
-    dense = reduce(add, (block.scaled(kind.kind_dense_share) for kind, (block, _) in zip(kinds, blocks, strict=True)))
-    routed = reduce(add, (block.scaled(kind.kind_routed_share) for kind, (_, block) in zip(kinds, blocks, strict=True)))
+    dense_by_kind: list[StageTime] = []
+    routed_by_kind: list[StageTime] = []
+    for kind in jobs.by_kind():
+        dense, routed = (add_input_copies(kind, block) for block in block_seconds(constants, kind))
+        dense_by_kind.append(dense.scaled(kind.kind_dense_share))
+        routed_by_kind.append(routed.scaled(kind.kind_routed_share))
+    dense = reduce(add, dense_by_kind)
+    routed = reduce(add, routed_by_kind)
     embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * jobs.tokens * jobs.width)
     return LayerTimes(
         embedding=StageTime(forward=embedding / 2, backward=embedding / 2, weight_grad=np.zeros(1)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.block_moments import NO_GRADIENTS, BlockMoment, BlockMoments, WeightGradients, largest_moment
 
@@ -12,12 +12,15 @@ class RunningBlock:
     """Bytes while a block runs backward, and the blocks after it have."""
 
     moments: BlockMoments
+    """Temporary: what exists inside it, with the residual stream's gradient."""
     inside: int = 0
     """Bytes that blocks up to this one have saved, and that it recomputes."""
     saved: int = 0
     """Bytes that blocks up to this one have saved."""
     saved_by_expert_rows: int = 0
+    """Bytes that its experts save, without router and dispatch."""
     expert_input_gradient: int = 0
+    """Temporary: gradient of the rows of the experts' input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +53,14 @@ class ActivationBytes:
     """Temporary: the gradients of the head's weight and input."""
     saved_by_final_norm: int = 0
     """Part of `norms` that is freed with the head."""
-    moments: BlockMoments
-    """Temporary: what exists inside the last block in backward, with the residual stream's gradient."""
+    last_block: RunningBlock
+    """The last block; `inside` and `saved` are those of all blocks."""
     unequal_blocks: tuple[RunningBlock, ...] = ()
     """Every block, if they are not all like the last one."""
     recomputed: int = 0
     """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0
     """Peak while the first block is recomputed, which is the last recomputation."""
-    saved_by_expert_rows: int = 0
-    """Part of the last block that its experts save, without router and dispatch."""
-    expert_input_gradient: int = 0
-    """Temporary: gradient of the rows of the experts' input."""
     residual_gradient: int = 0
     """Temporary: gradient of the residual stream between blocks."""
     prefetched: int = 0
@@ -122,7 +121,7 @@ class ActivationBytes:
 
     def within_attention(self, done: float, gradients: WeightGradients) -> int:
         """Return the bytes inside the attention of a block, after its MLP, with the arguments of `within_blocks`."""
-        if not self.moments.attention:
+        if not self.last_block.moments.attention:
             return 0
         return max(block.inside + largest_moment(block.moments.attention, gradients) for block in self._running(done))
 
@@ -154,13 +153,7 @@ class ActivationBytes:
         if self.unequal_blocks:
             count = len(self.unequal_blocks)
             return self.unequal_blocks[: max(1, count - int(done * count + 1e-9))]
-        block = RunningBlock(
-            moments=self.moments,
-            inside=self._saved_within_blocks(done),
-            saved_by_expert_rows=self.saved_by_expert_rows,
-            expert_input_gradient=self.expert_input_gradient,
-        )
-        return (block,)
+        return (replace(self.last_block, inside=self._saved_within_blocks(done)),)
 
     def _saved_within_blocks(self, done: float) -> int:
         """Return the bytes that are saved or recomputed when the backward pass of a block starts."""

@@ -160,7 +160,6 @@ def activation_bytes(
         )
         for block in dict.fromkeys(stage_blocks)
     }
-    last = running[stage_blocks[-1]]
     unequal_blocks = [
         replace(running[block], inside=inside, saved=saved_bytes)
         for block, inside, saved_bytes in zip(stage_blocks, inside_blocks, saved_so_far, strict=True)
@@ -173,9 +172,7 @@ def activation_bytes(
         loss=loss_bytes(spec, shape) if stage.last else 0,
         head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         saved_by_final_norm=norm_bytes(describe_norm(spec, "norm"), shape) if stage.last else 0,
-        moments=last.moments,
-        saved_by_expert_rows=last.saved_by_expert_rows,
-        expert_input_gradient=last.expert_input_gradient,
+        last_block=running[stage_blocks[-1]],
         unequal_blocks=tuple(unequal_blocks) if _are_unequal(running, saved_by) else (),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cost.precision import COMPUTE_BYTES
-from phalanx.spec.attention_backend import AttentionBackend, choose_backend, has_sinks, has_window
+from phalanx.spec.attention_backend import AttentionBackend, model_backend
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -76,13 +76,13 @@ class ForwardShape:
     def has_dense_mask(self, spec: ModelSpec, head_dim: int) -> bool:
         """Return whether attention with heads of a width hides documents by a mask of all pairs of tokens."""
         is_ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
-        backend = choose_backend(
+        backend = model_backend(
+            spec,
+            self.sequence,
             "cuda" if self.on_cuda else "cpu",
             half_precision=self.compute_bytes <= 2,
             head_dim=head_dim,
             documents=self.masked,
-            window=has_window(spec, self.sequence),
-            sinks=has_sinks(spec),
         )
         return backend == AttentionBackend.SDPA_MASKED and not is_ring
 
