@@ -23,7 +23,7 @@ from benchmarks.gpu.kernels import document_bounds, document_starts
 from benchmarks.gpu.speed import PEAK_FLOPS
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.rank_memory import rank_memory
-from phalanx.model.attention import Documents
+from phalanx.model.sequence_context import Documents
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.files.load import run_from_table

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.packing import Batch, document_bounds
-from phalanx.model.attention import Documents
+from phalanx.model.sequence_context import Documents
 
 
 def batch_rows(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:

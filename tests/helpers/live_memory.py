@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.model.attention import Documents
+from phalanx.model.sequence_context import Documents
 from phalanx.parallel.recomputed_norms import NormCall
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from phalanx.cost.exact.block_moments import WeightGradients, block_moments, largest_moment
 from phalanx.cost.exact.derive.deferred import deferred_by_part
@@ -22,8 +23,8 @@ from phalanx.cost.exact.derive.traffic import part_traffic
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.formulas.collectives import Traffic
-from phalanx.model.attention import Documents
 from phalanx.model.moe import Router
+from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import apply
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
@@ -43,7 +44,7 @@ from phalanx.train.profiling.flop_counter import FlopCounter
 from tests.helpers.live_memory import PeakLiveBytes, SavedStorages, find_tensors
 
 CPU = torch.device("cpu")
-BATCH, SEQUENCE = 2, 48
+BATCH = 2
 Messages = dict[tuple[str, int], tuple[int, float]]
 """Calls and sent bytes by operation and number of ranks."""
 
@@ -64,6 +65,8 @@ class BlockCase:
     numerics: Numerics
     masked: bool
     """True if documents are hidden from each other."""
+    sequence: int = 48
+    """T, tokens of a sequence."""
 
     @property
     def world_size(self) -> int:
@@ -76,7 +79,7 @@ class BlockCase:
         precision, autocast = self.numerics
         return ForwardShape(
             batch=BATCH,
-            sequence=SEQUENCE,
+            sequence=self.sequence,
             precision=precision,
             layout=self.layout,
             autocast=autocast,
@@ -212,7 +215,7 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     assert isinstance(model, Transformer)
     (block,) = model.blocks
     # A document a row, because FLOPs of shorter ones are not planned.
-    documents = Documents.whole_rows(BATCH, SEQUENCE, CPU) if case.masked else None
+    documents = Documents.whole_rows(BATCH, case.sequence, CPU) if case.masked else None
     parameters = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_free_gradient)
@@ -222,7 +225,7 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     forward, backward = CollectiveRecorder(REQUESTED_OPERATION.get), CollectiveRecorder(REQUESTED_OPERATION.get)
     forward_flops, backward_flops = FlopCounter(), FlopCounter()
     x, *others = _block_inputs(case, model, documents, peak)
-    saved.exclude(*(others[0] or ()))
+    saved.exclude(*(value for value in tree_leaves(others) if isinstance(value, Tensor)))
     with EchoedMessages(), forward, forward_flops, peak, saved.record_saved_tensors(case.numerics.autocast):
         outputs = _without_none(block(x, *others))
     del x
@@ -258,9 +261,9 @@ def _without_none(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
 class _Arguments(nn.Module):
     """A block that only notes its arguments."""
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, mixer: Any) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention = mixer
 
     def forward(self, *args: Any) -> tuple[Tensor, None]:
         self.args = args
@@ -269,7 +272,7 @@ class _Arguments(nn.Module):
 
 def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | None, peak: PeakLiveBytes) -> Any:
     """Return the arguments of the block. Its input is not a leaf: autocast would cache its cast."""
-    tokens = SEQUENCE // case.layout.cp
+    tokens = case.sequence // case.layout.cp
     tokens = tokens // case.layout.tp if case.layout.sequence_parallel else tokens
     dtype = next(model.blocks.parameters()).dtype
     leaf = torch.zeros(BATCH, tokens, case.spec.hidden_size, dtype=dtype, requires_grad=True)

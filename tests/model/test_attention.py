@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model import attention, transformer
-from phalanx.model.attention import Documents, attend, document_mask, has_flash_kernel
+from phalanx.model import attention, sequence_context
+from phalanx.model.attention import attend, document_mask, has_flash_kernel
+from phalanx.model.sequence_context import Documents
 from phalanx.spec.attention_backend import AttentionBackend
 from tests.helpers.batches import locate_documents
 
@@ -115,7 +116,7 @@ def test_attention_by_document_equals_dense_mask_in_fp64(lengths, heads, head_di
 def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
     """Meta tensors stand for a GPU's: reading a value of one raises an error."""
     monkeypatch.setattr(attention, "choose_backend", lambda *_, **__: AttentionBackend.VARLEN)
-    monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
+    monkeypatch.setattr(sequence_context, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
     starts = torch.empty(2, 24, dtype=torch.int32, device="meta")
     logits, _ = model(starts.long(), Documents(starts, starts.new_empty(4), []))

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.model.attention import Documents, attend, document_mask
+from phalanx.model.attention import attend, document_mask
+from phalanx.model.sequence_context import Documents
 from phalanx.parallel import context_parallel
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import (

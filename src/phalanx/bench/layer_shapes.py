@@ -110,7 +110,7 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     micro_batch_size = plan_batch(run, world_size).micro_batch_size
     counts: Counter[AttentionShape] = Counter()
     kinds = layer_specs(spec)
-    for layer in map(kinds.__getitem__, layers):
+    for layer in (kinds[index] for index in layers if kinds[index].mixer is None):
         heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (layer.num_heads, layer.num_kv_heads))
         make_shape = partial(
             AttentionShape,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.bench.timing import time_calls
-from phalanx.model.attention import Documents, attend, attention_mask
+from phalanx.model.attention import attend, attention_mask
 from phalanx.model.dtypes import TORCH_DTYPES
+from phalanx.model.sequence_context import Documents
 from phalanx.parallel.block_attention import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
 

@@ -1,14 +1,14 @@
 """Causal self-attention with grouped key/value heads.
 
-Shapes: B batch, T tokens, D width, H heads, K head width, N documents of a batch."""
+Shapes: B batch, T tokens, D width, H heads, K head width."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from phalanx.model.flex_attention import attend_with_flex
 from phalanx.model.part import PartModule
 from phalanx.model.products import ProductLinear, TensorTuple
 from phalanx.model.rotary import RotaryTable, apply_rotary
+from phalanx.model.sequence_context import Documents, SequenceContext
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Part
@@ -30,35 +31,7 @@ from phalanx.spec.parts.operations import Part
 MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # From torch 2.12 on grouped heads must be enabled; 2.11 supports them without an option.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-Attend = Callable[..., Tensor]
-"""Function with the arguments of `attend`."""
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
-
-
-class Documents(NamedTuple):
-    """The documents of a batch. The data loader counts them: counting on the device would block the host."""
-
-    starts: Tensor
-    """For each token, [B, T], the index in its row at which its document starts."""
-    bounds: Tensor
-    """Start of each document in the batch's B x T tokens, and their total number, int32 [N + 1]."""
-    host_bounds: Sequence[int]
-    """The same numbers on the host."""
-
-    @classmethod
-    def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
-        """Return one document per row of a batch of [rows, row_tokens]."""
-        starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens
-        return cls(starts, bounds, range(0, rows * row_tokens + 1, row_tokens))
-
-    @classmethod
-    def single_tokens_first(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
-        """Return two documents per row of [rows, row_tokens], of one token and of the others."""
-        starts = torch.ones(rows, row_tokens, dtype=torch.int32, device=device)
-        starts[:, 0] = 0
-        host_bounds = [row * row_tokens + first for row in range(rows) for first in (0, 1)] + [rows * row_tokens]
-        return cls(starts, torch.tensor(host_bounds, dtype=torch.int32, device=device), host_bounds)
 
 
 class Attention(PartModule):
@@ -81,8 +54,12 @@ class Attention(PartModule):
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.qk_norm = layer.qk_norm
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
-        self.attend: Attend = attend
-        """The kernel, which layouts may replace."""
+        self.core = attend
+
+    def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Any]:
+        """Return the rotary table and the mask."""
+        table = context.rotary(self.rope, self.head_dim) if self.rope else None
+        return table, context.mask(self.head_dim)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input.
@@ -96,7 +73,7 @@ class Attention(PartModule):
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
-        out_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)
+        out_BTHK = self.core(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)
         return self.wo(out_BTHK.flatten(2))
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from phalanx.model.norm import make_norm
 from phalanx.model.products import ProductLinear, TensorTuple
+from phalanx.model.sequence_context import SequenceContext
 from phalanx.spec.parts.operations import Linear, Norm, Operation, Part
 
 Multiply = Callable[..., TensorTuple]
 """Function of a tensor and the layers that read it; returns their outputs."""
 Reader = Callable[[Tensor], Any]
+Kernel = Callable[..., Tensor]
+"""Function of values [B, T, H, K] and a mask, with parameters of the heads [H, ...] by name; returns [B, T, H, K]."""
 
 
 def multiply_each(x: Tensor, *layers: nn.Module) -> TensorTuple:
@@ -45,6 +48,10 @@ class PartModule(nn.Module):
     """The column-parallel products of one input, which layouts may replace."""
     read_input: Callable[[Reader, Tensor], Any]
     """Application of the first operations, which recomputation of norms may wrap."""
+    core: Kernel
+    """The kernel of a mixer, in which tokens see each other, which layouts may wrap or replace."""
+    sequence_inputs: Callable[[SequenceContext], tuple[Any, ...]]
+    """Function of a mixer that returns its further arguments: what it needs of a micro-batch's sequences."""
 
     def __init__(self, part: Part) -> None:
         super().__init__()

@@ -5,21 +5,22 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention, Documents, attention_mask
+from phalanx.model.attention import attention_mask
+from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
 from phalanx.model.norm import make_norm
-from phalanx.model.rotary import RotaryTable, rotary_table
+from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_window
 from phalanx.spec.layers import distinct_layers, layer_specs
-from phalanx.spec.model import ModelSpec, RopeSpec
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch, blocks, describe_norm
 from phalanx.spec.parts.operations import Norm
 
@@ -28,24 +29,26 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too."""
+    """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too.
+
+    `attention` may be another mixer of tokens."""
 
     def __init__(self, layer: ModelSpec, branches: Sequence[Branch]) -> None:
         """Create the block of a layer (`spec.layers`) from its declaration."""
         super().__init__()
-        attention, ffn = branches
-        self.attention_norm = _make_norm(attention.before)
-        self.attention = Attention(layer, attention.part)
-        self.attention_after = _make_norm(attention.after)
+        mixer, ffn = branches
+        self.attention_norm = _make_norm(mixer.before)
+        self.attention = make_mixer(layer, mixer.part)
+        self.attention_after = _make_norm(mixer.after)
         self.mlp_norm = _make_norm(ffn.before)
         self.mlp = MoE(layer.moe, ffn.part) if layer.moe else MLP(ffn.part)
         self.mlp_after = _make_norm(ffn.after)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_BTD: Tensor, *sequence_inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
-        Arguments are those of `Attention.forward`."""
-        x_BTD = x_BTD + self.attention_after(self.attention(self.attention_norm(x_BTD), rotary, mask))
+        Further arguments are what the mixer needs of a sequence (`sequence_inputs`)."""
+        x_BTD = x_BTD + self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
             return x_BTD + self.mlp_after(out), auxiliary
@@ -99,7 +102,7 @@ class Transformer(nn.Module):
         self.local_positions: Callable[[Tensor], Tensor] = row_positions
         """Function of token ids [B, T] or an input of blocks [B, T, D]: the positions in their row of the tokens whose
         attention is computed on this rank, [T]."""
-        self.attention_mask: Callable[[Documents, torch.dtype, int], Any] = partial(document_mask, spec)
+        self.attention_mask: MaskFunction = partial(document_mask, spec)
         """Mask argument of attention in a dtype, with heads of a width."""
         self.sum_auxiliary: Callable[[Tensor], Tensor] = identity
         """Sum of the auxiliary loss over ranks that have shares of the tokens."""
@@ -130,26 +133,12 @@ class Transformer(nn.Module):
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
-        dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-        compute = compute_dtype(x_BTD)
         row_positions_T = self.local_positions(x_BTD) if self.has_rotary else None
-
-        @cache
-        def rotary(rope: RopeSpec | None, head_dim: int) -> RotaryTable | None:
-            if rope is None or row_positions_T is None:
-                return None
-            return rotary_table(rope, head_dim, positions_in_document(row_positions_T, documents), dtype)
-
-        @cache
-        def mask(head_dim: int) -> Any:
-            return None if documents is None else self.attention_mask(documents, compute, head_dim)
-
+        context = SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask)
         auxiliary = x_BTD.new_zeros(())
-        for block in blocks:
+        for block in cast(Iterable[Block], blocks):
             self.wait_for_parameters(block)
-            attention = cast(Attention, block.attention)
-            table = rotary(attention.rope, attention.head_dim)
-            x_BTD, block_auxiliary = block(x_BTD, table, mask(attention.head_dim))
+            x_BTD, block_auxiliary = block(x_BTD, *block.attention.sequence_inputs(context))
             if block_auxiliary is not None:
                 auxiliary = auxiliary + block_auxiliary
         return x_BTD, self.sum_auxiliary(auxiliary)
@@ -186,16 +175,3 @@ def document_mask(spec: ModelSpec, documents: Documents, dtype: torch.dtype, hea
     """Return the mask argument of attention in `dtype`, with heads of a width."""
     window = has_window(spec, documents.starts.shape[1])
     return attention_mask(documents, dtype, head_dim, window, has_sinks(spec))
-
-
-def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:
-    """Return the positions in their documents of the tokens at `row_positions_T` in their rows.
-
-    The shape is [T], or [B, T] where documents start inside rows."""
-    return row_positions_T if documents is None else row_positions_T - documents.starts[:, row_positions_T]
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with `x`, with or without autocast."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

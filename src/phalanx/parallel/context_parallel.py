@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Attend, Documents
 from phalanx.model.attention_sinks import add_sinks, sinks_gradient
 from phalanx.model.dtypes import at_least_fp32
-from phalanx.model.part import modules_declaring
+from phalanx.model.part import Kernel, modules_declaring
+from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.block_attention import Ring, find_ring_blocks, load_kernels
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -90,9 +90,8 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
     model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)
     if cp.method == "ring":
         model.attention_mask = partial(_build_document_ring, cp)
-    attend = _ring_attention if cp.method == "ring" else _ulysses_attention
-    for module in modules_declaring(model, Core):
-        module.attend = partial(attend, module.attend, cp)
+    for mixer in modules_declaring(model, Core):
+        mixer.core = partial(_ring_attention, cp) if cp.method == "ring" else partial(_exchange_heads, mixer.core, cp)
     for router in modules_declaring(model, Route):
         router.sum_counts.append(partial(_sum_counts, cp))
 
@@ -111,28 +110,25 @@ def _sum_counts(cp: ContextParallelGroup, counts: Tensor) -> Tensor:
 # -- ulysses -----------------------------------------------------------------------------------------------------------
 
 
-def _ulysses_attention(
-    attend: Attend,
-    cp: ContextParallelGroup,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Compute attention [B, t, H, K] with some of the heads of all tokens on each rank."""
-    if k.shape[2] < cp.size:
-        k, v = (x.repeat_interleave(cp.size // x.shape[2], dim=2) for x in (k, v))
-    q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
-    heads = [x.shape[2] // cp.size for x in (q, k, v)]
-    packed = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
+def _exchange_heads(core: Kernel, cp: ContextParallelGroup, *values_and_mask: Any, **parameters: Any) -> Tensor:
+    """Compute the kernel of a mixer with some of the heads of all tokens on each rank, [B, t, H, K].
+
+    Values may have fewer heads than there are ranks, which then have copies."""
+    *values, mask = values_and_mask
+    values = [x if x.shape[2] >= cp.size else x.repeat_interleave(cp.size // x.shape[2], dim=2) for x in values]
+    # Norms may have lifted queries and keys to fp32.
+    by_rank = [x.to(values[-1].dtype).unflatten(2, (cp.size, -1)) for x in values]
+    packed = torch.cat([x.flatten(3) for x in by_rank], dim=3).movedim(2, 0)
     all_tokens = cast(Tensor, _AllToAll.apply(packed, cp)).movedim(0, 1).flatten(1, 2)
-    q, k, v = all_tokens.split(heads, dim=2)
-    sinks_H = None if sinks_H is None else sinks_H.chunk(cp.size)[cp.rank]
-    out = attend(q, k, v, mask, window=window, sinks_H=sinks_H)
-    by_rank = out.unflatten(1, (cp.size, -1)).movedim(1, 0)
-    return cast(Tensor, _AllToAll.apply(by_rank, cp)).movedim(0, 2).flatten(2, 3)
+    local_values = all_tokens.split([x[0, 0, 0].numel() for x in by_rank], dim=2)
+    local_heads = (x.unflatten(2, like.shape[3:]) for x, like in zip(local_values, by_rank, strict=True))
+    local_parameters = {
+        name: parameter.chunk(cp.size)[cp.rank] if isinstance(parameter, Tensor) else parameter
+        for name, parameter in parameters.items()
+    }
+    out = core(*local_heads, mask, **local_parameters)
+    out_by_rank = out.unflatten(1, (cp.size, -1)).movedim(1, 0)
+    return cast(Tensor, _AllToAll.apply(out_by_rank, cp)).movedim(0, 2).flatten(2, 3)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -154,7 +150,6 @@ def _build_document_ring(cp: ContextParallelGroup, documents: Documents, dtype: 
 
 
 def _ring_attention(
-    _: Attend,
     cp: ContextParallelGroup,
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Documents
+from phalanx.model.sequence_context import Documents
 from phalanx.parallel.comm.wait_timer import WaitTimer
 
 

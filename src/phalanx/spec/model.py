@@ -12,8 +12,18 @@ from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.layer_pattern import parse_layers
+from phalanx.spec.parts.mixers import MixerSpec
 
 MAX_FLASH_HEAD_DIM = 256
+NO_ATTENTION: dict[str, object] = {
+    "sliding_window": None,
+    "attention_sinks": False,
+    "qk_norm": "none",
+    "position_embedding": "none",
+}
+"""Values of attention's fields in a layer with another mixer."""
+ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim", "rope"}
+"""Fields of a kind of layers that describe attention."""
 
 
 class RopeSpec(Spec):
@@ -99,6 +109,8 @@ class KindSpec(Spec):
     """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
     rope: RopeSpec | None = None
     """Parameters of the rotary embedding, in place of all of `[model.rope]`."""
+    mixer: MixerSpec | Literal[False] | None = None
+    """Mixer of tokens in place of attention; false: attention in place of the model's."""
     moe: Literal[False] | None = None
     """false: an MLP in place of the model's experts."""
 
@@ -149,6 +161,8 @@ class ModelSpec(Spec):
     """Names of the kinds of layers in their order, repeated up to `num_layers`; by default there is one kind."""
     kinds: tuple[KindSpec, ...] = Field((), strict=False)
     """Fields of the kinds that `layers` names. A kind without a table is as the model says."""
+    mixer: MixerSpec | None = None
+    """Mixer of tokens in place of attention, usually that of a kind of layers."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of attention, of the MLP, and before the head."""
     norm_position: Literal["before", "after", "both"] = "before"
@@ -231,7 +245,7 @@ class ModelSpec(Spec):
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
         """Return the description of one layer of a kind; None: a layer as the model says."""
         values = {name: value for name, value in kind or () if name != "name" and value is not None}
-        for name in ("sliding_window", "moe"):
+        for name in ("sliding_window", "mixer", "moe"):
             if values.get(name) is False:
                 values[name] = None
         return self.one_layer(**values)
@@ -241,7 +255,8 @@ class ModelSpec(Spec):
         one_layer: dict[str, object] = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
         of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
-        return self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
+        layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
+        return layer.model_copy(update=NO_ATTENTION) if layer.mixer else layer
 
     def _check_kinds(self) -> None:
         """Check that `layers` names the kinds, and the values of each. The short forms are not used with it."""
@@ -273,6 +288,11 @@ class ModelSpec(Spec):
     def _check_kind(self, kind: KindSpec) -> None:
         layer = self.layer_of_kind(kind)
         field = f"kinds ({kind.name})"
+        if kind.mixer is False and self.mixer is None:
+            raise UserError(f"{field}.mixer", False, "has no effect without model.mixer", "remove it")
+        if kind.mixer and (unused := sorted(kind.model_fields_set & ATTENTION_FIELDS)):
+            problem = "has no effect on a layer without attention"
+            raise UserError(f"{field}.{unused[0]}", getattr(kind, unused[0]), problem, "remove it, or the mixer")
         if kind.moe is False and self.moe is None:
             raise UserError(f"{field}.moe", False, "has no effect without model.moe", "remove it, or set model.moe")
         if kind.rope is not None and layer.position_embedding != "rope":

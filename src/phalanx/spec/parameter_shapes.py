@@ -30,8 +30,8 @@ def num_elements(shape: Shape) -> int:
 
 
 def is_muon_parameter(name: str, shape: Shape) -> bool:
-    """Return whether Muon trains a tensor: matrices inside blocks, and stacks of them.
+    """Return whether Muon trains a tensor: matrices inside blocks, and stacks of them, but not convolutions.
 
     AdamW trains the rest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
     """
-    return name.startswith("blocks.") and len(shape) >= 2
+    return name.startswith("blocks.") and len(shape) >= 2 and not name.endswith(".taps")

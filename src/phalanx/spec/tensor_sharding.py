@@ -15,9 +15,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Block, blocks
+from phalanx.spec.parts.block import ONE_RANK, Block, blocks, describe_block
 from phalanx.spec.parts.model import model_parameters
-from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
+from phalanx.spec.parts.operations import AttentionCore, Core, Cut, GroupedLinear, Linear, Norm, Operation
 from phalanx.spec.run import RunSpec
 
 FP8_MULTIPLE = 16
@@ -104,7 +104,14 @@ def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Return the number of ranks that have the same key/value heads."""
-    return max(Cut(layer.num_kv_heads, copied_below=True).replication(tp) for layer in distinct_layers(spec))
+    cuts = [cut for layer in distinct_layers(spec) for cut in _cuts(layer, ONE_RANK) if cut.copied_below]
+    return max((cut.replication(tp) for cut in cuts), default=1)
+
+
+def _cuts(layer: ModelSpec, layout: Layout) -> dict[Cut, None]:
+    """Return how ranks share the widths of a layer, in the order of its operations."""
+    operations = (operation for branch in describe_block(layer, layout) for operation in branch.part.operations)
+    return {each.writes.cut: None for each in operations if each.writes.cut and each.writes.cut.share == "units"}
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
@@ -164,77 +171,60 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    layers = distinct_layers(spec)
-    for layer in layers:
-        _check_layer(layer, layout, seq_len)
-    kv_heads = [layer.num_kv_heads for layer in layers]
-    replications = {Cut(heads, copied_below=True).replication(layout.tp) for heads in kv_heads}
-    if len(replications) > 1 and layout.tp_attention == "split":
-        fewest = min(kv_heads)
+    tp = layout.tp
+    cuts = {cut: None for layer in distinct_layers(spec) for cut in _cuts(layer, layout)}
+    if layout.tp_attention == "gathered":
+        _check_gathered_heads(spec, layout)
+    for cut in cuts:
+        if cut.is_shared_by(tp):
+            continue
+        problem, fix = f"does not divide {cut.field} ({cut.units})", "a tensor-parallel degree that divides"
+        if cut.copied_below:
+            problem, fix = (
+                f"neither divides {cut.field} ({cut.units}) nor is a multiple of it",
+                "a divisor or a multiple of",
+            )
+        alternative = ', or layout.tp_attention = "gathered"' if cut.field == "model.num_heads" else ""
+        raise UserError("layout.tp", tp, problem, f"use {fix} {cut.field}{alternative}")
+    if layout.sequence_parallel and seq_len % tp:
+        fix = "use a tensor-parallel degree that divides training.seq_len, or layout.sequence_parallel = false"
+        raise UserError("layout.tp", tp, f"does not divide training.seq_len ({seq_len})", fix)
+    copied = [cut for cut in cuts if cut.copied_below]
+    if len({cut.replication(tp) for cut in copied}) > 1:
+        fewest = min(cut.units for cut in copied)
         problem = "exceeds the key/value heads of some kinds of layers, but not of others"
-        raise UserError("layout.tp", layout.tp, problem, f"use {fewest} or less, or kinds with equal num_kv_heads")
-    rows = -(-spec.vocab_size // layout.tp)
-    if (layout.tp - 1) * rows >= spec.vocab_size:
+        raise UserError("layout.tp", tp, problem, f"use {fewest} or less, or kinds with equal num_kv_heads")
+    rows = -(-spec.vocab_size // tp)
+    if (tp - 1) * rows >= spec.vocab_size:
         problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
         fix = "use a smaller tensor-parallel degree, or a larger vocabulary"
-        raise UserError("layout.tp", layout.tp, problem, fix)
+        raise UserError("layout.tp", tp, problem, fix)
 
 
-def _check_layer(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    """Check the heads and widths of a layer (`spec.layers`), which tensor-parallel ranks share."""
-    tp = layout.tp
-    widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
-    if spec.moe is None:
-        widths["model.ffn_hidden_size"] = spec.ffn_hidden_size
-    elif layout.ep == 1:
-        widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
-    elif spec.moe.num_shared_experts:
-        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
-        widths["model.moe.expert_ffn_size x num_shared_experts"] = shared_width
-    if layout.sequence_parallel:
-        widths["training.seq_len"] = seq_len
-    alternatives = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
-    for field, size in widths.items():
-        if size % tp:
-            alternative = f", or layout.{alternatives[field]}" if field in alternatives else ""
-            fix = f"use a tensor-parallel degree that divides {field}{alternative}"
-            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
-    problem = ""
-    if layout.tp_attention == "gathered":
-        width = spec.num_heads * spec.head_dim
-        if spec.num_kv_heads != spec.num_heads:
-            problem = f"requires model.num_kv_heads ({spec.num_kv_heads}) to equal model.num_heads ({spec.num_heads})"
-        elif width % tp:
-            problem = f"requires model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({tp})"
+def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
+    for layer in distinct_layers(spec):
+        problem = ""
+        if layer.mixer is None and layer.num_kv_heads != layer.num_heads:
+            problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal model.num_heads ({layer.num_heads})"
         elif layout.cp > 1:
             problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
         if problem:
             fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
             raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
-    elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
-        raise UserError("layout.tp", tp, problem, "use a divisor or a multiple of model.num_kv_heads")
 
 
-def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
+def _check_fp8(layer: ModelSpec, layout: Layout) -> None:
     """Check the widths of a layer's products in float8, each of which some ranks share."""
-    tp = layout.tp
-    kv_ranks = tp if layout.tp_attention == "gathered" else min(tp, spec.num_kv_heads)
-    widths = {
-        "model.hidden_size": (spec.hidden_size, 1),
-        "model.num_heads x head_dim": (spec.num_heads * spec.head_dim, tp),
-        "model.num_kv_heads x head_dim": (spec.num_kv_heads * spec.head_dim, kv_ranks),
-    }
-    if spec.moe is None:
-        widths["model.ffn_hidden_size"] = (spec.ffn_hidden_size, tp)
-    else:
-        widths["model.moe.expert_ffn_size"] = (spec.moe.expert_ffn_size, 1 if layout.ep > 1 else tp)
-        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
-        widths["model.moe.expert_ffn_size x num_shared_experts"] = (shared_width, tp)
-    for field, (size, ranks) in widths.items():
-        if size % (FP8_MULTIPLE * ranks):
+    linears = (linear for branch in describe_block(layer, layout) for linear in branch.part.linears)
+    for value in (value for linear in linears if not linear.is_precise for value in (*linear.reads, linear.writes)):
+        width = value.cut.width_on_rank(layout.tp) if value.cut else value.width
+        if width % FP8_MULTIPLE:
+            ranks = value.width // width
+            field = "model.hidden_size"
+            if value.cut:
+                field = value.cut.field if value.cut.unit == 1 else f"{value.cut.field} x head_dim"
             per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
-            problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {size}"
+            problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {value.width}"
             smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
             fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
             raise UserError("training.precision", "fp8", problem, fix)
@@ -284,9 +274,13 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         problem = f"does not support the windows of model.sliding_window ({window})"
         fix = f'use "ulysses", or training.seq_len = {window} or less'
         raise UserError("layout.cp_method", "ring", problem, fix)
-    for layer in distinct_layers(spec):
-        heads = layer.num_heads // layout.tp
-        kv = max(1, layer.num_kv_heads // layout.tp)
-        if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
-            problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
-            raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
+    for core in (core for layer in distinct_layers(spec) for core in describe_block(layer, layout)[0].part.cores):
+        if layout.cp_method == "ring" and not isinstance(core, AttentionCore):
+            problem = "exchanges keys and values, and some layers have another mixer than attention"
+            raise UserError("layout.cp_method", "ring", problem, 'use "ulysses"')
+        for cut in (value.cut for value in core.reads if value.cut and layout.cp_method == "ulysses"):
+            units = cut.units_on_rank(layout.tp)
+            if not cut.is_shared_by(cp, units):
+                problem = f"does not divide the {units} of {cut.field} that a tensor-parallel rank has"
+                alternative = 'layout.cp_method = "ring", or ' if isinstance(core, AttentionCore) else ""
+                raise UserError("layout.cp", cp, problem, f"use {alternative}a smaller degree")

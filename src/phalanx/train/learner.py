@@ -12,9 +12,9 @@ from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
-from phalanx.model.attention import Documents
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
+from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.loader import rank_rows
-from phalanx.model.attention import Documents
+from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.data import offload
 from phalanx.parallel.data.ddp import DDP

@@ -17,12 +17,12 @@ from tests.helpers.small_runs import MOE
 @pytest.mark.parametrize(
     ("cut", "ranks", "width"),
     [
-        (Cut(8, unit=4), 4, 8),
-        (Cut(2, unit=4, copied_below=True), 4, 4),
-        (Cut(5), 2, 3),
-        (Cut(3, unit=8, share="columns"), 2, 16),  # 12 columns each: a head and half of the second
-        (Cut(4, unit=8, share="columns"), 2, 16),
-        (Cut(3, unit=8, share="all"), 2, 24),
+        (Cut("heads", 8, unit=4), 4, 8),
+        (Cut("heads", 2, unit=4, copied_below=True), 4, 4),
+        (Cut("heads", 5), 2, 3),
+        (Cut("heads", 3, unit=8, share="columns"), 2, 16),  # 12 columns each: a head and half of the second
+        (Cut("heads", 4, unit=8, share="columns"), 2, 16),
+        (Cut("heads", 3, unit=8, share="all"), 2, 24),
     ],
 )
 def test_rank_has_whole_units_of_its_share(cut: Cut, ranks: int, width: int) -> None:
@@ -34,7 +34,7 @@ def test_products_have_the_roles_of_their_cuts() -> None:
     x = Value(32, tokens="residual", numbers="residual")
     part = Part("attention", "attention", x)
     latent = part.linear("wa", x, width=8)
-    heads = part.linear("wb", latent, Cut(4, unit=6))
+    heads = part.linear("wb", latent, Cut("heads", 4, unit=6))
     part.linear("wo", heads, init="output")
     assert [linear.role for linear in part.linears] == ["copied", "column", "row"]
     assert [linear.writes.tokens for linear in part.linears] == ["residual", "all", "residual"]

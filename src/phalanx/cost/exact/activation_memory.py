@@ -299,7 +299,7 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     tables = {(layer.rope, layer.head_dim) for layer in layers if layer.position_embedding == "rope"}
     table_bytes = sum(2 * num_positions * width * shape.high_precision_bytes for _, width in tables)
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers)
+    has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.mixer is None)
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
     saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
     return saved_bytes + (token_bytes if stage.first else 0) + mask_bytes

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from phalanx.cost.exact.derive.saved import kept_by_core
 from phalanx.cost.exact.derive.temporary import (
     activated_linear,
     attention_exchange_bytes,
@@ -170,7 +171,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
 def _attention_moments(
     attention: Part, ffn: Part, shape: ForwardShape, saved_by: SavedByPart
 ) -> tuple[BlockMoment, ...]:
-    """Return the moments of attention, and of the products that project to heads."""
+    """Return the moments of the kernel of attention, or of another mixer, and of the products before it."""
     (core,) = attention.cores
     if ffn.kind != "experts":
         ffn_weights = part_weights(ffn, shape)
@@ -182,12 +183,21 @@ def _attention_moments(
     used = [value if value.cut and value.cut.share == "units" else core.writes for value in core.reads]
     head_gradients = sum(map(shape.operand_bytes, used))
     weights = part_weights(attention, shape)
+    kernel_bytes = max(
+        head_gradients + shape.operand_bytes(core.writes), sum(map(shape.value_bytes, core.backward_values))
+    )
+    exchange_bytes = attention_exchange_bytes(attention, shape)
+    # Ulysses exchanges the gradients of heads after the kernel; other exchanges are under way while it computes.
+    exchanges_later = shape.layout.cp > 1 and shape.layout.cp_method == "ulysses"
+    kept_bytes = sum(kept_by_core(core, shape).values())
+    exchange = BlockMoment(temporary=-kept_bytes - freed_bytes, exchanged=exchange_bytes)
     return (
         BlockMoment(
-            temporary=head_gradients + shape.operand_bytes(core.writes) - freed_bytes,
-            exchanged=attention_exchange_bytes(attention, shape),
+            temporary=kernel_bytes - freed_bytes,
+            exchanged=0 if exchanges_later else exchange_bytes,
             block_weights=ffn_weights + weights - sum(first_weights),
         ),
+        *([exchange] if exchanges_later else []),
         BlockMoment(
             temporary=head_gradients
             + _input_gradient_bytes(attention, shape)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.attention import Documents
 from phalanx.model.part import modules_declaring
+from phalanx.model.sequence_context import Documents
 from phalanx.parallel.comm.device_clock import HOST_CLOCK
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.cross_entropy import LossScale

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from phalanx.model.attention import Documents
+from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import HeadFunction, Transformer
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.spec.model import ModelSpec

@@ -18,16 +18,16 @@ from phalanx.model.part import Multiply, modules_declaring
 from phalanx.model.products import TensorTuple
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
-from phalanx.spec.parts.operations import Core, Cut
+from phalanx.spec.parts.operations import AttentionCore, Cut
 
 
 def apply_gathered_heads(model: Transformer, tp: TensorParallelGroup) -> None:
     """Make attention work on columns of heads; `apply_tensor_parallel` has sharded its products."""
-    for attention in modules_declaring(model, Core):
+    for attention in modules_declaring(model, AttentionCore):
         (core,) = attention.part.cores
         columns = GatheredHeads(core.heads, tp)
         attention.multiply_columns = partial(_gather_products, attention.multiply_columns, columns)
-        attention.attend = partial(_attend_local_heads, attention.attend, columns)
+        attention.core = partial(_attend_local_heads, attention.core, columns)
 
 
 class GatheredHeads:

@@ -24,8 +24,10 @@ from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 from phalanx.spec.layers import expert_layers, layer_specs
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.attended_keys import attended_fraction
+from phalanx.spec.parts.block import describe_block
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
@@ -55,12 +57,12 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     """Return the columns that differ between kinds of layers: a tuple for each, or a number if there is one kind.
 
     Windows are no kind of their own: attention's time is linear in the pairs that they leave."""
-    kinds: dict[tuple[int, ...], list[ModelSpec]] = {}
+    kinds: dict[tuple[float, ...], list[ModelSpec]] = {}
     for layer in layer_specs(spec):
         kinds.setdefault(_kernel_sizes(layer), []).append(layer)
     num_routed = len(expert_layers(spec))
     rows = []
-    for (heads, kv_heads, head_dim, ffn), layers in kinds.items():
+    for (heads, kv_heads, head_dim, ffn, _), layers in kinds.items():
         routed = sum(layer.moe is not None for layer in layers)
         rows.append(
             {
@@ -79,9 +81,17 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     return {name: rows[0][name] if len(rows) == 1 else tuple(row[name] for row in rows) for name in PER_KIND}
 
 
-def _kernel_sizes(layer: ModelSpec) -> tuple[int, ...]:
-    """Return the sizes on which the speed of a layer's kernels depends: heads, key/value heads, their width, MLP."""
-    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.ffn_hidden_size
+def _kernel_sizes(layer: ModelSpec) -> tuple[float, ...]:
+    """Return the sizes on which the speed of a layer's kernels depends, and whether it has attention.
+
+    They are heads, key/value heads, their width, and that of the MLP. Another mixer counts as attention with products
+    of its widths, in which no query sees a key."""
+    if layer.mixer is None:
+        return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.ffn_hidden_size, True
+    (core,) = describe_block(layer, Layout())[0].part.cores
+    heads = core.writes.width / layer.head_dim
+    kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - heads) / 2
+    return heads, kv_heads, layer.head_dim, layer.ffn_hidden_size, False
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:

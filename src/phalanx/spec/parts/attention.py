@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.operations import Core, Cut, GatherHeads, Parameter, Part, Value
+from phalanx.spec.parts.operations import AttentionCore, Cut, GatherHeads, Parameter, Part, Value
 
 
 def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     """Return attention: products with heads, norms of queries and keys, the kernel, and a product of its output."""
     part = Part("attention", "attention", x)
-    heads = Cut(spec.num_heads, spec.head_dim)
-    groups = Cut(spec.num_kv_heads, spec.head_dim, copied_below=True)
+    heads = Cut("model.num_heads", spec.num_heads, spec.head_dim)
+    groups = Cut("model.num_kv_heads", spec.num_kv_heads, spec.head_dim, copied_below=True)
     is_gathered = layout.tp > 1 and layout.tp_attention == "gathered"
-    columns = Cut(heads.width) if is_gathered else None
+    columns = Cut("model.num_heads x head_dim", heads.width) if is_gathered else None
     q = part.linear("wq", x, columns or heads, bias=spec.bias)
     k = part.linear("wk", x, columns or groups, bias=spec.bias)
     v = part.linear("wv", x, columns or groups, bias=spec.bias)
@@ -27,7 +27,7 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
         k = part.norm("k_norm", k, per_head or k.width, spec.norm_eps)
     out = Value(heads.width, heads)
     part.add(
-        Core(
+        AttentionCore(
             reads=(q, k, v),
             writes=out,
             # Rotated queries and keys: not the tensors that a product or norm has written.

@@ -50,10 +50,11 @@ def blocks(spec: ModelSpec, layout: Layout = ONE_RANK) -> tuple[Block, ...]:
 
 def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     """Return the branches of a layer (`spec.layers`)."""
-    attention = describe_attention(layer, layout, residual_stream(layer))
+    x = residual_stream(layer)
+    mixer = layer.mixer.describe(x) if layer.mixer else describe_attention(layer, layout, x)
     x = residual_stream(layer)
     ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
-    return tuple(_describe_branch(layer, part) for part in (attention, ffn))
+    return tuple(_describe_branch(layer, part) for part in (mixer, ffn))
 
 
 def _describe_branch(layer: ModelSpec, part: Part) -> Branch:

@@ -31,10 +31,12 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     )
     rows = Value(x.width, tokens="residual" if has_whole_experts else "all", copies=moe.top_k)
     part.add(Dispatch(reads=(x, weights), writes=rows, num_experts=E))
-    cut = None if has_whole_experts else Cut(moe.expert_ffn_size)
+    cut = None if has_whole_experts else Cut("model.moe.expert_ffn_size", moe.expert_ffn_size)
     inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut) for leaf in ("gate", "up")]
     y = part.grouped("down", part.activate(spec.activation, *inner), E, x.width, None, init="output")
     part.add(Combine(reads=(y, weights), writes=Value(x.width, tokens="residual")))
     if moe.num_shared_experts:
-        append_mlp(part, x, moe.expert_ffn_size * moe.num_shared_experts, spec.activation, prefix="shared.")
+        width = moe.expert_ffn_size * moe.num_shared_experts
+        shared = Cut("model.moe.expert_ffn_size x num_shared_experts", width)
+        append_mlp(part, x, shared, spec.activation, prefix="shared.")
     return part

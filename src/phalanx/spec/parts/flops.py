@@ -31,7 +31,7 @@ def core_flops(part: Part, seq_len: int, causal: bool = True, ranks: int = 1) ->
         / core.heads.units
         * core.heads.units_on_rank(ranks)
         * attended_keys(core.window, seq_len, causal)
-        for core in part.cores
+        for core in part.attention_cores
     )
 
 

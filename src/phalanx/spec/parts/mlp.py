@@ -10,12 +10,12 @@ from phalanx.spec.parts.operations import Cut, Part, Value
 def describe_mlp(spec: ModelSpec, x: Value) -> Part:
     """Return the MLP of a dense layer."""
     part = Part("mlp", "mlp", x)
-    append_mlp(part, x, spec.ffn_hidden_size, spec.activation, bias=spec.bias)
+    append_mlp(part, x, Cut("model.ffn_hidden_size", spec.ffn_hidden_size), spec.activation, bias=spec.bias)
     return part
 
 
-def append_mlp(part: Part, x: Value, width: int, activation: str, *, bias: bool = False, prefix: str = "") -> None:
+def append_mlp(part: Part, x: Value, inner: Cut, activation: str, *, bias: bool = False, prefix: str = "") -> None:
     """Append the products of an MLP of an inner width."""
     names = ("gate", "up")[-NUM_INPUTS[activation] :]
-    inner = [part.linear(f"{prefix}{name}", x, Cut(width), bias=bias) for name in names]
-    part.linear(f"{prefix}down", part.activate(activation, *inner), bias=bias, init="output")
+    inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in names]
+    part.linear(f"{prefix}down", part.activate(activation, *inputs), bias=bias, init="output")

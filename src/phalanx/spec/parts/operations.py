@@ -17,15 +17,17 @@ Shape = tuple[int, ...]
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
 those of the tensor-parallel ranks together."""
-Init = Literal["normal", "output", "ones", "zeros"]
+Init = Literal["normal", "output", "ones", "zeros", "taps"]
 """Distribution of initial weights. output: normal, smaller by the number of layers, because it is added to the stream.
-"""
+taps: normal, so that a convolution keeps the variance."""
 
 
 @dataclass(frozen=True)
 class Cut:
     """How tensor-parallel ranks share a width: in units that are never divided, such as heads."""
 
+    field: str
+    """Field of the run file that has the number of units."""
     units: int
     unit: int = 1
     """Numbers of a unit."""
@@ -39,6 +41,11 @@ class Cut:
     def width(self) -> int:
         """Numbers of all units."""
         return self.units * self.unit
+
+    def is_shared_by(self, ranks: int, units: int | None = None) -> bool:
+        """Return whether all of some ranks can have equally many units, of all units or of `units`."""
+        units = units or self.units
+        return units % ranks == 0 or (self.copied_below and ranks % units == 0)
 
     def replication(self, ranks: int) -> int:
         """Return the number of neighbors with the same units."""
@@ -160,12 +167,20 @@ class GatherHeads(Operation):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Core(Operation):
-    """Attention: the kernel in which tokens see each other."""
+    """The kernel of a mixer, in which tokens see each other. Its heads are independent."""
 
     keeps: tuple[Value, ...]
-    """Values that it saves as the kernel reads and writes them: queries, keys, values and output."""
+    """Values that it saves as the kernel reads and writes them."""
     heads: Cut
-    """Heads of queries, of each of which it also saves the log-sum-exp of a token."""
+    """Heads, or channels, of which tensor-parallel and Ulysses ranks have some."""
+    backward_values: tuple[Value, ...] = ()
+    """Values in its backward pass, if they are others than the gradients of what it reads and writes."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionCore(Core):
+    """Attention of queries to keys and values, which it reads. A head saves the log-sum-exp of each token."""
+
     flops_per_key: int
     """FLOPs of the forward pass for a query and a key that it sees."""
     window: int | None = None
@@ -202,6 +217,7 @@ class Part:
     name: str
     """Module in the block."""
     kind: Literal["attention", "mlp", "experts"]
+    """attention: any mixer of tokens."""
     input: Value
     operations: list[Operation] = field(default_factory=list)
 
@@ -280,6 +296,11 @@ class Part:
     def cores(self) -> list[Core]:
         """The kernels in which tokens see each other: none, or one."""
         return [operation for operation in self.operations if isinstance(operation, Core)]
+
+    @property
+    def attention_cores(self) -> list[AttentionCore]:
+        """The kernel of attention, if the part has one."""
+        return [core for core in self.cores if isinstance(core, AttentionCore)]
 
     @property
     def activation(self) -> str:

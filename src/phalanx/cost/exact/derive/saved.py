@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, STATISTIC_BYTES, ForwardShape
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.operations import Combine, Core, GroupedLinear, Linear, Norm, Part, Route, Value
+from phalanx.spec.parts.operations import AttentionCore, Combine, Core, GroupedLinear, Linear, Norm, Part, Route, Value
 
 Memory = tuple[Value, str]
 """Key of a tensor: its value, and the reader for which it is copied."""
@@ -30,11 +30,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += norm_bytes(operation, shape)
                 copied_weights += _copied_scales(operation, shape)
             case Core():
-                tensors |= _kept_by_core(operation, shape)
-                other_bytes += shape.tokens * operation.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
-                # An additive document mask, [B, T, T], unless attention is computed by document.
-                if shape.has_dense_mask(spec, operation.heads.unit):
-                    other_bytes += shape.batch * shape.sequence**2 * shape.compute_bytes
+                tensors |= kept_by_core(operation, shape)
+                if isinstance(operation, AttentionCore):
+                    other_bytes += _softmax_bytes(spec, operation, shape)
             case Route():
                 other_bytes += _router_bytes(operation, shape)
             case Combine():
@@ -99,13 +97,20 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
     return norm.width if shape.on_cuda else 0
 
 
-def _kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
-    """Return what flash attention saves. With context parallelism these are copies, in Ulysses of other heads."""
+def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
+    """Return what the kernel of a mixer saves. With context parallelism these are copies, in Ulysses of other heads."""
     cp = shape.layout.cp
     return {
         (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.compute_bytes
         for value in core.keeps
     }
+
+
+def _softmax_bytes(spec: ModelSpec, core: AttentionCore, shape: ForwardShape) -> int:
+    """Return what attention saves beside tensors: log-sum-exps, and a mask of documents unless it computes by these."""
+    has_mask = shape.has_dense_mask(spec, core.heads.unit)
+    mask_bytes = shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
+    return mask_bytes + shape.tokens * core.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
 
 
 def context_width(value: Value, shape: ForwardShape) -> int:

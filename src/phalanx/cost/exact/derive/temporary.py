@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.cost.exact.derive.saved import context_width
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.spec.parts.operations import GatherHeads, Linear, Part
+from phalanx.spec.parts.operations import AttentionCore, GatherHeads, Linear, Part
 
 
 def activated_linear(part: Part) -> Linear:
@@ -52,7 +52,7 @@ def attention_exchange_bytes(part: Part, shape: ForwardShape) -> int:
     if shape.layout.cp == 1:
         return exchanged_bytes
     (core,) = part.cores
-    if shape.layout.cp_method == "ring":
+    if shape.layout.cp_method == "ring" and isinstance(core, AttentionCore):
         _, *keys_and_values = core.reads
         numbers = sum(map(shape.width, keys_and_values))
         number_bytes = 2 * (shape.compute_bytes + shape.high_precision_bytes)

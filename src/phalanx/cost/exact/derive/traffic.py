@@ -14,6 +14,7 @@ from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
 from phalanx.cost.formulas.collectives import Collective, Traffic, sent_bytes
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.parts.operations import (
+    AttentionCore,
     Combine,
     Core,
     Dispatch,
@@ -78,8 +79,10 @@ def _operation_traffic(part: Part, operation: Operation, shape: ForwardShape) ->
                 for collective in ("all_gather", "reduce_scatter")
             )
             return gather, scatter
+        case AttentionCore() if shape.layout.cp > 1 and shape.layout.cp_method == "ring":
+            return _ring_traffic(operation, shape)
         case Core() if shape.layout.cp > 1:
-            return (_ring_traffic if shape.layout.cp_method == "ring" else _ulysses_traffic)(operation, shape)
+            return _ulysses_traffic(operation, shape)
         case Route():
             counts = shape.batch * operation.num_experts * shape.high_precision_bytes
             shares_tokens = tp if shape.layout.sequence_parallel else 1
@@ -107,7 +110,7 @@ def _column_traffic(x: Value, shape: ForwardShape) -> tuple[TrafficRows, Traffic
     return tp_gather(shape, size), tp_gather(shape, size) + tp_reduce(shape, size)
 
 
-def _ring_traffic(core: Core, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
+def _ring_traffic(core: AttentionCore, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
     """Return the traffic of ring attention (arXiv 2310.01889).
 
     Keys and values visit all other ranks. In backward they do so again, and their gradients take one more step to

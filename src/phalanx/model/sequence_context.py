@@ -1,0 +1,87 @@
+"""What mixers need to know of the tokens of a micro-batch: positions and documents.
+
+Shapes: B batch, T tokens, N documents of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.model.rotary import RotaryTable, rotary_table
+from phalanx.spec.model import RopeSpec
+
+
+class Documents(NamedTuple):
+    """The documents of a batch. The data loader counts them: counting on the device would block the host."""
+
+    starts: Tensor
+    """For each token, [B, T], the index in its row at which its document starts."""
+    bounds: Tensor
+    """Start of each document in the batch's B x T tokens, and their total number, int32 [N + 1]."""
+    host_bounds: Sequence[int]
+    """The same numbers on the host."""
+
+    @classmethod
+    def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
+        """Return one document per row of a batch of [rows, row_tokens]."""
+        starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens
+        return cls(starts, bounds, range(0, rows * row_tokens + 1, row_tokens))
+
+    @classmethod
+    def single_tokens_first(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
+        """Return two documents per row of [rows, row_tokens], of one token and of the others."""
+        starts = torch.ones(rows, row_tokens, dtype=torch.int32, device=device)
+        starts[:, 0] = 0
+        host_bounds = [row * row_tokens + first for row in range(rows) for first in (0, 1)] + [rows * row_tokens]
+        return cls(starts, torch.tensor(host_bounds, dtype=torch.int32, device=device), host_bounds)
+
+
+MaskFunction = Callable[[Documents, torch.dtype, int], Any]
+"""Function of documents, the dtype of products, and the width of heads; returns the mask argument of attention."""
+
+
+class SequenceContext:
+    """Rotary tables and masks of a micro-batch. Blocks share them: each is computed once."""
+
+    def __init__(
+        self, x_BTD: Tensor, row_positions_T: Tensor | None, documents: Documents | None, attention_mask: MaskFunction
+    ) -> None:
+        """Create the context of an input of blocks.
+
+        `row_positions_T` are those of the tokens whose attention is computed on this rank; None if no block has a
+        rotary embedding."""
+        self.documents = documents
+        dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+        compute = compute_dtype(x_BTD)
+
+        @cache
+        def rotary(rope: RopeSpec, head_dim: int) -> RotaryTable:
+            assert row_positions_T is not None
+            return rotary_table(rope, head_dim, positions_in_document(row_positions_T, documents), dtype)
+
+        @cache
+        def mask(head_dim: int) -> Any:
+            return None if documents is None else attention_mask(documents, compute, head_dim)
+
+        self.rotary = rotary
+        """Function of the parameters of a rotary embedding and the width of heads."""
+        self.mask = mask
+        """Function of the width of heads. Without documents there is no mask."""
+
+
+def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:
+    """Return the positions in their documents of the tokens at `row_positions_T` in their rows.
+
+    The shape is [T], or [B, T] where documents start inside rows."""
+    return row_positions_T if documents is None else row_positions_T - documents.starts[:, row_positions_T]
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with `x`, with or without autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,0 +1,10 @@
+"""Mixers of tokens that layers may have in place of attention, each described in a file of its own.
+
+The module of a mixer is the class of the same name in the file of the same name in `phalanx.model.mixers`."""
+
+from __future__ import annotations
+
+from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
+
+MixerSpec = ShortConvolution
+"""Description of any mixer."""
