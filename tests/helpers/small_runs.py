@@ -60,6 +60,18 @@ KINDS: Table = {
     ],
 }
 """Layers of four kinds, with norms before and after their parts."""
+CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
+CONVOLUTIONS: Table = {
+    **MOE,
+    "num_layers": 4,
+    "layers": "conv*2 full dense",
+    "kinds": [
+        {"name": "conv", "mixer": CONVOLUTION},
+        {"name": "dense", "mixer": CONVOLUTION, "moe": False},
+    ],
+}
+"""Convolutions in most layers, as in LFM2."""
+
 GPT2: Table = {
     "qk_norm": "none",
     "position_embedding": "learned",

@@ -40,12 +40,12 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     """Return the initial value of one parameter, fp32 on the CPU.
 
     Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895). Those that write into the
-    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases and sinks 0, as the parts declare. With
-    `rows`, other rows are uninitialized and use no memory."""
+    residual stream are divided by sqrt(2 L) (GPT-2); S taps of a convolution have std 1 / sqrt(S), norms are 1, biases
+    and sinks 0, as the parts declare. With `rows`, other rows are uninitialized and use no memory."""
     init = model_parameters(spec)[name].init
     if init in ("zeros", "ones"):
         return torch.zeros(shape) if init == "zeros" else torch.ones(shape)
-    std = math.sqrt(2 / (5 * spec.hidden_size))
+    std = shape[1] ** -0.5 if init == "taps" else math.sqrt(2 / (5 * spec.hidden_size))
     if init == "output":
         std /= math.sqrt(2 * spec.num_layers)
     full = torch.empty(shape)

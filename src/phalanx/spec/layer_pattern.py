@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 from phalanx.spec.errors import UserError
 
@@ -44,6 +45,12 @@ def parse_layers(text: str) -> list[str]:
     if not 0 < len(layers) <= MAX_LAYERS:
         raise _error(text, f"names no layers, or more than {MAX_LAYERS:,}")
     return layers
+
+
+def write_layers(names: list[str]) -> str:
+    """Return the text that names a kind for each layer, such as "window*5 full"."""
+    runs = ((name, len(list(run))) for name, run in groupby(names))
+    return " ".join(name if count == 1 else f"{name}*{count}" for name, count in runs)
 
 
 def _error(text: str, problem: str) -> UserError:

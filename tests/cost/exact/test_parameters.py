@@ -9,6 +9,7 @@ from tests.helpers.model_specs import model_specs
 PUBLISHED_TOTALS = {
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
+    "lfm2-1.2b": 1_170_340_608,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,

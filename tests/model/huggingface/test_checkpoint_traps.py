@@ -39,6 +39,7 @@ KINDS = {
     "qwen3_moe": {**SHAPE, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 24},
     "mixtral": {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4},
     "olmoe": {**SHAPE, **EXPERTS},
+    "lfm2": {**SHAPE, "num_hidden_layers": 3, "block_multiple_of": 8, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 WINDOWS = {
@@ -117,6 +118,11 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
     save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
 
 
+def test_lfm2_with_biases_and_its_own_width_equals_transformers(build_model, tmp_path):
+    fields = {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]}
+    assert_logits_equal(build_model, save_random_model(tmp_path, "lfm2", **fields))
+
+
 def test_logits_of_every_family_are_compared():
     assert KINDS.keys() == families().keys()
 
@@ -148,6 +154,11 @@ CONFIG_TRAPS = {
     "mixtral without theta and eps": ("mixtral", ("rope_parameters", "rope_theta", "rms_norm_eps"), {}),
     "olmoe without eps": ("olmoe", ("rms_norm_eps",), {}),
     "gpt2 without eps and activation": ("gpt2", ("layer_norm_epsilon", "activation_function"), {}),
+    "lfm2, adjusted width and old names": (
+        "lfm2",
+        ("layer_types", "tie_word_embeddings"),
+        {"full_attn_idxs": [1], "tie_embedding": True, "conv_dim": 32, "block_use_swiglu": True},
+    ),
     "windows switched off": ("qwen3", ("layer_types",), {"sliding_window": 4, "use_sliding_window": False}),
 }
 

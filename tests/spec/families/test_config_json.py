@@ -205,6 +205,7 @@ def test_merge_hf_config_of_upcycled_model_keeps_special_tokens():
 
 
 GPT2 = {"norm": "layernorm", "position_embedding": "learned", "activation": "gelu", "bias": True}
+HYBRID = {"layers": "conv full", "kinds": [{"name": "conv", "mixer": {"kind": "short_convolution"}}], "qk_norm": "head"}
 UNEXPORTABLE_FIELDS = {
     "model.bias": {**GPT2, "bias": False},
     "model.norm": {"norm": "layernorm"},
@@ -219,7 +220,16 @@ UNEXPORTABLE_FIELDS = {
     "model.sliding_window": {"sliding_window": 16, "qk_norm": "full", "moe": MOE},
     "model.full_attention_layers": {"sliding_window": 16, "full_attention_layers": [0]},
     "model.attention_sinks": {"attention_sinks": True},
+    "model.mixer": {"mixer": {"kind": "short_convolution"}},
+    "model.layers": {"moe": MOE, **HYBRID},
 }
+
+
+def test_layers_that_config_json_cannot_say_are_refused():
+    window = {"name": "window", "sliding_window": 16}
+    spec = parse_table(ModelSpec, {**BASE, **HYBRID, "layers": "conv full window", "kinds": [*HYBRID["kinds"], window]})
+    with pytest.raises(UserError, match="layers with sliding_window = 16, which no supported"):
+        hf_config(spec)
 
 
 @pytest.mark.parametrize("field", UNEXPORTABLE_FIELDS)
@@ -230,8 +240,8 @@ def test_hf_config_rejects_model_without_hugging_face_architecture(field):
     assert error_info.value.field == field
 
 
-# The loss is not exported, and a custom network is rejected for any value.
-IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation")
+# The loss is not exported; a custom network, or a mixer of the whole model, is rejected for any value.
+IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation", "model.mixer.kind")
 
 
 @pytest.mark.parametrize(

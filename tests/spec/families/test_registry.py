@@ -14,6 +14,7 @@ from phalanx.spec.families.config_json import hf_config, model_table, require_kn
 from phalanx.spec.families.family import Fixed, Read, Rows
 from phalanx.spec.families.registry import families
 from phalanx.spec.model import ModelSpec, MoESpec, RopeSpec
+from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 from tests.helpers.altered_fields import altered_fields
 
 SMALL = (
@@ -35,10 +36,10 @@ def theirs(kind):
     return transformers.AutoConfig.for_model(kind)
 
 
-def test_families_are_found_and_llama_is_exported_first():
+def test_families_are_found_and_plain_ones_are_exported_first():
     names = list(families())
     assert {"llama", "gpt2", "mistral", "mixtral", "olmoe", "qwen3", "qwen3_moe"} <= set(names)
-    assert names == ["llama", *sorted(set(names) - {"llama"})]
+    assert names == ["llama", "qwen3", *sorted(set(names) - {"llama", "qwen3"})]
 
 
 def test_every_attribute_of_the_configuration_class_is_accounted_for(kind, theirs):
@@ -79,7 +80,7 @@ def test_altered_field_changes_one_dial_and_is_exported(kind):
         spec = parse_table(ModelSpec, model_table(small | {name: value}))
         dial = families()[kind].fields[name].dial
         assert attrgetter(dial)(spec) != attrgetter(dial)(before), name
-        exported = hf_config(spec) | {"model_type": kind}
+        exported = write_config(families()[kind], spec)
         assert getattr(transformers.AutoConfig.for_model(**exported), name) == value
 
 
@@ -89,7 +90,9 @@ def test_dial_is_set_by_one_field_or_constant(kind):
     assert len(dials) == len(set(dials))
     for dial in dials:
         table, _, name = dial.rpartition(".")
-        assert name in {"": ModelSpec, "rope": RopeSpec, "moe": MoESpec}[table].model_fields
+        inner = table.split(".", 2)[2] if table.startswith("kinds.") else table
+        tables = {"": ModelSpec, "rope": RopeSpec, "moe": MoESpec, "mixer": ShortConvolution}
+        assert name in tables[inner].model_fields
 
 
 def test_no_field_is_both_read_and_harmless(kind):
@@ -117,6 +120,7 @@ HUB_FIELDS = {
     "qwen3": {"_attn_implementation_autoset": True, "max_window_layers": 28, "use_sliding_window": False},
     "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "attention_bias": False, "rope_scaling": None},
     "mixtral": {"router_jitter_noise": 0.0, "output_router_logits": False, "num_local_experts": 8},
+    "lfm2": {"block_dim": 2048, "conv_dim_out": 2048, "theta": None, "use_pos_enc": True, "full_attn_idxs": [2]},
     "olmoe": {"clip_qkv": None, "output_router_logits": False, "pad_token_id": 1},
 }
 

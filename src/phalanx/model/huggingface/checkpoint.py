@@ -70,8 +70,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
         tensors = []
         for hf_name in hf_names[name]:
             names = sources[hf_name].names
-            tensor = read_tensor(hf_name)
-            tensor = tensor.T if sources[hf_name].transposed else tensor
+            tensor = sources[hf_name].loaded(read_tensor(hf_name))
             rows = tensor.shape[0] // len(names)
             tensor = tensor[names.index(name) * rows :][:rows]
             tensors.append(_check_shape(tensor, hf_name, shape[1:] if has_experts else shape))

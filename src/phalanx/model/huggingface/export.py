@@ -164,7 +164,7 @@ def _num_elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int
 def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
     joined = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
-    return (joined.T if source.transposed else joined).contiguous()
+    return source.stored(joined).contiguous()
 
 
 def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.spec.errors import UserError
@@ -20,7 +21,20 @@ class TensorSource(NamedTuple):
     names: tuple[str, ...]
     expert: int | None
     """Row of stacked experts that are separate tensors in the checkpoint; else None."""
-    transposed: bool
+    rows: Rows
+    """How the checkpoint stores them."""
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as the checkpoint has it."""
+        if self.rows.convolution:
+            return tensor.unsqueeze(1)
+        return tensor.T if self.rows.transposed else tensor
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the checkpoint as the model has it."""
+        if self.rows.convolution:
+            return tensor.squeeze(1)
+        return tensor.T if self.rows.transposed else tensor
 
 
 def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource]:
@@ -31,11 +45,11 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
     Raises:
         UserError: the family has no such parameter.
     """
-    tensors: dict[str, tuple[str, tuple[str, ...], bool]] = {}
+    tensors: dict[str, tuple[str, tuple[str, ...], Rows]] = {}
     for hf_name, stored in family.tensors.items():
         rows = stored if isinstance(stored, Rows) else Rows(stored)
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
-        tensors |= dict.fromkeys(names, (hf_name, names, rows.transposed))
+        tensors |= dict.fromkeys(names, (hf_name, names, rows))
     sources: dict[str, TensorSource] = {}
     for name, shape in shapes.items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""
@@ -43,11 +57,11 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
         if pattern not in tensors:
             problem = f"has no counterpart in a checkpoint of type {family.model_type}"
             raise UserError("model.from_hf", name, problem, fix="use the model shape of its config.json")
-        hf_name, names, transposed = tensors[pattern]
+        hf_name, names, rows = tensors[pattern]
         names = tuple(part.replace("{i}", layer) for part in names)
         for expert in range(shape[0]) if "{e}" in hf_name else [None]:
             tensor = hf_name.replace("{i}", layer).replace("{e}", str(expert))
-            sources[tensor] = TensorSource(names, expert, transposed)
+            sources[tensor] = TensorSource(names, expert, rows)
     return sources
 
 

@@ -21,7 +21,7 @@ class ShortConvolution(PartModule):
 
     taps: nn.Parameter
     bias: nn.Parameter | None
-    wo: ProductLinear
+    out: ProductLinear
 
     def __init__(self, part: Part) -> None:
         """Create the mixer from its declaration."""
@@ -38,8 +38,8 @@ class ShortConvolution(PartModule):
         """Return the output of the layer, [B, T, D], for a normalized input."""
         inputs = self.read_input(self.project_in, x_BTD)
         channels = (x_BTC.unsqueeze(-1) for x_BTC in inputs)  # heads of one number
-        out = self.core(*channels, starts_BT, taps_CS=self.taps, bias_C=self.bias)
-        return self.wo(out.flatten(2))
+        mixed = self.core(*channels, starts_BT, taps_CS=self.taps, bias_C=self.bias)
+        return self.out(mixed.flatten(2))
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
         """Return the gates and the values, [B, T, C] each."""

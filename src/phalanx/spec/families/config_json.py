@@ -11,6 +11,8 @@ from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
 from phalanx.spec.families.family import Family, Table
 from phalanx.spec.families.forms import ROPE_FIELDS
 from phalanx.spec.families.registry import families, family_of
+from phalanx.spec.layer_pattern import parse_layers
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
 DISTINCTIVE_DIALS = ("position_embedding", "moe", "qk_norm")
@@ -47,6 +49,8 @@ def model_table(config: Table) -> Table:
         for key in tables:
             inner = inner.setdefault(key, {})
         inner[last] = value
+    names = parse_layers(table["layers"]) if "layers" in table else []
+    table["kinds"] = [{"name": name} | kind for name, kind in table.get("kinds", {}).items() if name in names]
     return table
 
 
@@ -72,7 +76,16 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
-    return write_config(family_for(spec), spec)
+    config = write_config(family_for(spec), spec)
+    if spec.layers is not None:
+        read = parse_table(ModelSpec, model_table(config))
+        for ours, theirs in zip(layer_specs(spec), layer_specs(read), strict=True):
+            exported = {dial: value for dial, value, _ in walk_fields(theirs)}
+            for dial, value, _ in walk_fields(ours):
+                if not isinstance(value, Spec) and dial not in UNEXPORTED_DIALS and value != exported.get(dial):
+                    problem = f"has layers with {dial} = {value!r}, which no supported Hugging Face architecture has"
+                    raise UserError("model.layers", spec.layers, problem, "export a model without such layers")
+    return config
 
 
 def write_config(family: Family, spec: ModelSpec) -> Table:

@@ -106,12 +106,13 @@ class Written(Field):
 class Rows:
     """Parameters in one tensor: equal parts along the output axis.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D.
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps].
     """
 
-    def __init__(self, *names: str, transposed: bool = False) -> None:
+    def __init__(self, *names: str, transposed: bool = False, convolution: bool = False) -> None:
         self.names = names
         self.transposed = transposed
+        self.convolution = convolution
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""Fields of config.json that are not the value of one dial: rotary embedding, windows, dense layers."""
+"""Fields of config.json that are not the value of one dial: rotary embedding, windows, kinds of layers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Field, Table, any_value, first_word, require_supported, require_value
+from phalanx.spec.families.family import Field, Read, Table, any_value, first_word, require_supported, require_value
+from phalanx.spec.layer_pattern import write_layers
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
@@ -137,3 +139,66 @@ class LeadingLayers(Field):
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return the list."""
         return {name: list(range(attrgetter("moe.num_leading_dense_layers")(spec)))}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layers in a family."""
+
+    name: str
+    """Name in `ModelSpec.layers`."""
+    includes: Callable[[ModelSpec], bool]
+    """Function of a layer (`spec.layers`): whether it is of this kind."""
+    dials: Mapping[str, object] = field(default_factory=dict)
+    """Fixed dials of the kind; a kind without any is as the model says."""
+
+
+@dataclass(frozen=True)
+class LayerTypes(Field):
+    """List of the type of each layer."""
+
+    kinds: Mapping[str, LayerKind]
+    """Kinds by the words of config.json."""
+    absent: Callable[[Table, Table], list[str]]
+    """Function of config.json and the dials so far that returns the list where it is absent."""
+    other_names: tuple[str, ...] = ()
+    dials = any_value("layers", "kinds")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the kinds of layers, if some are not as the model says."""
+        words = config.get(name) or self.absent(config, dials)
+        for word in words:
+            require_supported(name, word, self.kinds)
+        kinds = [self.kinds[word] for word in words]
+        if not any(kind.dials for kind in kinds):
+            return {}
+        fixed = {f"kinds.{kind.name}.{dial}": value for kind in kinds for dial, value in kind.dials.items()}
+        return {"layers": write_layers([kind.name for kind in kinds]), **fixed}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the list."""
+        words = (next(word for word, kind in self.kinds.items() if kind.includes(layer)) for layer in layer_specs(spec))
+        return {name: list(words)}
+
+
+@dataclass(frozen=True)
+class OfKind(Field):
+    """A field with the value of a dial of one kind of layers."""
+
+    kind: LayerKind
+    field: Read
+    """The field as of a layer."""
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dial of the kind."""
+        return {f"kinds.{self.kind.name}.{dial}": values for dial, values in self.field.dials.items()}
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the value of the dial."""
+        return {f"kinds.{self.kind.name}.{dial}": value for dial, value in self.field.read(name, config, dials).items()}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the field with the value of the first layer of the kind."""
+        layer = next(filter(self.kind.includes, layer_specs(spec)), None)
+        return self.field.write(name, layer) if layer else {name: self.field.default}

@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, Table, require_supported
 
-EXPORTED_FIRST = ("llama",)
+EXPORTED_FIRST = ("llama", "qwen3")
 """Families that export prefers where several can express a model. The others follow in the order of their names."""
 COUNTED_FAMILIES = {
     "qwen2": "biases of queries, keys and values",
@@ -33,7 +33,7 @@ def families() -> dict[str, Family]:
     modules = [import_module(f"{__package__}.{module.name}") for module in iter_modules([str(Path(__file__).parent)])]
     values = [value for module in modules for value in vars(module).values()]
     found = {value.model_type: value for value in values if isinstance(value, Family)}
-    return {name: found[name] for name in [*EXPORTED_FIRST, *sorted(found.keys() - EXPORTED_FIRST)]}
+    return {name: found[name] for name in [*EXPORTED_FIRST, *sorted(found.keys() - set(EXPORTED_FIRST))]}
 
 
 def family_of(config: Table) -> Family:

@@ -47,5 +47,5 @@ class ShortConvolution(Spec):
                 parameters=parameters,
             )
         )
-        part.linear("wo", out, bias=self.bias, init="output")
+        part.linear("out", out, bias=self.bias, init="output")
         return part
