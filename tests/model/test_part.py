@@ -109,7 +109,7 @@ def make_case(layout_name: str, model_name: str, numerics: str, masked: bool = F
 @pytest.mark.parametrize("model_name", ["convolution", "convolution with biases", "as many key/value heads"])
 @pytest.mark.parametrize("layout_name", ["one rank", "ulysses", "tp and ulysses"])
 def test_peak_is_planned_if_it_is_in_the_mixer(layout_name: str, model_name: str, numerics: str) -> None:
-    """Tokens are so many that norms compute in chunks, and the MLP is narrow."""
+    """Norms compute the many tokens in chunks, and the MLP is narrow."""
     case = make_case(layout_name, model_name, numerics)
     narrow = case.spec.replace(hidden_size=256, head_dim=64, ffn_hidden_size=64, max_seq_len=768)
     case = replace(case, spec=narrow, sequence=768)

@@ -57,7 +57,7 @@ def attend_on_rank(cp: ContextParallelGroup, operands: Sequence[Tensor], documen
     *qkv, gradient = (x[:, indices] for x in operands)
     leaves = [x.requires_grad_() for x in qkv]
     ring = None if documents is None else _build_document_ring(cp, documents, gradient.dtype, gradient.shape[-1])
-    out = _ring_attention(attend, cp, *leaves, ring)
+    out = _ring_attention(cp, *leaves, ring)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 

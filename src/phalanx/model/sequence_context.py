@@ -1,4 +1,4 @@
-"""What mixers need to know of the tokens of a micro-batch: positions and documents.
+"""Positions and documents of the tokens of a micro-batch, as mixers need them.
 
 Shapes: B batch, T tokens, N documents of a batch."""
 

@@ -178,14 +178,13 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     for cut in cuts:
         if cut.is_shared_by(tp):
             continue
-        problem, fix = f"does not divide {cut.field} ({cut.units})", "a tensor-parallel degree that divides"
+        problem = f"does not divide {cut.field} ({cut.units})"
+        fix = f"use a tensor-parallel degree that divides {cut.field}"
         if cut.copied_below:
-            problem, fix = (
-                f"neither divides {cut.field} ({cut.units}) nor is a multiple of it",
-                "a divisor or a multiple of",
-            )
+            problem = f"neither divides {cut.field} ({cut.units}) nor is a multiple of it"
+            fix = f"use a divisor or a multiple of {cut.field}"
         alternative = ', or layout.tp_attention = "gathered"' if cut.field == "model.num_heads" else ""
-        raise UserError("layout.tp", tp, problem, f"use {fix} {cut.field}{alternative}")
+        raise UserError("layout.tp", tp, problem, fix + alternative)
     if layout.sequence_parallel and seq_len % tp:
         fix = "use a tensor-parallel degree that divides training.seq_len, or layout.sequence_parallel = false"
         raise UserError("layout.tp", tp, f"does not divide training.seq_len ({seq_len})", fix)
@@ -281,6 +280,6 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         for cut in (value.cut for value in core.reads if value.cut and layout.cp_method == "ulysses"):
             units = cut.units_on_rank(layout.tp)
             if not cut.is_shared_by(cp, units):
-                problem = f"does not divide the {units} of {cut.field} that a tensor-parallel rank has"
+                problem = f"does not divide the {units} units of a tensor-parallel rank ({cut.field} = {cut.units})"
                 alternative = 'layout.cp_method = "ring", or ' if isinstance(core, AttentionCore) else ""
                 raise UserError("layout.cp", cp, problem, f"use {alternative}a smaller degree")

@@ -132,7 +132,11 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.num_kv_heads": 3,
             "model.head_dim": 32,
         },
-        ("layout.cp = 2", "does not divide the 3 heads", 'layout.cp_method = "ring"'),
+        (
+            "layout.cp = 2",
+            "does not divide the 3 units of a tensor-parallel rank (model.num_heads = 3)",
+            'layout.cp_method = "ring"',
+        ),
     ),
     ({"layout.ep": 2}, ("layout.ep = 2", "without experts", "layout.ep = 1")),
     ({"layout.ep": 3}, ("layout.ep = 3", "2 ranks", "1, 2")),

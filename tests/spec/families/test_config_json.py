@@ -6,6 +6,7 @@ from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config, model_table
 from phalanx.spec.files.load import load_model_spec, preset_names
+from phalanx.spec.layer_pattern import parse_layers, write_layers
 from phalanx.spec.model import ModelSpec
 from tests.helpers.choices import choice_fields, with_unknown_value
 
@@ -87,7 +88,8 @@ def test_hf_config_round_trips_model_presets(preset):
         if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe")
         else spec.ffn_hidden_size
     )
-    assert reread == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
+    layers = spec.layers and write_layers(parse_layers(spec.layers))
+    assert reread == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn, layers=layers)
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -17,7 +17,7 @@ def test_ranks_gather_the_latent_that_cut_products_read() -> None:
     part = Part("attention", "attention", x)
     latent = part.linear("wa", x, width=8)
     heads = part.linear("wk", latent, Cut("heads", 4, unit=6))
-    part.linear("wv", latent, Cut(4, unit=5))
+    part.linear("wv", latent, Cut("heads", 4, unit=5))
     part.linear("wo", heads)
     layout = Layout(tp=RANKS)
     shape = ForwardShape(batch=BATCH, sequence=TOKENS, precision="fp32", layout=layout, autocast=False, masked=False)

@@ -107,7 +107,7 @@ def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
 
 
 def _softmax_bytes(spec: ModelSpec, core: AttentionCore, shape: ForwardShape) -> int:
-    """Return what attention saves beside tensors: log-sum-exps, and a mask of documents unless it computes by these."""
+    """Return the log-sum-exps that attention saves, and its mask of documents unless it computes by document."""
     has_mask = shape.has_dense_mask(spec, core.heads.unit)
     mask_bytes = shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
     return mask_bytes + shape.tokens * core.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
