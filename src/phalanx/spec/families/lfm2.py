@@ -28,7 +28,7 @@ class AdjustedWidth(Field):
         if config.get("block_auto_adjust_ff_dim", True):
             multiple = config.get("block_multiple_of", 256)
             factor = config.get("block_ffn_dim_multiplier", 1.0)
-            width = int(2 * width / 3) if factor is None else int(factor * int(2 * width / 3))
+            width = int((1.0 if factor is None else factor) * int(2 * width / 3))
             width = -(-width // multiple) * multiple
         return {"ffn_hidden_size": width}
 
