@@ -63,6 +63,8 @@ KINDS: Table = {
 CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
 CONVOLUTIONS: Table = {
     **MOE,
+    "moe": {**MOE["moe"], "dense_branch": True},
+    "norm_position": "both",
     "num_layers": 4,
     "layers": "conv*2 full dense",
     "kinds": [
@@ -70,7 +72,7 @@ CONVOLUTIONS: Table = {
         {"name": "dense", "mixer": CONVOLUTION, "moe": False},
     ],
 }
-"""Convolutions in most layers, as in LFM2."""
+"""Convolutions in most layers, as in LFM2, and an MLP with the experts, as in Gemma 4."""
 
 GPT2: Table = {
     "qk_norm": "none",

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.cost.exact.block_moments import WeightGradients, block_moments, largest_moment
 from phalanx.cost.exact.derive.deferred import deferred_by_part
-from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_part
+from phalanx.cost.exact.derive.saved import branch_norm_bytes, norm_output_bytes, saved_by_part
 from phalanx.cost.exact.derive.traffic import part_traffic
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
@@ -112,7 +112,7 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
     recomputes_norms = case.layout.activation_checkpointing == "norms"
     saved_by = {branch.part: saved_by_part(case.spec, branch.part, shape) for branch in block}
     saved_bytes = sum(saved_by[branch.part].total() for branch in block)
-    saved_bytes += sum(norm_bytes(norm, shape) for branch in block for norm in branch.norms)
+    saved_bytes += sum(branch_norm_bytes(branch, shape) for branch in block)
     if recomputes_norms:
         saved_bytes -= sum(norm_output_bytes(branch.part, shape) for branch in block)
     parts = [branch.part for branch in block]

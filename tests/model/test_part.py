@@ -29,8 +29,9 @@ DENSE = ModelSpec(
     vocab_size=100, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=160, max_seq_len=64
 )
 GPT2 = DENSE.replace(num_kv_heads=4, norm="layernorm", activation="gelu_tanh", position_embedding="learned", bias=True)
-SPARSE = DENSE.replace(moe={"num_experts": 6, "top_k": 3, "expert_ffn_size": 96})
-SHARED = {"num_experts": 6, "top_k": 3, "expert_ffn_size": 96, "num_shared_experts": 2}
+SIX_EXPERTS = {"num_experts": 6, "top_k": 3, "expert_ffn_size": 96}
+SPARSE = DENSE.replace(moe=SIX_EXPERTS)
+SHARED = SIX_EXPERTS | {"num_shared_experts": 2}
 CONVOLUTION = {"kind": "short_convolution", "kernel_size": 3}
 MODELS = {
     "grouped heads": DENSE,
@@ -54,6 +55,10 @@ MODELS = {
     "convolution and experts": SPARSE.replace(mixer=CONVOLUTION),
     "experts": SPARSE,
     "experts and norms before and after": SPARSE.replace(norm_position="both"),
+    "experts and a dense branch": SPARSE.replace(moe=SIX_EXPERTS | {"dense_branch": True}),
+    "experts and a dense branch with norms after": SPARSE.replace(
+        moe=SIX_EXPERTS | {"dense_branch": True}, norm_position="both"
+    ),
     "sigmoid router": DENSE.replace(
         moe=SHARED | {"router_score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1}
     ),

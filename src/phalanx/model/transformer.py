@@ -31,28 +31,38 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too.
 
-    `attention` may be another mixer of tokens."""
+    `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows."""
 
     def __init__(self, layer: ModelSpec, branches: Sequence[Branch]) -> None:
         """Create the block of a layer (`spec.layers`) from its declaration."""
         super().__init__()
-        mixer, ffn = branches
+        mixer, *dense, ffn = branches
         self.attention_norm = _make_norm(mixer.before)
         self.attention = make_mixer(layer, mixer.part)
         self.attention_after = _make_norm(mixer.after)
+        self.has_dense_branch = bool(dense)
+        for branch in dense:
+            self.dense_norm = _make_norm(branch.before)
+            self.dense = MLP(branch.part)
+            self.dense_after = _make_norm(branch.after)
         self.mlp_norm = _make_norm(ffn.before)
         self.mlp = MoE(layer.moe, ffn.part) if layer.moe else MLP(ffn.part)
         self.mlp_after = _make_norm(ffn.after)
+        self.sum_after = _make_norm(ffn.after_sum)
 
     def forward(self, x_BTD: Tensor, *sequence_inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
         Further arguments are what the mixer needs of a sequence (`sequence_inputs`)."""
         x_BTD = x_BTD + self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
-        if isinstance(self.mlp, MoE):
+        if not isinstance(self.mlp, MoE):
+            return x_BTD + self.mlp_after(self.mlp(self.mlp_norm(x_BTD))), None
+        if not self.has_dense_branch:
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
             return x_BTD + self.mlp_after(out), auxiliary
-        return x_BTD + self.mlp_after(self.mlp(self.mlp_norm(x_BTD))), None
+        dense = self.dense_after(self.dense(self.dense_norm(x_BTD)))
+        out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + self.sum_after(dense + self.mlp_after(out)), auxiliary
 
 
 def _make_norm(norm: Norm | None) -> nn.Module:

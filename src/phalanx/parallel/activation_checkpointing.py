@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.host_counts import checkpoint_with_saved_counts
 from phalanx.model.part import modules_declaring
-from phalanx.model.transformer import Block, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_offload import BlockOffload, HostCopier
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.recomputed_norms import RecomputedNorm
@@ -41,10 +41,10 @@ def apply_activation_checkpointing(
         for block in blocks.values():
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
     elif mode == "norms":
-        for block in cast(Iterable[Block], blocks.values()):
-            for norm, part in ((block.attention_norm, block.attention), (block.mlp_norm, block.mlp)):
-                if not isinstance(norm, nn.Identity):
-                    RecomputedNorm(norm, part)
+        for block in blocks.values():
+            for name, norm in block.named_children():
+                if name.endswith("_norm") and not isinstance(norm, nn.Identity):
+                    RecomputedNorm(norm, block.get_submodule(name.removesuffix("_norm")))
     elif mode != "none":
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)

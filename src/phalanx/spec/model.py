@@ -60,6 +60,9 @@ class MoESpec(Spec):
     """Experts that every token passes through (DeepSeekMoE, arXiv 2401.06066)."""
     num_leading_dense_layers: int = Field(0, ge=0)
     """Leading layers that keep a dense MLP."""
+    dense_branch: bool = False
+    """A dense MLP on the same input in each layer, with norms of its own, whose output is added to that of the experts
+    (Gemma 4)."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
@@ -237,6 +240,9 @@ class ModelSpec(Spec):
                 problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
                 fix = f"use at most {self.num_layers - 1}"
                 raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
+            if self.moe.dense_branch and self.norm_position == "after":
+                problem = "requires norms of the inputs of MLP and experts"
+                raise UserError("moe.dense_branch", True, problem, 'set model.norm_position = "before" or "both"')
             if NUM_INPUTS[self.activation] != 2:
                 problem = "is not supported for experts"
                 raise UserError("activation", self.activation, problem, 'set model.activation = "swiglu"')

@@ -24,7 +24,13 @@ from typing import Any
 
 from phalanx.cost.exact.activation_bytes import ActivationBytes, RunningBlock
 from phalanx.cost.exact.block_moments import SavedByPart, block_moments
-from phalanx.cost.exact.derive.saved import norm_bytes, norm_output_bytes, saved_by_expert_rows, saved_by_part
+from phalanx.cost.exact.derive.saved import (
+    branch_norm_bytes,
+    norm_bytes,
+    norm_output_bytes,
+    saved_by_expert_rows,
+    saved_by_part,
+)
 from phalanx.cost.exact.derive.temporary import activated_linear
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
 from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head, widened_head_bytes
@@ -33,7 +39,7 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Block, Branch, blocks, describe_norm, residual_stream
+from phalanx.spec.parts.block import Block, blocks, describe_norm, residual_stream
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
@@ -255,7 +261,7 @@ def _saved_by_blocks(
     on_device = stage.recomputed - stage.num_offloaded(shape)
     for index, block in enumerate(stage_blocks):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
-        by_branch = [Counter(norms=_norms_bytes(branch, shape)) + saved_by[branch.part] for branch in block]
+        by_branch = [Counter(norms=branch_norm_bytes(branch, shape)) + saved_by[branch.part] for branch in block]
         if method in ("full", "offload"):
             saved += checkpoint if index < on_device else Counter()
             again = saved.total() + sum(branch.total() for branch in by_branch)
@@ -263,12 +269,12 @@ def _saved_by_blocks(
             other_inputs = (index > on_device) - (index < on_device)
             inside_blocks.append(again + other_inputs * stream_bytes)
         elif method == "selective":
-            attention, _ = block
-            saved += Counter(norms=_norms_bytes(attention, shape)) + checkpoint
+            attention = block[0]
+            saved += Counter(norms=branch_norm_bytes(attention, shape)) + checkpoint
             # The projections also save their input, unless autocast makes copies of it.
             again = saved.total() + saved_by[attention.part].total()
             inside_blocks.append(again - (0 if shape.autocast else stream_bytes))
-            saved += by_branch[-1]
+            saved += sum(by_branch[1:], Counter())
         else:
             for branch, size in zip(block, by_branch, strict=True):
                 saved += size
@@ -277,10 +283,6 @@ def _saved_by_blocks(
             inside_blocks.append(saved.total())
         saved_so_far.append(saved.total())
     return saved, saved_so_far, inside_blocks
-
-
-def _norms_bytes(branch: Branch, shape: ForwardShape) -> int:
-    return sum(norm_bytes(norm, shape) for norm in branch.norms)
 
 
 def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks, recomputes: bool) -> int:

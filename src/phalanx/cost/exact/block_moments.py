@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phalanx.cost.exact.derive.saved import kept_by_core
 from phalanx.cost.exact.derive.temporary import (
@@ -84,19 +85,48 @@ def block_moments(
         output_gradient: Bytes of the gradient of the block's output, unless another number contains it.
         splits_backward: True if the gradients of weights are deferred, with their operands.
     """
-    attention, ffn = (branch.part for branch in block)
+    mixer, *ffns = (branch.part for branch in block)
     if shape.on_cuda:
-        temporary = inner_gradient_bytes(ffn, shape, splits_backward=splits_backward) + fp8_cast_bytes(ffn, shape)
-        return BlockMoments(mlp=(BlockMoment(temporary=temporary + output_gradient),))
-    ffn_moments = _expert_moments if ffn.kind == "experts" else _dense_mlp_moments
-    moments = BlockMoments(
-        mlp=ffn_moments(ffn, shape, splits_backward=splits_backward),
-        attention=_attention_moments(attention, ffn, shape, saved_by=saved_by),
-    )
+        inner_bytes = max(
+            inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns
+        )
+        return BlockMoments(mlp=(BlockMoment(temporary=inner_bytes + output_gradient),))
+    # A norm's gradient of the sum of two branches exists until both have run.
+    stream_bytes = shape.value_bytes(mixer.input)
+    other_gradients = stream_bytes if block[-1].after_sum else 0
+    mlp: list[BlockMoment] = []
+    freed = FreedBefore()
+    for ffn in reversed(ffns):
+        ffn_moments = _expert_moments if ffn.kind == "experts" else _dense_mlp_moments
+        for moment in ffn_moments(ffn, shape, splits_backward=splits_backward):
+            temporary = moment.temporary + other_gradients - freed.saved
+            block_weights = moment.block_weights + freed.weights
+            mlp.append(replace(moment, temporary=temporary, block_weights=block_weights))
+        # That of their input, from the branch that has run.
+        other_gradients += stream_bytes
+        freed = FreedBefore(freed.saved + saved_by[ffn].total(), freed.weights + _ffn_weights(ffn, shape))
+    attention = _attention_moments(mixer, freed, shape, saved_by=saved_by)
     return BlockMoments(
-        mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in moments.mlp),
-        attention=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in moments.attention),
+        mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in mlp),
+        attention=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in attention),
     )
+
+
+class FreedBefore(NamedTuple):
+    """Totals of the branches of a block that have run backward."""
+
+    saved: int = 0
+    """Bytes of saved tensors, which are freed."""
+    weights: int = 0
+    """Numbers of weights that have gradients."""
+
+
+def _ffn_weights(ffn: Part, shape: ForwardShape) -> int:
+    """Return the number of weights of an MLP or of experts that have gradients before those of attention."""
+    if ffn.kind != "experts":
+        return part_weights(ffn, shape)
+    # Those of router and shared experts are few, and left out.
+    return expert_weights(ffn, shape) if shape.layout.ep == 1 else 0
 
 
 def _moment_of_pass(moment: BlockMoment, output_gradient: int, splits_backward: bool) -> BlockMoment:
@@ -169,15 +199,10 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
 
 
 def _attention_moments(
-    attention: Part, ffn: Part, shape: ForwardShape, saved_by: SavedByPart
+    attention: Part, freed: FreedBefore, shape: ForwardShape, saved_by: SavedByPart
 ) -> tuple[BlockMoment, ...]:
     """Return the moments of the kernel of attention, or of another mixer, and of the products before it."""
     (core,) = attention.cores
-    if ffn.kind != "experts":
-        ffn_weights = part_weights(ffn, shape)
-    else:  # those of router and shared experts are few, and left out
-        ffn_weights = expert_weights(ffn, shape) if shape.layout.ep == 1 else 0
-    freed_bytes = saved_by[ffn].total()
     first_weights = [matrix_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
     # Of gathered heads, a rank has gradients of its own.
     used = [value if value.cut and value.cut.share == "units" else core.writes for value in core.reads]
@@ -190,22 +215,22 @@ def _attention_moments(
     # Ulysses exchanges the gradients of heads after the kernel; other exchanges are under way while it computes.
     exchanges_later = shape.layout.cp > 1 and shape.layout.cp_method == "ulysses"
     kept_bytes = sum(kept_by_core(core, shape).values())
-    exchange = BlockMoment(temporary=-kept_bytes - freed_bytes, exchanged=exchange_bytes)
+    exchange = BlockMoment(temporary=-kept_bytes - freed.saved, exchanged=exchange_bytes)
     return (
         BlockMoment(
-            temporary=kernel_bytes - freed_bytes,
+            temporary=kernel_bytes - freed.saved,
             exchanged=0 if exchanges_later else exchange_bytes,
-            block_weights=ffn_weights + weights - sum(first_weights),
+            block_weights=freed.weights + weights - sum(first_weights),
         ),
         *([exchange] if exchanges_later else []),
         BlockMoment(
             temporary=head_gradients
             + _input_gradient_bytes(attention, shape)
             - saved_by[attention][attention.kind]
-            - freed_bytes,
+            - freed.saved,
             exchanged=_input_exchange_bytes(attention, shape, splits_backward=False),
             own_weights=sum(first_weights) if shape.tp > 1 else max(first_weights),
-            block_weights=ffn_weights + weights,
+            block_weights=freed.weights + weights,
         ),
     )
 

@@ -25,7 +25,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
 from phalanx.spec.parts.block import describe_block
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
@@ -46,11 +46,16 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "experts": moe.num_experts if moe else 0,
         "top_k": moe.top_k if moe else 0,
         "expert_ffn": moe.expert_ffn_size if moe else 0,
-        "shared_ffn": moe.expert_ffn_size * moe.num_shared_experts if moe else 0,
+        "shared_ffn": _shared_width(moe, spec.ffn_hidden_size) if moe else 0,
         "parameters": count.total,
         "expert_parameters": count.experts,
         "sequence": sequence,
     }
+
+
+def _shared_width(moe: MoESpec, dense_width: int) -> int:
+    """Return the inner width of shared experts and of a dense branch together."""
+    return moe.expert_ffn_size * moe.num_shared_experts + (dense_width if moe.dense_branch else 0)
 
 
 def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:

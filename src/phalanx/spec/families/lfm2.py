@@ -24,11 +24,13 @@ class AdjustedWidth(Field):
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the width as transformers computes it."""
-        width = config.get("block_ff_dim", config.get(name, 12288))
+        width: int = config.get("block_ff_dim", config.get(name, 12288))
         if config.get("block_auto_adjust_ff_dim", True):
-            multiple = config.get("block_multiple_of", 256)
-            factor = config.get("block_ffn_dim_multiplier", 1.0)
-            width = int((1.0 if factor is None else factor) * int(2 * width / 3))
+            multiple: int = config.get("block_multiple_of", 256)
+            factor: float | None = config.get("block_ffn_dim_multiplier", 1.0)
+            width = int(2 * width / 3)
+            if factor is not None:
+                width = int(factor * width)
             width = -(-width // multiple) * multiple
         return {"ffn_hidden_size": width}
 

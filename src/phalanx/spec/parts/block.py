@@ -18,23 +18,30 @@ ONE_RANK = Layout()
 
 @dataclass(frozen=True)
 class Branch:
-    """x + after(part(before(x))), where x is the residual stream; one of the norms may be absent."""
+    """x + after(part(before(x))), where x is the residual stream; one of the norms may be absent.
+
+    Two branches may have one input: x + after_sum(after_1(part_1(before_1(x))) + after_2(part_2(before_2(x))))."""
 
     part: Part
     before: Norm | None
     after: Norm | None
+    shares_input: bool = False
+    """True if the input is that of the branch before, to whose output that of this one is added."""
+    after_sum: Norm | None = None
+    """Norm of the sum of both outputs."""
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """The norms of the residual stream, or of what is added to it."""
-        return tuple(norm for norm in (self.before, self.after) if norm)
+        return tuple(norm for norm in (self.before, self.after, self.after_sum) if norm)
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         """Parameters by their names in the block."""
-        before, after = (norm.named_parameters if norm else {} for norm in (self.before, self.after))
+        norms = (self.before, self.after, self.after_sum)
+        before, after, after_sum = (norm.named_parameters if norm else {} for norm in norms)
         part = {f"{self.part.name}.{name}": parameter for name, parameter in self.part.parameters.items()}
-        return before | part | after
+        return before | part | after | after_sum
 
 
 Block = tuple[Branch, ...]
@@ -53,18 +60,29 @@ def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     x = residual_stream(layer)
     mixer = layer.mixer.describe(x) if layer.mixer else describe_attention(layer, layout, x)
     x = residual_stream(layer)
-    ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
-    return tuple(_describe_branch(layer, part) for part in (mixer, ffn))
+    if layer.moe is None:
+        return _describe_branch(layer, mixer), _describe_branch(layer, describe_mlp(layer, x))
+    experts = _describe_branch(layer, describe_experts(layer, layer.moe, layout, x))
+    if not layer.moe.dense_branch:
+        return _describe_branch(layer, mixer), experts
+    dense = _describe_branch(layer, describe_mlp(layer, residual_stream(layer), "dense"))
+    after_sum = _describe_norm_after(layer, "sum_after") if layer.norm_position == "both" else None
+    return _describe_branch(layer, mixer), dense, replace(experts, shares_input=True, after_sum=after_sum)
 
 
 def _describe_branch(layer: ModelSpec, part: Part) -> Branch:
-    before = after = None
-    if layer.norm_position in ("before", "both"):
-        before = describe_norm(layer, f"{part.name}_norm", output=part.input)
-    if layer.norm_position in ("after", "both"):
-        x = Value(layer.hidden_size, tokens="residual")
-        after = describe_norm(layer, f"{part.name}_after", x, replace(x))
-    return Branch(part, before, after)
+    has_before = layer.norm_position in ("before", "both")
+    has_after = layer.norm_position in ("after", "both")
+    return Branch(
+        part,
+        before=describe_norm(layer, f"{part.name}_norm", output=part.input) if has_before else None,
+        after=_describe_norm_after(layer, f"{part.name}_after") if has_after else None,
+    )
+
+
+def _describe_norm_after(layer: ModelSpec, name: str) -> Norm:
+    x = Value(layer.hidden_size, tokens="residual")
+    return describe_norm(layer, name, x, replace(x))
 
 
 def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Value | None = None) -> Norm:

@@ -7,9 +7,9 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Cut, Part, Value
 
 
-def describe_mlp(spec: ModelSpec, x: Value) -> Part:
-    """Return the MLP of a dense layer."""
-    part = Part("mlp", "mlp", x)
+def describe_mlp(spec: ModelSpec, x: Value, name: str = "mlp") -> Part:
+    """Return the MLP of a dense layer, or of a branch of that name."""
+    part = Part(name, "mlp", x)
     append_mlp(part, x, Cut("model.ffn_hidden_size", spec.ffn_hidden_size), spec.activation, bias=spec.bias)
     return part
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, STATISTIC_BYTES, ForwardShape
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import Branch
 from phalanx.spec.parts.operations import AttentionCore, Combine, Core, GroupedLinear, Linear, Norm, Part, Route, Value
 
 Memory = tuple[Value, str]
@@ -74,6 +75,12 @@ def norm_output_bytes(part: Part, shape: ForwardShape) -> int:
         if value is part.input
     }
     return sum(tensors.values())
+
+
+def branch_norm_bytes(branch: Branch, shape: ForwardShape) -> int:
+    """Return what the norms of a branch save. Branches of one input save it once."""
+    shared_bytes = shape.value_bytes(branch.before.reads[0]) if branch.shares_input and branch.before else 0
+    return sum(norm_bytes(norm, shape) for norm in branch.norms) - shared_bytes
 
 
 def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
