@@ -16,21 +16,30 @@ HARMLESS = (
 """Fields of published models that transformers does not read."""
 
 
+ADJUSTED_WIDTH: Table = {
+    "intermediate_size": 12288,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+}
+"""Defaults of the fields that give the inner width of the MLP."""
+
+
 class AdjustedWidth(Field):
     """Inner width of the MLP, of which block_auto_adjust_ff_dim leaves two thirds, rounded up."""
 
     dials = any_value("ffn_hidden_size")
-    other_names = ("block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
+    other_names = ("block_ff_dim", *ADJUSTED_WIDTH)
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the width as transformers computes it."""
-        width: int = config.get("block_ff_dim", config.get(name, 12288))
-        if config.get("block_auto_adjust_ff_dim", True):
-            multiple: int = config.get("block_multiple_of", 256)
-            factor: float | None = config.get("block_ffn_dim_multiplier", 1.0)
+        fields = ADJUSTED_WIDTH | config
+        width: int = fields.get("block_ff_dim") or fields[name]
+        if fields["block_auto_adjust_ff_dim"]:
             width = int(2 * width / 3)
-            if factor is not None:
-                width = int(factor * width)
+            if fields["block_ffn_dim_multiplier"] is not None:
+                width = int(fields["block_ffn_dim_multiplier"] * width)
+            multiple = fields["block_multiple_of"]
             width = -(-width // multiple) * multiple
         return {"ffn_hidden_size": width}
 
