@@ -43,6 +43,9 @@ MODELS = {
     "biases": GPT2,
     "gelu": GPT2.replace(activation="gelu", position_embedding="rope", norm="rmsnorm", bias=False),
     "layernorm": DENSE.replace(norm="layernorm", qk_norm="head"),
+    "biases of attention": DENSE.replace(attention_bias="all", rope={"fraction": 0.5}),
+    "scales": DENSE.replace(attention_bias="qkv", attention_scale=0.3, residual_scale=0.7, activation="geglu_tanh"),
+    "norms with offsets": DENSE.replace(norm_offset=True, qk_norm="head", norm_position="both"),
     "window": DENSE.replace(sliding_window=5),
     "sinks": DENSE.replace(attention_sinks=True),
     "window and sinks": DENSE.replace(sliding_window=5, attention_sinks=True),
@@ -125,6 +128,12 @@ def test_peak_is_planned_if_it_is_in_the_mixer(layout_name: str, model_name: str
 KNOWN_DEVIATIONS = {
     # The gradients of the rotation in fp32 are not planned. They are larger than those of a narrow MLP.
     **{make_case("tp of whole tokens", "gelu", "bf16", masked): "peak_bytes" for masked in (False, True)},
+    # The scaled gradient is gathered, and then freed.
+    **{
+        make_case("tp", "scales", numerics, masked): "peak_bytes"
+        for numerics in ("fp32", "fp64", "bf16")
+        for masked in (False, True)
+    },
     # The gradients of keys and values are one tensor, if no copy is needed because a rank has one head.
     **{
         make_case(*names, numerics, masked): "deferred_bytes"
@@ -200,9 +209,9 @@ def wrong_linear(part: Part, name: str, *args: Any, bias: bool = False, **kwargs
     return LINEAR(part, name, *args, **kwargs)
 
 
-def wrong_norm(part: Part, name: str, x: Any, width: int, eps: float) -> Any:
+def wrong_norm(part: Part, name: str, x: Any, width: int, *args: Any) -> Any:
     """Append a norm of all heads together."""
-    return NORM(part, name, x, x.width, eps)
+    return NORM(part, name, x, x.width, *args)
 
 
 def wrong_activation(part: Part, function: str, *xs: Any) -> Any:

@@ -53,6 +53,8 @@ class Attention(PartModule):
         self.head_dim = layer.head_dim
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.qk_norm = layer.qk_norm
+        self.query_scale = layer.attention_scale * layer.head_dim**0.5 if layer.attention_scale else 1.0
+        """Factor of queries: kernels divide scores by sqrt(K)."""
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
@@ -71,6 +73,8 @@ class Attention(PartModule):
         q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
+        if self.query_scale != 1.0:
+            q_BTHK = q_BTHK * self.query_scale
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
         out_BTHK = self.core(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)

@@ -18,17 +18,18 @@ CHUNK_ELEMENTS = 2**15
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) x weight over the last axis (arXiv 1910.07467)."""
+    """x / rms(x) x weight over the last axis (arXiv 1910.07467), or x (1 + weight)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, has_offset: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.has_offset = has_offset
         self.weight = nn.Parameter(torch.empty(size))
         self.normalize: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized tensor."""
-        return self.normalize(x, self.weight, self.eps)
+        return self.normalize(x, 1 + self.weight if self.has_offset else self.weight, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,4 +78,6 @@ def _split_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def make_norm(norm: Norm) -> nn.Module:
     """Return the module of a declared norm."""
-    return (RMSNorm if norm.kind == "rmsnorm" else nn.LayerNorm)(norm.width, norm.eps)
+    if norm.kind == "layernorm":
+        return nn.LayerNorm(norm.width, norm.eps)
+    return RMSNorm(norm.width, norm.eps, norm.has_offset)

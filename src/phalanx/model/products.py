@@ -88,10 +88,29 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
+def _geglu_tanh_forward_and_vjp(gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
+    activated = F.gelu(gate, approximate="tanh")
+
+    def vjp(gradient: Tensor) -> TensorTuple:
+        grad_up = activated.mul_(gradient)
+        return GELU_BACKWARD(gradient.mul_(up), gate, approximate="tanh", grad_input=gradient), grad_up
+
+    return activated * up, vjp
+
+
+def _geglu_tanh_vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+    grad_up = gradient * F.gelu(gate, approximate="tanh")
+    return gradient.copy_(torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")), grad_up
+
+
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
 SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_forward_and_vjp, _swiglu_vjp)
 """silu(gate) x up (GLU variants, arXiv 2002.05202)."""
-ACTIVATIONS = {"swiglu": SWIGLU, "gelu": gelu("none"), "gelu_tanh": gelu("tanh")}
+GEGLU_TANH = Activation(
+    lambda gate, up: F.gelu(gate, approximate="tanh") * up, _geglu_tanh_forward_and_vjp, _geglu_tanh_vjp
+)
+"""gelu(gate) x up, approximated by a hyperbolic tangent (Gemma)."""
+ACTIVATIONS = {"swiglu": SWIGLU, "geglu_tanh": GEGLU_TANH, "gelu": gelu("none"), "gelu_tanh": gelu("tanh")}
 """Activations by their names (`spec.activations`)."""
 
 

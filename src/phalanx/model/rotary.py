@@ -51,11 +51,11 @@ def _scale_yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 
 
 def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """Return the cosine of each channel's angle, and the sine that multiplies its partner, [..., T, 1, K] each.
+    """Return the cosine of each rotated channel's angle, and the sine that multiplies its partner, [..., T, 1, R] each.
 
     Angles are computed in fp64: in fp32 a position of 100,000 has an error of a hundredth of a radian. Positions, [...,
     T], are those of tokens in their documents."""
-    angle = positions[..., None].double() * frequencies(rope, head_dim, positions.device)
+    angle = positions[..., None].double() * frequencies(rope, rope.width(head_dim), positions.device)
     angle = torch.cat((-angle, angle), dim=-1)[..., None, :]
     # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
     scale = 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" and rope.factor > 1 else 1.0
@@ -63,7 +63,12 @@ def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.
 
 
 def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:
-    """Rotate channel j with channel j + K/2 by the position's angle (convention of Llama's HF weights)."""
+    """Rotate channel j with channel j + R/2 by the position's angle (convention of Llama's HF weights).
+
+    The table is for the first R channels; the others stay as they are."""
     cos, sin = table
-    partner_BTHK = x_BTHK.roll(x_BTHK.shape[-1] // 2, dims=-1)
-    return (x_BTHK * cos + partner_BTHK * sin).to(x_BTHK.dtype)
+    width = cos.shape[-1]
+    rotated = x_BTHK[..., :width] if width < x_BTHK.shape[-1] else x_BTHK
+    partner = rotated.roll(width // 2, dims=-1)
+    rotated = (rotated * cos + partner * sin).to(x_BTHK.dtype)
+    return rotated if width == x_BTHK.shape[-1] else torch.cat((rotated, x_BTHK[..., width:]), dim=-1)

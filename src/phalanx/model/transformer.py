@@ -37,6 +37,7 @@ class Block(nn.Module):
         """Create the block of a layer (`spec.layers`) from its declaration."""
         super().__init__()
         mixer, *dense, ffn = branches
+        self.residual_scale = mixer.scale
         self.attention_norm = _make_norm(mixer.before)
         self.attention = make_mixer(layer, mixer.part)
         self.attention_after = _make_norm(mixer.after)
@@ -54,15 +55,18 @@ class Block(nn.Module):
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
         Further arguments are what the mixer needs of a sequence (`sequence_inputs`)."""
-        x_BTD = x_BTD + self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
+        mixed = self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
+        x_BTD = self._add(x_BTD, mixed)
         if not isinstance(self.mlp, MoE):
-            return x_BTD + self.mlp_after(self.mlp(self.mlp_norm(x_BTD))), None
-        if not self.has_dense_branch:
-            out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
-            return x_BTD + self.mlp_after(out), auxiliary
-        dense = self.dense_after(self.dense(self.dense_norm(x_BTD)))
+            return self._add(x_BTD, self.mlp_after(self.mlp(self.mlp_norm(x_BTD)))), None
+        dense = self.dense_after(self.dense(self.dense_norm(x_BTD))) if self.has_dense_branch else None
         out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + self.sum_after(dense + self.mlp_after(out)), auxiliary
+        out = self.mlp_after(out)
+        return self._add(x_BTD, out if dense is None else self.sum_after(dense + out)), auxiliary
+
+    def _add(self, x_BTD: Tensor, out: Tensor) -> Tensor:
+        """Return the residual stream with the output of a branch."""
+        return x_BTD + out if self.residual_scale == 1 else torch.add(x_BTD, out, alpha=self.residual_scale)
 
 
 def _make_norm(norm: Norm | None) -> nn.Module:
@@ -134,6 +138,8 @@ class Transformer(nn.Module):
         """Return the input of the first block, [B, T, D]."""
         self.wait_for_parameters(self.embedding)
         x_BTD = self.embedding(tokens_BT)
+        if self.spec.embedding_scale != 1:
+            x_BTD = x_BTD * torch.tensor(self.spec.embedding_scale, dtype=x_BTD.dtype).item()
         if self.spec.position_embedding == "learned":
             self.wait_for_parameters(self.positions)
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
@@ -157,9 +163,12 @@ class Transformer(nn.Module):
         """Return the logits of the last block's output, [B, T, V], or the result of `head`."""
         self.wait_for_parameters(self)
         function = head or self.logits
+        x_BTD = self.norm(x_BTD)
+        if self.spec.logits_scale != 1:
+            x_BTD = x_BTD * self.spec.logits_scale
         if self.spec.tie_embeddings:
-            return function(self.norm(x_BTD), self.head_weight)
-        return cast(Tensor, self.head(self.norm(x_BTD), function))
+            return function(x_BTD, self.head_weight)
+        return cast(Tensor, self.head(x_BTD, function))
 
     @property
     def head_weight(self) -> Tensor:

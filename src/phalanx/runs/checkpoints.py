@@ -69,6 +69,9 @@ SHAPE_FIELDS = (
     "layers",
     "kinds",
     "norm_position",
+    "norm_offset",
+    "attention_bias",
+    "mixer",
 )
 EXPERT_SHAPE_FIELDS = (
     "num_experts",
@@ -78,6 +81,7 @@ EXPERT_SHAPE_FIELDS = (
     "num_leading_dense_layers",
     "router_score",
     "bias_update_rate",
+    "dense_branch",
 )
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")

@@ -31,6 +31,8 @@ class RopeSpec(Spec):
 
     theta: float = Field(10_000.0, gt=0)
     """Base of the rotation frequencies."""
+    fraction: float = Field(1.0, gt=0, le=1)
+    """Share of a head's channels, the first ones, that are rotated (GPT-NeoX, Phi-4-mini)."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """linear: position interpolation (arXiv 2306.15595); llama3: Llama 3.1's; yarn: arXiv 2309.00071."""
     factor: float = Field(1.0, ge=1)
@@ -45,6 +47,10 @@ class RopeSpec(Spec):
     """Minimum rotations within the original context of an unchanged frequency (yarn)."""
     beta_slow: float = 1.0
     """Rotations within the original context below which a frequency is fully scaled (yarn)."""
+
+    def width(self, head_dim: int) -> int:
+        """Return the number of a head's channels that are rotated."""
+        return int(head_dim * self.fraction)
 
 
 class MoESpec(Spec):
@@ -172,8 +178,20 @@ class ModelSpec(Spec):
     """Norms of the inputs of attention and MLP, of their outputs (OLMo 2, arXiv 2501.00656), or both (Gemma 2)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance that a norm divides by."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight, which is 0 at first (Gemma)."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Biases in attention only: of queries, keys and values (Qwen2), or of its output too."""
+    attention_scale: float | None = Field(None, gt=0, examples=[0.0884])
+    """Factor of attention's scores; by default 1 / sqrt(head_dim)."""
+    embedding_scale: float = Field(1.0, gt=0)
+    """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
+    residual_scale: float = Field(1.0, gt=0)
+    """Factor of what attention and MLP add to the residual stream (Granite)."""
+    logits_scale: float = Field(1.0, gt=0)
+    """Factor of the logits (Granite, Cohere)."""
     activation: ActivationName = "swiglu"
-    """Activation of the MLP: gated (swiglu: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
+    """Activation of the MLP: gated (swiglu, geglu_tanh: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """Rotary embedding (rope), a learned embedding for each of `max_seq_len` positions (GPT-2), or none (NoPE)."""
     rope: RopeSpec = RopeSpec()
@@ -219,10 +237,18 @@ class ModelSpec(Spec):
             problem = f"does not divide model.num_heads ({self.num_heads})"
             allowed = ", ".join(map(str, divisors(self.num_heads)))
             raise UserError("num_kv_heads", self.num_kv_heads, problem, f"use one of {allowed}")
-        if self.activation == "swiglu" and self.bias:
-            raise UserError("bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
-        if self.position_embedding == "rope" and self.head_dim % 2:
-            raise UserError("head_dim", self.head_dim, "must be even for rotary positions", "use an even number")
+        if NUM_INPUTS[self.activation] == 2 and self.bias:
+            problem = "is not supported with a gated activation"
+            raise UserError("bias", self.bias, problem, "set model.bias = false, or model.attention_bias")
+        if self.bias and self.attention_bias != "none":
+            problem = "has no effect with model.bias"
+            raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
+        if self.norm_offset and self.norm == "layernorm":
+            raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
+        if self.position_embedding == "rope" and self.rope.width(self.head_dim) % 2:
+            times = "" if self.rope.fraction == 1 else f"times model.rope.fraction ({self.rope.fraction}) "
+            problem = f"{times}must be even for rotary positions"
+            raise UserError("head_dim", self.head_dim, problem, "use an even number")
         if self.upcycle_reinit_fraction and (self.from_hf is None or self.moe is None):
             problem = "requires experts that are initialized from a dense model"
             fix = "set model.from_hf and model.moe, or remove it"

@@ -299,7 +299,8 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     layers = {layer_specs(spec)[index] for index in stage.layers}
     # Rotary embedding: products with cosine and sine, in a table of each kind.
     tables = {(layer.rope, layer.head_dim) for layer in layers if layer.position_embedding == "rope"}
-    table_bytes = sum(2 * num_positions * width * shape.high_precision_bytes for _, width in tables)
+    rotated_channels = sum(rope.width(head_dim) for rope, head_dim in tables)
+    table_bytes = 2 * num_positions * rotated_channels * shape.high_precision_bytes
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
     has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.mixer is None)
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0

@@ -106,6 +106,8 @@ def block_moments(
         other_gradients += stream_bytes
         freed = FreedBefore(freed.saved + saved_by[ffn].total(), freed.weights + _ffn_weights(ffn, shape))
     attention = _attention_moments(mixer, freed, shape, saved_by=saved_by)
+    if block[0].scale != 1:  # the gradient of what is added differs from that of the stream
+        output_gradient += stream_bytes
     return BlockMoments(
         mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in mlp),
         attention=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in attention),

@@ -16,15 +16,16 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     groups = Cut("model.num_kv_heads", spec.num_kv_heads, spec.head_dim, copied_below=True)
     is_gathered = layout.tp > 1 and layout.tp_attention == "gathered"
     columns = Cut("model.num_heads x head_dim", heads.width) if is_gathered else None
-    q = part.linear("wq", x, columns or heads, bias=spec.bias)
-    k = part.linear("wk", x, columns or groups, bias=spec.bias)
-    v = part.linear("wv", x, columns or groups, bias=spec.bias)
+    has_bias = spec.bias or spec.attention_bias != "none"
+    q = part.linear("wq", x, columns or heads, bias=has_bias)
+    k = part.linear("wk", x, columns or groups, bias=has_bias)
+    v = part.linear("wv", x, columns or groups, bias=has_bias)
     if is_gathered:
         q, k, v, heads = _gather_heads(part, q, k, heads)
     if spec.qk_norm != "none":
         per_head = spec.head_dim if spec.qk_norm == "head" else 0
-        q = part.norm("q_norm", q, per_head or q.width, spec.norm_eps)
-        k = part.norm("k_norm", k, per_head or k.width, spec.norm_eps)
+        q = part.norm("q_norm", q, per_head or q.width, spec.norm_eps, spec.norm_offset)
+        k = part.norm("k_norm", k, per_head or k.width, spec.norm_eps, spec.norm_offset)
     out = Value(heads.width, heads)
     part.add(
         AttentionCore(
@@ -40,7 +41,7 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     )
     if columns:
         out = Value(columns.width, columns, view_of=out)
-    part.linear("wo", out, bias=spec.bias, init="output")
+    part.linear("wo", out, bias=spec.bias or spec.attention_bias == "all", init="output")
     return part
 
 

@@ -29,6 +29,8 @@ class Branch:
     """True if the input is that of the branch before, to whose output that of this one is added."""
     after_sum: Norm | None = None
     """Norm of the sum of both outputs."""
+    scale: float = 1.0
+    """Factor of what is added to the residual stream."""
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -77,6 +79,7 @@ def _describe_branch(layer: ModelSpec, part: Part) -> Branch:
         part,
         before=describe_norm(layer, f"{part.name}_norm", output=part.input) if has_before else None,
         after=_describe_norm_after(layer, f"{part.name}_after") if has_after else None,
+        scale=layer.residual_scale,
     )
 
 
@@ -87,7 +90,7 @@ def _describe_norm_after(layer: ModelSpec, name: str) -> Norm:
 
 def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Value | None = None) -> Norm:
     """Return a norm of the residual stream, or of another value of its width."""
-    parameters = {"weight": Parameter((spec.hidden_size,), "ones")}
+    parameters = {"weight": Parameter((spec.hidden_size,), "zeros" if spec.norm_offset else "ones")}
     if spec.norm == "layernorm":
         parameters["bias"] = Parameter((spec.hidden_size,), "zeros")
     return Norm(
@@ -98,6 +101,7 @@ def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Va
         width=spec.hidden_size,
         eps=spec.norm_eps,
         kind=spec.norm,
+        has_offset=spec.norm_offset,
     )
 
 

@@ -145,6 +145,8 @@ class Norm(Operation):
     eps: float
     """Added to the variance or the mean square."""
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    has_offset: bool = False
+    """True if the scale is 1 + weight."""
 
     @property
     def crosses_ranks(self) -> bool:
@@ -158,7 +160,7 @@ class Activation(Operation):
     """An element-wise function, which the product that reads it computes again in the backward pass."""
 
     function: str
-    """swiglu, gelu or gelu_tanh."""
+    """Name in `spec.activations`."""
 
 
 class GatherHeads(Operation):
@@ -247,10 +249,18 @@ class Part:
         y = replace(x, width=width, cut=cut)
         return self.add(GroupedLinear(name="experts", reads=(x,), writes=y, parameters=parameters))
 
-    def norm(self, name: str, x: Value, width: int, eps: float) -> Value:
+    def norm(self, name: str, x: Value, width: int, eps: float, has_offset: bool = False) -> Value:
         """Append an RMSNorm over vectors of a width; return its output."""
-        parameters = {"weight": Parameter((width,), "ones")}
-        return self.add(Norm(name=name, reads=(x,), writes=replace(x), parameters=parameters, width=width, eps=eps))
+        norm = Norm(
+            name=name,
+            reads=(x,),
+            writes=replace(x),
+            parameters={"weight": Parameter((width,), "zeros" if has_offset else "ones")},
+            width=width,
+            eps=eps,
+            has_offset=has_offset,
+        )
+        return self.add(norm)
 
     def activate(self, function: str, *xs: Value) -> Value:
         """Append an activation of values of one shape; return its output."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, STATISTIC_BYTES, ForwardShape
@@ -87,6 +88,9 @@ def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
     """Return the bytes that a norm saves: its input and a statistic of each vector."""
     (x,) = norm.reads
     number_bytes = shape.number_bytes(x)
+    if norm.has_offset:
+        width = shape.width(x) if norm.crosses_ranks else norm.width
+        return width * shape.residual_bytes + norm_bytes(replace(norm, has_offset=False), shape)
     if norm.crosses_ranks and shape.tp > 1:  # by single operations
         inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
         return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)
