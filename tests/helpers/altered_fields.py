@@ -16,7 +16,7 @@ def altered_fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _altered_value(name, field, config.get(name, field.default))
         for name, field in families()[kind].fields.items()
-        if isinstance(field, Read)
+        if isinstance(field, Read) and (field.words is None or len(set(field.words.values())) > 1)
     }
 
 

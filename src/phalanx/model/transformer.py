@@ -164,8 +164,8 @@ class Transformer(nn.Module):
         self.wait_for_parameters(self)
         function = head or self.logits
         x_BTD = self.norm(x_BTD)
-        if self.spec.logits_scale != 1:
-            x_BTD = x_BTD * self.spec.logits_scale
+        if self.spec.logits_divisor != 1:
+            x_BTD = x_BTD / self.spec.logits_divisor
         if self.spec.tie_embeddings:
             return function(x_BTD, self.head_weight)
         return cast(Tensor, self.head(x_BTD, function))

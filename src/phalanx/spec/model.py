@@ -188,8 +188,8 @@ class ModelSpec(Spec):
     """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
     residual_scale: float = Field(1.0, gt=0)
     """Factor of what attention and MLP add to the residual stream (Granite)."""
-    logits_scale: float = Field(1.0, gt=0)
-    """Factor of the logits (Granite, Cohere)."""
+    logits_divisor: float = Field(1.0, gt=0)
+    """Divisor of the logits (Granite)."""
     activation: ActivationName = "swiglu"
     """Activation of the MLP: gated (swiglu, geglu_tanh: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"

@@ -546,7 +546,7 @@ def test_plan_of_a_config_without_trainable_weights_writes_a_run_from_new_weight
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 128}
     reasons = {
-        "qwen2": "is planned as Phalanx's transformer of its sizes, without biases of queries, keys and values",
+        "gpt_oss": "is planned as Phalanx's transformer of its sizes, without biases and limits of activations",
         "llama": "has no *.safetensors",
     }
     for family, reason in reasons.items():

@@ -40,6 +40,21 @@ KINDS = {
     "mixtral": {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4},
     "olmoe": {**SHAPE, **EXPERTS},
     "lfm2": {**SHAPE, "num_hidden_layers": 3, "block_multiple_of": 8, "conv_L_cache": 4, "full_attn_idxs": [1]},
+    "qwen2": SHAPE,
+    "granite": {**SHAPE, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+    "phi3": {**SHAPE, "pad_token_id": 0, "original_max_position_embeddings": 64},
+    "smollm3": {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False},
+    "olmo2": {**SHAPE, "pad_token_id": 0},
+    "olmo3": {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0, "sliding_window": WINDOW},
+    "gemma": {**SHAPE, "head_dim": 8},
+    "gemma3_text": {
+        **SHAPE,
+        "head_dim": 8,
+        "num_hidden_layers": 6,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": WINDOW,
+    },
+    "starcoder2": SHAPE,
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 WINDOWS = {

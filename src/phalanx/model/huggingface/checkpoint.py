@@ -57,7 +57,8 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
         raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
     require_known_fields(config)
     files = _tensor_files(directory)
-    sources = hf_sources(family, parameter_shapes(spec))
+    shapes = parameter_shapes(spec)
+    sources = hf_sources(family, shapes)
     hf_names = defaultdict(list)
     for hf_name, source in sources.items():
         for name in source.names:
@@ -70,9 +71,11 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
         tensors = []
         for hf_name in hf_names[name]:
             names = sources[hf_name].names
+            first_row = sum(shapes[other][0] for other in names[: names.index(name)])
             tensor = sources[hf_name].loaded(read_tensor(hf_name))
-            rows = tensor.shape[0] // len(names)
-            tensor = tensor[names.index(name) * rows :][:rows]
+            if len(names) > 1:
+                rows = sum(shapes[other][0] for other in names)
+                tensor = _check_shape(tensor, hf_name, torch.Size((rows, *shape[1:])))[first_row:][: shape[0]]
             tensors.append(_check_shape(tensor, hf_name, shape[1:] if has_experts else shape))
         return torch.stack(tensors) if has_experts else tensors[0]
 

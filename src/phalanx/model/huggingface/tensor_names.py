@@ -16,7 +16,7 @@ from phalanx.spec.model import ModelSpec
 
 
 class TensorSource(NamedTuple):
-    """The parameters that form a Hugging Face tensor, in equal parts along the output axis."""
+    """The parameters that form a Hugging Face tensor, one after another along the output axis."""
 
     names: tuple[str, ...]
     expert: int | None

@@ -9,7 +9,7 @@ from phalanx.spec.base import Spec, parse_table, walk_fields
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
 from phalanx.spec.families.family import Family, Table
-from phalanx.spec.families.forms import ROPE_FIELDS
+from phalanx.spec.families.forms import ROPE_FIELDS, RopeByType
 from phalanx.spec.families.registry import families, family_of
 from phalanx.spec.layer_pattern import parse_layers
 from phalanx.spec.layers import layer_specs
@@ -60,8 +60,11 @@ def require_known_fields(config: Table) -> None:
     known = {*fields, *(name for field in fields.values() for name in field.other_names), *HARMLESS_FIELDS}
     unknown = {field: value for field, value in config.items() if field not in known}
     for table in sorted({"rope_parameters", "rope_scaling"} & known):
-        rope = config.get(table) or {}
-        unknown |= {f"{table}.{field}": value for field, value in rope.items() if field not in ROPE_FIELDS}
+        ropes = {table: config.get(table) or {}}
+        if isinstance(fields.get(table), RopeByType):
+            ropes = {f"{table}.{kind}": rope or {} for kind, rope in ropes[table].items()}
+        for path, rope in ropes.items():
+            unknown |= {f"{path}.{field}": value for field, value in rope.items() if field not in ROPE_FIELDS}
     for name, value in unknown.items():
         if value is None:
             continue
@@ -76,15 +79,16 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
-    config = write_config(family_for(spec), spec)
-    if spec.layers is not None:
-        read = parse_table(ModelSpec, model_table(config))
-        for ours, theirs in zip(layer_specs(spec), layer_specs(read), strict=True):
-            exported = {dial: value for dial, value, _ in walk_fields(theirs)}
-            for dial, value, _ in walk_fields(ours):
-                if not isinstance(value, Spec) and dial not in UNEXPORTED_DIALS and value != exported.get(dial):
-                    problem = f"has layers with {dial} = {value!r}, which no supported Hugging Face architecture has"
-                    raise UserError("model.layers", spec.layers, problem, "export a model without such layers")
+    family = family_for(spec)
+    config = write_config(family, spec)
+    read = parse_table(ModelSpec, model_table(config))
+    for ours, theirs in zip(layer_specs(spec), layer_specs(read), strict=True):
+        exported = {dial: value for dial, value, _ in walk_fields(theirs)}
+        for dial, value, _ in walk_fields(ours):
+            is_relevant = dial not in UNEXPORTED_DIALS and not family.leaves_out(dial) and not isinstance(value, Spec)
+            if is_relevant and value != exported.get(dial):
+                problem = f"has layers with {dial} = {value!r}, which a {family.model_type} model cannot have"
+                raise UserError("model", spec.layers or spec.preset, problem, "export a model without such layers")
     return config
 
 

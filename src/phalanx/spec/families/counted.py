@@ -13,6 +13,12 @@ COUNTED_SIZES = (
 )
 
 
+def has_long_context_factors(config: Table) -> bool:
+    """Return whether the rotary embedding of a model of Phi-3's family has a factor for each frequency."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return bool(rope.get("rope_type", rope.get("type", "default")) != "default")
+
+
 def counted_model_table(config: Table) -> Table:
     """Return the ModelSpec table with the sizes of a model of `COUNTED_FAMILIES`.
 

@@ -104,7 +104,7 @@ class Written(Field):
 
 
 class Rows:
-    """Parameters in one tensor: equal parts along the output axis.
+    """Parameters in one tensor, one after another along the output axis.
 
     `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps].
     """
@@ -147,9 +147,13 @@ class Family:
             return (self.constants[dial],)
         return next((field.dials[dial] for field in self.fields.values() if dial in field.dials), (default,))
 
+    def leaves_out(self, dial: str) -> bool:
+        """Return whether a dial has no effect in this family."""
+        return any(f"{dial}.".startswith(f"{unused}.") for unused in self.unused)
+
     def expresses(self, dial: str, value: object, default: object) -> bool:
         """Return whether config.json can say that a dial, or a table of dials, has a value."""
-        if any(f"{dial}.".startswith(f"{unused}.") for unused in self.unused):
+        if self.leaves_out(dial):
             return True
         if any(path.startswith(f"{dial}.") for path in self.dials):
             return value is not None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Field, Read, Table, any_value, first_word, require_supported, require_value
 from phalanx.spec.layer_pattern import write_layers
 from phalanx.spec.layers import layer_specs
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, RopeSpec
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 SCALING_FIELDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
@@ -25,24 +26,43 @@ ROPE_FIELDS = frozenset(
 """Fields of rope_parameters and rope_scaling that are supported or without effect."""
 
 
+ROPE_DIALS = any_value("theta", "factor", "original_context", "low_freq_factor", "high_freq_factor") | {
+    **any_value("beta_fast", "beta_slow"),
+    "scaling": SCALINGS.values(),
+}
+"""Dials of a rotary embedding, of which a field can express these values."""
+
+
 @dataclass(frozen=True)
 class Rope(Field):
     """Rotary embedding: rope_parameters of transformers 5; rope_theta and rope_scaling of earlier versions."""
 
     theta: float = 10_000.0
     """Base of the frequencies if config.json has none."""
-    other_names = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
-    dials = any_value("rope.theta", "rope.factor", "rope.original_context") | {
-        **any_value("rope.low_freq_factor", "rope.high_freq_factor", "rope.beta_fast", "rope.beta_slow"),
-        "rope.scaling": SCALINGS.values(),
-    }
+    has_fraction: bool = False
+    """True if a model of the family may rotate a part of the channels."""
+    other_names: tuple[str, ...] = (
+        *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor"),
+    )
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dials of `model.rope`."""
+        fraction = any_value("rope.fraction") if self.has_fraction else {}
+        return {f"rope.{dial}": values for dial, values in ROPE_DIALS.items()} | fraction
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of the embedding; rope_scaling has precedence over rope_parameters."""
         rope = config.get("rope_scaling") or config.get(name) or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        if not self.has_fraction:
+            require_value("partial_rotary_factor", fraction, 1.0)
+        return self.read_table(rope, config, dials) | ({"rope.fraction": fraction} if self.has_fraction else {})
+
+    def read_table(self, rope: Table, config: Table, dials: Table) -> Table:
+        """Return the dials of a table of an embedding."""
+        rope_type: str = rope.get("rope_type") or rope.get("type") or "default"
         require_supported("rope_type", rope_type, SCALINGS)
-        require_value("partial_rotary_factor", rope.get("partial_rotary_factor"), 1.0)
         theta = rope.get("rope_theta") or config.get("rope_theta", self.theta)
         scaling = {"rope.theta": float(theta), "rope.scaling": SCALINGS[rope_type]}
         if rope_type == "default":
@@ -68,14 +88,89 @@ class Rope(Field):
 
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return the embedding in the fields of all versions."""
-        rope = spec.rope
-        table: Table = {"rope_type": first_word(SCALINGS, rope.scaling), "rope_theta": rope.theta}
-        if rope.scaling != "none":
-            table["factor"] = rope.factor
-        if rope.scaling in SCALING_FIELDS:
-            table["original_max_position_embeddings"] = rope.original_context
-            table |= {field: getattr(rope, field) for field in SCALING_FIELDS[rope.scaling]}
-        return {"rope_theta": rope.theta, "rope_scaling": None if rope.scaling == "none" else table, name: table}
+        table = rope_table(spec.rope)
+        fraction = {"partial_rotary_factor": spec.rope.fraction} if self.has_fraction else {}
+        scaling = {} if spec.rope.scaling == "none" else table | fraction
+        return {"rope_theta": spec.rope.theta, "rope_scaling": scaling or None, name: table | fraction, **fraction}
+
+
+def rope_table(rope: RopeSpec) -> Table:
+    """Return the table of an embedding, as in rope_parameters."""
+    table: Table = {"rope_type": first_word(SCALINGS, rope.scaling), "rope_theta": rope.theta}
+    if rope.scaling != "none":
+        table["factor"] = rope.factor
+    if rope.scaling in SCALING_FIELDS:
+        table["original_max_position_embeddings"] = rope.original_context
+        table |= {field: getattr(rope, field) for field in SCALING_FIELDS[rope.scaling]}
+    return table
+
+
+@dataclass(frozen=True)
+class RopeByType(Rope):
+    """Rotary embeddings of two types of layers: full attention, which is the model's, and sliding windows."""
+
+    window_theta: float = 10_000.0
+    """Base of the frequencies in layers with a window, if config.json has none."""
+    other_names: tuple[str, ...] = (*Rope.other_names, "rope_local_base_freq")
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dials of `model.rope`, and of that of layers with a window."""
+        return dict(super().dials) | {f"kinds.window.rope.{dial}": values for dial, values in ROPE_DIALS.items()}
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the dials of both embeddings. Top-level fields of older versions are those of full attention."""
+        tables = config.get(name) or {}
+        full = (tables.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+        window = tables.get("sliding_attention") or {}
+        local_theta = config.get("rope_local_base_freq", self.window_theta)
+        window_dials = self.read_table({"rope_theta": local_theta} | window, {}, dials)
+        of_windows = {f"kinds.window.{dial}": value for dial, value in window_dials.items()}
+        return self.read_table(full, config, dials) | of_windows
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return both embeddings in the fields of all versions."""
+        full = rope_table(spec.rope)
+        window = next((layer.rope for layer in layer_specs(spec) if layer.sliding_window), spec.rope)
+        return {
+            "rope_theta": spec.rope.theta,
+            "rope_local_base_freq": window.theta,
+            "rope_scaling": None if spec.rope.scaling == "none" else full,
+            name: {"full_attention": full, "sliding_attention": rope_table(window)},
+        }
+
+
+@dataclass(frozen=True)
+class QueryScalar(Field):
+    """Attention's scale as the number whose inverse square root it is."""
+
+    default: int
+    dials = any_value("attention_scale")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the scale, unless it is the default, 1 / sqrt(head_dim)."""
+        scalar = config.get(name, self.default)
+        return {} if scalar == dials["head_dim"] else {"attention_scale": scalar**-0.5}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the number."""
+        scale = spec.attention_scale
+        return {name: spec.head_dim if scale is None else round(scale**-2)}
+
+
+@dataclass(frozen=True)
+class ScaledWidth(Read):
+    """Width of a model whose embedding is scaled by the square root of it."""
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dials of the width and of the scale."""
+        return any_value(self.dial, "embedding_scale")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the width and the scale."""
+        width = super().read(name, config, dials)
+        return {**width, "embedding_scale": math.sqrt(width[self.dial])}
 
 
 class SwitchedWindow(Field):
@@ -157,9 +252,9 @@ class LayerKind:
 class LayerTypes(Field):
     """List of the type of each layer."""
 
-    kinds: Mapping[str, LayerKind]
+    kinds: Mapping[Any, LayerKind]
     """Kinds by the words of config.json."""
-    absent: Callable[[Table, Table], list[str]]
+    absent: Callable[[Table, Table], Sequence[object]]
     """Function of config.json and the dials so far that returns the list where it is absent."""
     other_names: tuple[str, ...] = ()
     dials = any_value("layers", "kinds")
@@ -170,7 +265,8 @@ class LayerTypes(Field):
         for word in words:
             require_supported(name, word, self.kinds)
         kinds = [self.kinds[word] for word in words]
-        if not any(kind.dials for kind in kinds):
+        has_own_dials = any(dial.startswith(f"kinds.{kind.name}.") for kind in kinds for dial in dials)
+        if not has_own_dials and not any(kind.dials for kind in kinds):
             return {}
         fixed = {f"kinds.{kind.name}.{dial}": value for kind in kinds for dial, value in kind.dials.items()}
         return {"layers": write_layers([kind.name for kind in kinds]), **fixed}
@@ -202,3 +298,21 @@ class OfKind(Field):
         """Return the field with the value of the first layer of the kind."""
         layer = next(filter(self.kind.includes, layer_specs(spec)), None)
         return self.field.write(name, layer) if layer else {name: self.field.default}
+
+
+WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
+"""Layers with the window that the model has."""
+FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
+
+
+def every_nth_full(interval: int, field: str = "") -> Callable[[Table, Table], list[str]]:
+    """Return a function that returns the types of layers, of which the last of each interval has full attention.
+
+    A field of config.json may have another interval."""
+
+    def layer_types(config: Table, dials: Table) -> list[str]:
+        step = config.get(field) or interval
+        layers = range(1, dials["num_layers"] + 1)
+        return ["sliding_attention" if layer % step else "full_attention" for layer in layers]
+
+    return layer_types

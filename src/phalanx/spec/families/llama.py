@@ -16,6 +16,7 @@ def even_head_dim(dials: Table) -> object:
     return dials["hidden_size"] // dials["num_heads"]
 
 
+ATTENTION_BIAS = Read("attention_bias", False, words={False: "none", True: "all", None: "none"})
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -31,7 +32,7 @@ LLAMA = Family(
         "rms_norm_eps": Read("norm_eps", 1e-6),
         "hidden_act": Fixed("silu"),
         "tie_word_embeddings": Read("tie_embeddings", False),
-        "attention_bias": Fixed(False),
+        "attention_bias": ATTENTION_BIAS,
         "rope_parameters": Rope(),
         "torch_dtype": Written("float32"),
         "bos_token_id": Written(None),
@@ -47,6 +48,7 @@ LLAMA = Family(
         "model.layers.{i}.self_attn.k_proj.weight": "attention.wk.weight",
         "model.layers.{i}.self_attn.v_proj.weight": "attention.wv.weight",
         "model.layers.{i}.self_attn.o_proj.weight": "attention.wo.weight",
+        **{f"model.layers.{{i}}.self_attn.{name}_proj.bias": f"attention.w{name}.bias" for name in "qkvo"},
         "model.layers.{i}.post_attention_layernorm.weight": "mlp_norm.weight",
         "model.layers.{i}.mlp.gate_proj.weight": "mlp.gate.weight",
         "model.layers.{i}.mlp.up_proj.weight": "mlp.up.weight",

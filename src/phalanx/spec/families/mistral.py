@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Read
+from phalanx.spec.families.family import Fixed, Read
 from phalanx.spec.families.forms import Rope
 from phalanx.spec.families.llama import LLAMA, query_heads
 
@@ -18,6 +18,7 @@ MISTRAL = replace(
         "intermediate_size": Read("ffn_hidden_size", 14336),
         "max_position_embeddings": Read("max_seq_len", 131072),
         "sliding_window": Read("sliding_window", 4096),
+        "attention_bias": Fixed(False),
     },
 )
 

@@ -13,8 +13,7 @@ from phalanx.spec.families.family import Family, Table, require_supported
 EXPORTED_FIRST = ("llama", "qwen3")
 """Families that export prefers where several can express a model. The others follow in the order of their names."""
 COUNTED_FAMILIES = {
-    "qwen2": "biases of queries, keys and values",
-    "phi3": "scales of long contexts",
+    "phi3": "factors of long contexts",
     "gpt_oss": "biases and limits of activations",
 }
 """Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory
@@ -22,7 +21,7 @@ noticeably. Their matrices are those of a supported family."""
 UNKNOWN_PARTS = {
     "kv_lora_rank": "belongs to multi-head latent attention",
     "vision_config": "describes a vision tower",
-    "query_pre_attn_scalar": "belongs to blocks with norms after attention and MLP",
+    "attn_logit_softcapping": "caps the scores of attention",
 }
 """Fields of families with parts that Phalanx neither trains nor counts."""
 

@@ -15,7 +15,7 @@ from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.families.config_json import model_table
-from phalanx.spec.families.counted import counted_model_table
+from phalanx.spec.families.counted import counted_model_table, has_long_context_factors
 from phalanx.spec.families.registry import COUNTED_FAMILIES
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
@@ -130,9 +130,12 @@ def model_source(path: str | Path) -> Table | None:
 
 def counted_family(path: Path) -> str | None:
     """Return the family of a Hugging Face config.json, or its directory, that Phalanx plans but cannot train."""
-    config = path if path.suffix == ".json" else path / "config.json"
-    family = read_json(config).get("model_type") if config.is_file() else None
-    return family if isinstance(family, str) and family in COUNTED_FAMILIES else None
+    file = path if path.suffix == ".json" else path / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in COUNTED_FAMILIES:
+        return None
+    return None if family == "phi3" and not has_long_context_factors(config) else family
 
 
 def require_run_file(path: str | Path) -> None:

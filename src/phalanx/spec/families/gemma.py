@@ -1,0 +1,82 @@
+"""Gemma, and the text model of Gemma 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.spec.families.family import Field, Fixed, Read
+from phalanx.spec.families.forms import (
+    FULL,
+    WINDOW,
+    LayerTypes,
+    QueryScalar,
+    RopeByType,
+    ScaledWidth,
+    every_nth_full,
+)
+from phalanx.spec.families.llama import LLAMA, QK_NORM_TENSORS, query_heads
+
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    fields=LLAMA.fields
+    | {
+        "vocab_size": Read("vocab_size", 256000),
+        "hidden_size": ScaledWidth("hidden_size", 3072),
+        "num_hidden_layers": Read("num_layers", 28),
+        "num_attention_heads": Read("num_heads", 16),
+        "num_key_value_heads": Read("num_kv_heads", 16, unset=query_heads),
+        "head_dim": Read("head_dim", 256),
+        "intermediate_size": Read("ffn_hidden_size", 24576),
+        "max_position_embeddings": Read("max_seq_len", 8192),
+        # The first published files say "gelu", and mean the approximation.
+        "hidden_act": Read(
+            "activation",
+            "gelu_pytorch_tanh",
+            words={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"},
+        ),
+        "hidden_activation": Field(),
+        "tie_word_embeddings": Read("tie_embeddings", True),
+        "use_bidirectional_attention": Fixed(None),
+    },
+    constants={"norm_offset": True},
+)
+
+GEMMA3 = replace(
+    GEMMA,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fields=GEMMA.fields
+    | {
+        "vocab_size": Read("vocab_size", 262208),
+        "hidden_size": ScaledWidth("hidden_size", 2304),
+        "num_hidden_layers": Read("num_layers", 26),
+        "num_attention_heads": Read("num_heads", 8),
+        "num_key_value_heads": Read("num_kv_heads", 4, unset=query_heads),
+        "intermediate_size": Read("ffn_hidden_size", 9216),
+        "max_position_embeddings": Read("max_seq_len", 131072),
+        "hidden_act": Field(),
+        "hidden_activation": Read("activation", "gelu_pytorch_tanh", words={"gelu_pytorch_tanh": "geglu_tanh"}),
+        "query_pre_attn_scalar": QueryScalar(256),
+        "sliding_window": Read("sliding_window", 4096),
+        "layer_types": LayerTypes(
+            {"sliding_attention": WINDOW, "full_attention": FULL},
+            every_nth_full(6, "sliding_window_pattern"),
+            ("sliding_window_pattern",),
+        ),
+        "_sliding_window_pattern": Field(),
+        "rope_parameters": RopeByType(theta=1_000_000.0),
+        "final_logit_softcapping": Fixed(None),
+        "attn_logit_softcapping": Fixed(None),
+        "use_bidirectional_attention": Fixed(False),
+    },
+    constants={"norm_offset": True, "qk_norm": "head", "norm_position": "both"},
+    tensors=LLAMA.tensors
+    | QK_NORM_TENSORS
+    | {
+        "model.layers.{i}.post_attention_layernorm.weight": "attention_after.weight",
+        "model.layers.{i}.pre_feedforward_layernorm.weight": "mlp_norm.weight",
+        "model.layers.{i}.post_feedforward_layernorm.weight": "mlp_after.weight",
+    },
+)
