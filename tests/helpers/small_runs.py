@@ -60,6 +60,19 @@ KINDS: Table = {
     ],
 }
 """Layers of four kinds, with norms before and after their parts."""
+DIALS: Table = {
+    **DENSE,
+    "num_layers": 4,
+    "activation": "geglu_tanh",
+    "attention_bias": "qkv",
+    "attention_scale": 0.3,
+    "rope": {"fraction": 0.5},
+    "norm_offset": True,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.6,
+    "logits_divisor": 2.5,
+}
+"""Biases, scales and offsets, as in Qwen2, Granite and Gemma."""
 CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
 CONVOLUTIONS: Table = {
     **MOE,

@@ -21,7 +21,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import CONVOLUTIONS, DENSE, GPT2, KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import CONVOLUTIONS, DENSE, DIALS, GPT2, KINDS, MOE, Table, small_run, train_and_evaluate
 
 STEPS = 5
 TOLERANCE = 1e-10
@@ -34,6 +34,7 @@ MODELS: dict[str, Table] = {
     "windows": {**DENSE, "sliding_window": 12, "full_attention_layers": [0, 3], "attention_sinks": True},
     "kinds": KINDS,
     "convolutions": CONVOLUTIONS,
+    "dials": DIALS,
     "three-heads": {**DENSE, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 3},
 }
 WORLD_SIZES = (2, 3, 4, 4, 4, 5, 6, 8)
