@@ -76,7 +76,15 @@ DIALS: Table = {
 CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
 CONVOLUTIONS: Table = {
     **MOE,
-    "moe": {**MOE["moe"], "dense_branch": True},
+    "moe": {
+        **MOE["moe"],
+        "dense_branch": True,
+        "num_shared_experts": 1,
+        "shared_gate": True,
+        "num_groups": 2,
+        "top_groups": 1,
+        "routed_scale": 1.7,
+    },
     "norm_position": "both",
     "num_layers": 4,
     "layers": "conv*2 full dense",

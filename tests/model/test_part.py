@@ -66,6 +66,12 @@ MODELS = {
         moe=SHARED | {"router_score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1}
     ),
     "balance per micro-batch": DENSE.replace(moe=SHARED | {"balance_loss_scope": "micro_batch", "top_k": 1}),
+    "groups of experts": SPARSE.replace(
+        moe=SIX_EXPERTS | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5}
+    ),
+    "shared expert with a gate": SPARSE.replace(
+        moe=SIX_EXPERTS | {"num_shared_experts": 1, "shared_gate": True, "shared_ffn_size": 112}
+    ),
     "shared expert": SPARSE.replace(moe=SHARED | {"num_shared_experts": 1}, qk_norm="full", norm="layernorm"),
 }
 """A model for each dial of a part."""

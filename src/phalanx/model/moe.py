@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ class Router(PartModule):
         self.register_buffer("dropped", torch.zeros(()), persistent=False)
         # Weight of a choice of each expert in the balance loss; None: 1.
         self.register_buffer("relief", None, persistent=False)
-        if moe.bias_update_rate:
+        if moe.has_choice_bias:
             self.register_buffer("bias", torch.zeros(moe.num_experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,11 +68,12 @@ class Router(PartModule):
         The loss is summed over all tokens. The index of a dropped choice is E, which is not an expert."""
         logits = at_least_fp32(self.read_input(self.gate, x_BTD))
         score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
-        # The bias steers the choice, never the weights (arXiv 2408.15664, section 3).
-        _, chosen = (score + self.bias if self.moe.bias_update_rate else score).topk(self.moe.top_k, dim=-1)
+        chosen = self.choose(score.detach())
         weights = score.gather(-1, chosen)
         if self.moe.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.moe.routed_scale != 1:
+            weights = weights * self.moe.routed_scale
         load_BE = self.tokens_per_expert(chosen, score.dtype)
         dropped = None if self.moe.capacity_factor is None else ~within_capacity(self.moe, chosen)
         if torch.is_grad_enabled():
@@ -84,6 +86,21 @@ class Router(PartModule):
         probs = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
         balance = balance_loss(self.moe, probs, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
+
+    def choose(self, score_BTE: Tensor) -> Tensor:
+        """Return the indices of the chosen experts, [B, T, k].
+
+        A bias steers the choice, never the weights (arXiv 2408.15664, section 3). Groups of experts limit it
+        (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+        moe = self.moe
+        if moe.has_choice_bias:
+            score_BTE = score_BTE + self.bias
+        if moe.num_groups > 1:
+            by_group = score_BTE.unflatten(-1, (moe.num_groups, -1))
+            _, best = by_group.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1)
+            is_hidden = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            score_BTE = by_group.masked_fill(is_hidden[..., None], float("-inf")).flatten(-2)
+        return score_BTE.topk(moe.top_k, dim=-1).indices
 
     def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the number of tokens of each sequence that chose each expert, [B, E]."""
@@ -230,11 +247,15 @@ def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
 class MoE(PartModule):
     """Layer that routes tokens to experts, and adds the output of the shared experts."""
 
+    shared_gate: ProductLinear | None
+
     def __init__(self, moe: MoESpec, part: Part) -> None:
         super().__init__(part.outside_modules())
         self.router = Router(moe, part.within("router"))
         self.experts = Experts(part.within("experts"))
         self.shared = MLP(part.within("shared")) if moe.num_shared_experts else None
+        if not moe.shared_gate:
+            self.shared_gate = None
         self.mix: Mix = mix_experts
         """Function for the layer's output, which layouts may replace."""
 
@@ -242,6 +263,13 @@ class MoE(PartModule):
         """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""
         weights, chosen, auxiliary = self.router(x_BTD)
         return self.mix(self, x_BTD, weights, chosen), auxiliary
+
+    def apply_shared(self, x_BTD: Tensor) -> Tensor | None:
+        """Return the output of the shared experts, [B, T, D]; None if there are none."""
+        if self.shared is None:
+            return None
+        out_BTD = cast(Tensor, self.shared(x_BTD))
+        return out_BTD if self.shared_gate is None else self.read_input(self.shared_gate, x_BTD).sigmoid() * out_BTD
 
     def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token, [B, T, D].
@@ -263,7 +291,8 @@ def mix_experts(moe: MoE, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor
 
 def add_shared(moe: MoE, x_BTD: Tensor, out_BTD: Tensor) -> Tensor:
     """Add the output of the shared experts, if there are any."""
-    return out_BTD if moe.shared is None else out_BTD + moe.shared(x_BTD)
+    shared_BTD = moe.apply_shared(x_BTD)
+    return out_BTD if shared_BTD is None else out_BTD + shared_BTD
 
 
 def sort_by_expert(chosen_BTk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.model.init import DrawnWeights
 from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
+from phalanx.parallel.module_tensors import named_buffers
 from phalanx.parallel.strategy import Strategy
 
 WeightInitializer = Callable[[str, torch.Size], Tensor]
@@ -16,9 +17,12 @@ WeightInitializer = Callable[[str, torch.Size], Tensor]
 
 
 def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
-    """Initialize the trained parameters, one at a time."""
+    """Initialize the trained parameters, one at a time, and buffers that are loaded with them; new ones are 0."""
     for name in strategy.trainable_parameters:
         init_parameter(strategy, name, weights)
+    if not isinstance(weights, DrawnWeights):
+        for name, buffer in named_buffers(strategy.module):
+            buffer.copy_(weights(name, buffer.shape))
 
 
 @torch.no_grad()

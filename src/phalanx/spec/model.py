@@ -64,6 +64,10 @@ class MoESpec(Spec):
     """Inner width of one expert."""
     num_shared_experts: int = Field(0, ge=0)
     """Experts that every token passes through (DeepSeekMoE, arXiv 2401.06066)."""
+    shared_ffn_size: int | None = Field(None, gt=0, examples=[5632])
+    """Inner width of a shared expert; by default that of the others."""
+    shared_gate: bool = False
+    """Multiply the output of shared experts by a sigmoid of the token (Qwen2-MoE)."""
     num_leading_dense_layers: int = Field(0, ge=0)
     """Leading layers that keep a dense MLP."""
     dense_branch: bool = False
@@ -73,6 +77,15 @@ class MoESpec(Spec):
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
     """Normalize the weights of the selected experts to sum to one."""
+    routed_scale: float = Field(1.0, gt=0)
+    """Factor of these weights (DeepSeek-V3)."""
+    num_groups: int = Field(1, gt=0)
+    """Equal groups of experts. A group is rated by the sum of its two largest scores (DeepSeek-V3)."""
+    top_groups: int = Field(1, gt=0)
+    """Groups per token among whose experts it chooses."""
+    choice_bias: bool = False
+    """A bias of each expert in the choice, but not in the weights, that is loaded with the model (DeepSeek-V3). It
+    changes in training if `bias_update_rate` is set."""
     balance_loss_coef: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961, eq. 4). Like the loss, it is summed over
     tokens and divided by the number of targets: where 90 % of the targets are ignored, it weighs ten times as much."""
@@ -92,7 +105,29 @@ class MoESpec(Spec):
         if self.top_k > self.num_experts:
             problem = f"exceeds moe.num_experts ({self.num_experts})"
             raise UserError("top_k", self.top_k, problem, f"use at most {self.num_experts}")
+        if self.num_groups > 1 and (self.num_experts % self.num_groups or self.num_experts < 2 * self.num_groups):
+            problem = f"does not divide moe.num_experts ({self.num_experts}) into groups of two or more"
+            raise UserError("num_groups", self.num_groups, problem, "use a divisor")
+        if self.top_groups > self.num_groups or self.top_k > self.top_groups * self.num_experts // self.num_groups:
+            problem = f"leaves fewer than moe.top_k ({self.top_k}) experts"
+            if self.top_groups > self.num_groups:
+                problem = f"exceeds moe.num_groups ({self.num_groups})"
+            raise UserError("top_groups", self.top_groups, problem, "use another number of groups")
+        if not self.num_shared_experts and (self.shared_gate or self.shared_ffn_size):
+            field = "shared_gate" if self.shared_gate else "shared_ffn_size"
+            problem = "has no effect without shared experts"
+            raise UserError(field, getattr(self, field), problem, "set moe.num_shared_experts, or remove it")
         return self
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of all shared experts together."""
+        return self.num_shared_experts * (self.shared_ffn_size or self.expert_ffn_size)
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """True if the router has a bias of each expert."""
+        return self.choice_bias or self.bias_update_rate > 0
 
 
 class KindSpec(Spec):

@@ -41,6 +41,19 @@ KINDS = {
     "olmoe": {**SHAPE, **EXPERTS},
     "lfm2": {**SHAPE, "num_hidden_layers": 3, "block_multiple_of": 8, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "qwen2": SHAPE,
+    "qwen2_moe": {**SHAPE, **EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "glm4_moe": {
+        **SHAPE,
+        "num_hidden_layers": 3,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": {**SHAPE, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
     "granite": {**SHAPE, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
     "phi3": {**SHAPE, "pad_token_id": 0, "original_max_position_embeddings": 64},
     "smollm3": {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False},
@@ -90,7 +103,8 @@ def save_random_model(directory: Path, kind: str, seed: int = 0, **config) -> Pa
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**KINDS[kind], **config})).double()
-    for parameter in model.parameters():
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for parameter in (*model.parameters(), *biases):
         parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(directory)
     return directory

@@ -313,8 +313,8 @@ def test_load_run_rejects_malformed_override(tmp_path, override):
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_model_preset_loads_and_accepts_overrides(preset):
-    run = run_from_table({"model": {"preset": preset, "num_layers": 2}})
-    assert run.model.num_layers == 2
+    run = run_from_table({"model": {"preset": preset, "num_layers": 4}})
+    assert run.model.num_layers == 4
     spec = load_model_spec(preset)
     assert spec.head_dim * spec.num_heads > spec.hidden_size / 2
 

@@ -23,7 +23,7 @@ from phalanx.cost.exact.derive.temporary import (
 from phalanx.cost.exact.derive.weights import expert_weights, matrix_numbers, part_weights
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import Part
+from phalanx.spec.parts.operations import Gate, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,9 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
     if shared and shared.linears:
         shared_moments = _dense_mlp_moments(shared, shape, splits_backward)
         shared_inputs = sum(map(shape.operand_bytes, shared.saved_inputs(activated_linear(shared))))
-        after_shared = shape.value_bytes(part.input) - shared_inputs
+        gates = (operation for operation in part.operations if isinstance(operation, Gate))
+        gated_outputs = sum(shape.operand_bytes(gate.reads[0]) for gate in gates)
+        after_shared = shape.value_bytes(part.input) - shared_inputs - gated_outputs
     expert_moments = (
         BlockMoment(temporary=2 * row_bytes, exchanged=gathered_gradient),
         # The outputs are freed. The gradients of their rows are sorted, sent and received.

@@ -63,10 +63,14 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     for hf_name, source in sources.items():
         for name in source.names:
             hf_names[name].append(hf_name)
-    stored_names = _stored_names(family, list(sources), files, tied=spec.tie_embeddings, directory=directory)
+    stored_names = _stored_names(
+        family, list(sources), files, spec.num_layers, tied=spec.tie_embeddings, directory=directory
+    )
     opened = cache(_open_safetensors)
 
     def read_weight(name: str, shape: torch.Size) -> Tensor:
+        if name not in hf_names:  # a new bias of a router
+            return torch.zeros(shape)
         has_experts = sources[hf_names[name][0]].expert is not None
         tensors = []
         for hf_name in hf_names[name]:
@@ -91,7 +95,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
 
 
 def _stored_names(
-    family: Family, hf_names: list[str], files: Mapping[str, Path], tied: bool, directory: Path
+    family: Family, hf_names: list[str], files: Mapping[str, Path], num_layers: int, tied: bool, directory: Path
 ) -> dict[str, str]:
     """Return the name in the files of each tensor of the model, by its Hugging Face name.
 
@@ -103,7 +107,8 @@ def _stored_names(
         if names[hf_name] not in files:
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)
     other = sorted(files.keys() - set(names.values()) - ({HEAD} if tied else set()))
-    unread = [name for name in other if not any(fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
+    ignored = [pattern.replace("{L}", str(num_layers)) for pattern in family.ignored_tensors]
+    unread = [name for name in other if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if unread:
         more = f", nor are {len(unread) - 1} more tensors" if len(unread) > 1 else ""
         note = " (transformers drops it too, as config.json has no bias)" * unread[0].endswith(".bias")

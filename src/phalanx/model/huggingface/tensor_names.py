@@ -66,6 +66,10 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return the shape of each parameter of a model by Phalanx's name, in the model's own order."""
+    """Return the shape of each tensor of a model by Phalanx's name, in the model's own order.
+
+    Biases of routers are among them if they are loaded with weights."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}
+        tensors = Transformer(spec).state_dict()
+    has_loaded_bias = spec.moe is not None and spec.moe.choice_bias
+    return {name: x.shape for name, x in tensors.items() if has_loaded_bias or not name.endswith(".router.bias")}

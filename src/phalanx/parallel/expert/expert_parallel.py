@@ -101,7 +101,7 @@ def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights
 
     dispatch = InFlightDispatch(ep=ep, send_counts=plan.send_counts, recv_counts=plan.recv_counts)
     in_flight_rows = _StartDispatch.apply(rows, dispatch)
-    shared = moe.shared(x_BTD) if moe.shared is not None else None
+    shared = moe.apply_shared(x_BTD)
     received = cast(Tensor, _FinishDispatch.apply(in_flight_rows, dispatch))
 
     by_expert = plan.order_received_rows()

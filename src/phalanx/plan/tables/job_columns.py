@@ -55,7 +55,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
 
 def _shared_width(moe: MoESpec, dense_width: int) -> int:
     """Return the inner width of shared experts and of a dense branch together."""
-    return moe.expert_ffn_size * moe.num_shared_experts + (dense_width if moe.dense_branch else 0)
+    return moe.shared_width + (dense_width if moe.dense_branch else 0)
 
 
 def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:

@@ -132,7 +132,8 @@ class Family:
     prefix: str = "model."
     """Start of the tensors' names, which a model that was saved without its head omits."""
     ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)
-    """Patterns of tensors in files of old versions that every version computes."""
+    """Patterns of tensors that are not read: those of old versions that every version computes, and those of layers for
+    multi-token prediction, which follow layer {L}, the last one."""
     unused: tuple[str, ...] = ()
     """Dials, or tables of dials, without effect in this family."""
 

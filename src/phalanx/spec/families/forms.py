@@ -41,8 +41,10 @@ class Rope(Field):
     """Base of the frequencies if config.json has none."""
     has_fraction: bool = False
     """True if a model of the family may rotate a part of the channels."""
+    fraction: float = 1.0
+    """Part that is rotated if config.json has none."""
     other_names: tuple[str, ...] = (
-        *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor", "rotary_dim"),
     )
 
     @property
@@ -54,7 +56,9 @@ class Rope(Field):
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of the embedding; rope_scaling has precedence over rope_parameters."""
         rope = config.get("rope_scaling") or config.get(name) or {}
-        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or self.fraction
+        if self.has_fraction and config.get("rotary_dim"):
+            fraction = config["rotary_dim"] / dials["head_dim"]
         if not self.has_fraction:
             require_value("partial_rotary_factor", fraction, 1.0)
         return self.read_table(rope, config, dials) | ({"rope.fraction": fraction} if self.has_fraction else {})

@@ -70,6 +70,12 @@ EXPERT_TENSORS: dict[str, str | Rows] = {
 }
 """Router and experts in most families that have them."""
 
+SHARED_EXPERT_TENSORS: dict[str, str | Rows] = {
+    f"model.layers.{{i}}.mlp.shared_experts.{name}_proj.weight": f"mlp.shared.{name}.weight"
+    for name in ("gate", "up", "down")
+}
+"""Experts of all tokens in most families that have them."""
+
 EXPERT_FIELDS: dict[str, Field] = {
     "num_experts_per_tok": Read("moe.top_k", 8),
     "router_aux_loss_coef": Read("moe.balance_loss_coef", 0.001),

@@ -1,12 +1,12 @@
-"""Mistral, and Mixtral with experts."""
+"""Mistral, and Mixtral and MiniMax-M2 with experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Fixed, Read
+from phalanx.spec.families.family import Field, Fixed, Read
 from phalanx.spec.families.forms import Rope
-from phalanx.spec.families.llama import LLAMA, query_heads
+from phalanx.spec.families.llama import LLAMA, QK_NORM_TENSORS, even_head_dim, query_heads
 
 MISTRAL = replace(
     LLAMA,
@@ -50,4 +50,31 @@ MIXTRAL = replace(
         "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight": "mlp.experts.up",
         "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight": "mlp.experts.down",
     },
+)
+
+MINIMAX_M2 = replace(
+    MIXTRAL,
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    fields=MIXTRAL.fields
+    | {
+        "vocab_size": Read("vocab_size", 200064),
+        "hidden_size": Read("hidden_size", 3072),
+        "num_hidden_layers": Read("num_layers", 62),
+        "num_attention_heads": Read("num_heads", 48),
+        "head_dim": Read("head_dim", 128, unset=even_head_dim),
+        "intermediate_size": Read("moe.expert_ffn_size", 1536),
+        "max_position_embeddings": Read("max_seq_len", 196608),
+        "rms_norm_eps": Read("norm_eps", 1e-6),
+        "rope_parameters": Rope(theta=5_000_000.0, has_fraction=True),
+        "partial_rotary_factor": Field(),
+        "sliding_window": Fixed(None),
+        "num_experts_per_tok": Read("moe.top_k", 8),
+        "num_local_experts": Read("moe.num_experts", 256, other_names=("num_experts",)),
+    },
+    constants=MIXTRAL.constants | {"qk_norm": "full", "moe.router_score": "sigmoid", "moe.choice_bias": True},
+    unused=("ffn_hidden_size", "moe.bias_update_rate"),
+    tensors=MIXTRAL.tensors
+    | QK_NORM_TENSORS
+    | {"model.layers.{i}.block_sparse_moe.e_score_correction_bias": "mlp.router.bias"},
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.mlp import append_mlp
-from phalanx.spec.parts.operations import Combine, Cut, Dispatch, Part, Route, Value
+from phalanx.spec.parts.operations import Combine, Cut, Dispatch, Gate, Part, Route, Value
 
 
 def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) -> Part:
@@ -36,7 +38,8 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     y = part.grouped("down", part.activate(spec.activation, *inner), E, x.width, None, init="output")
     part.add(Combine(reads=(y, weights), writes=Value(x.width, tokens="residual")))
     if moe.num_shared_experts:
-        width = moe.expert_ffn_size * moe.num_shared_experts
-        shared = Cut("model.moe.expert_ffn_size x num_shared_experts", width)
-        append_mlp(part, x, shared, spec.activation, prefix="shared.")
+        shared = Cut("model.moe.expert_ffn_size x num_shared_experts", moe.shared_width)
+        y = append_mlp(part, x, shared, spec.activation, prefix="shared.")
+        if moe.shared_gate:
+            part.add(Gate(reads=(y, part.linear("shared_gate", x, width=1)), writes=replace(y)))
     return part

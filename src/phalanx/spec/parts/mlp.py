@@ -14,8 +14,8 @@ def describe_mlp(spec: ModelSpec, x: Value, name: str = "mlp") -> Part:
     return part
 
 
-def append_mlp(part: Part, x: Value, inner: Cut, activation: str, *, bias: bool = False, prefix: str = "") -> None:
-    """Append the products of an MLP of an inner width."""
+def append_mlp(part: Part, x: Value, inner: Cut, activation: str, *, bias: bool = False, prefix: str = "") -> Value:
+    """Append the products of an MLP of an inner width; return its output."""
     names = ("gate", "up")[-NUM_INPUTS[activation] :]
     inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in names]
-    part.linear(f"{prefix}down", part.activate(activation, *inputs), bias=bias, init="output")
+    return part.linear(f"{prefix}down", part.activate(activation, *inputs), bias=bias, init="output")

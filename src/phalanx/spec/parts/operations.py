@@ -163,6 +163,10 @@ class Activation(Operation):
     """Name in `spec.activations`."""
 
 
+class Gate(Operation):
+    """A value times the sigmoid of another, which is wider or as wide or one number of each token."""
+
+
 class GatherHeads(Operation):
     """Gather of columns, so that each rank has all heads."""
 
@@ -293,8 +297,10 @@ class Part:
         return inner
 
     def outside_modules(self) -> Part:
-        """Return the operations without a module, as a part of their own."""
-        operations = [operation for operation in self.operations if not operation.name]
+        """Return the operations that are not of a module of the part, as a part of their own."""
+        modules = {operation.name.partition(".")[0] for operation in self.operations if "." in operation.name}
+        modules |= {each.name for each in self.operations if isinstance(each, GroupedLinear)}
+        operations = [operation for operation in self.operations if operation.name.partition(".")[0] not in modules]
         return Part(self.name, self.kind, self.input, operations)
 
     @property

@@ -13,7 +13,18 @@ from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, STATISTIC_BYTES, ForwardShape
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch
-from phalanx.spec.parts.operations import AttentionCore, Combine, Core, GroupedLinear, Linear, Norm, Part, Route, Value
+from phalanx.spec.parts.operations import (
+    AttentionCore,
+    Combine,
+    Core,
+    Gate,
+    GroupedLinear,
+    Linear,
+    Norm,
+    Part,
+    Route,
+    Value,
+)
 
 Memory = tuple[Value, str]
 """Key of a tensor: its value, and the reader for which it is copied."""
@@ -37,6 +48,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                     other_bytes += _softmax_bytes(spec, operation, shape)
             case Route():
                 other_bytes += _router_bytes(operation, shape)
+            case Gate(reads=(value, logit)):
+                tensors[value, ""] = shape.operand_bytes(value)
+                other_bytes += shape.operand_bytes(logit)
             case Combine():
                 other_bytes += _weighted_sum_bytes(operation, shape)
     saved: Counter[str] = Counter({part.kind: sum(tensors.values()) + other_bytes})
