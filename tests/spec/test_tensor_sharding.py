@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import (
     check_divisibility,
@@ -35,7 +36,7 @@ def fp8_run(model: Table, **layout: object) -> RunSpec:
     ],
 )
 def test_widths_of_16_per_rank_support_fp8(model: Table, layout: Table) -> None:
-    check_divisibility(fp8_run(model, **layout), 2)
+    check_divisibility(ResolvedRun(fp8_run(model, **layout), 2))
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,11 @@ def test_widths_of_16_per_rank_support_fp8(model: Table, layout: Table) -> None:
 )
 def test_other_widths_are_rejected_in_fp8(model: Table, layout: Table, field: str) -> None:
     with pytest.raises(UserError, match=r"training\.precision = 'fp8'.*multiples of 16") as error_info:
-        check_divisibility(fp8_run(model, **layout), 4)
+        check_divisibility(ResolvedRun(fp8_run(model, **layout), 4))
     assert field in str(error_info.value)
     assert ("smaller layout.tp" in error_info.value.fix) == bool(layout)
     bf16 = fp8_run(model, **layout).training.replace(precision="bf16")
-    check_divisibility(fp8_run(model, **layout).model_copy(update={"training": bf16}), 4)
+    check_divisibility(ResolvedRun(fp8_run(model, **layout).model_copy(update={"training": bf16}), 4))
 
 
 def test_max_shard_elements_rounds_rows_up() -> None:

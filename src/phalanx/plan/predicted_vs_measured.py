@@ -12,7 +12,7 @@ from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups, uses_model_parallelism
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
 PARTS = (*STATE, "activations", "communication")
@@ -48,21 +48,22 @@ class Comparison:
         return {"role": self.role, "quantity": self.quantity, "predicted": self.predicted, "measured": self.measured}
 
 
-def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:
+def compare_with_prediction(resolved: ResolvedRun, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:
     """Compare memory by part and traffic by operation, in bytes, for the fullest rank of each role.
 
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
     """
-    memory = rank_memory(run, world_size)
+    run = resolved.run
+    memory = rank_memory(resolved)
     is_model_parallel = uses_model_parallelism(run.layout)
-    traffic = traffic_by_role(run, world_size)
+    traffic = traffic_by_role(resolved)
     rows = []
 
     def add(role: str, quantity: str, predicted: float, measured: float) -> None:
         rows.append(Comparison(role=role, quantity=quantity, unit="B", predicted=predicted, measured=measured))
 
     for role, predicted in memory.items():
-        ranks = [measured[rank] for rank in ranks_in_role(role, run.layout, world_size) if rank in measured]
+        ranks = [measured[rank] for rank in ranks_in_role(role, run.layout, resolved.world_size) if rank in measured]
         if not ranks:
             continue
         for part in WORKING if is_model_parallel else PARTS:

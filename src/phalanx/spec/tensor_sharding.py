@@ -10,7 +10,6 @@ from typing import Literal
 
 from phalanx.spec.attention_backend import has_window, smallest_window
 from phalanx.spec.base import divisors
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import Layout
@@ -18,7 +17,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, blocks
 from phalanx.spec.parts.model import model_parameters
 from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 FP8_MULTIPLE = 16
 """Divisor of the rows and columns that products in float8 (`torch._scaled_mm`) accept."""
@@ -140,11 +139,12 @@ def max_shard_elements(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[axis] // ranks) * prod(shape[:axis]) * prod(shape[axis + 1 :])
 
 
-def check_divisibility(run: RunSpec, world_size: int) -> None:
+def check_divisibility(resolved: ResolvedRun) -> None:
     """Raise UserError for a model that cannot be divided among the ranks.
 
     Checks heads, widths, vocabulary, experts and tokens.
     """
+    run = resolved.run
     spec = run.model
     layout = run.layout
     if layout.tp > 1:
@@ -155,7 +155,7 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     if spec.moe is not None and spec.moe.capacity_factor is not None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
-        _check_experts(run, world_size)
+        _check_experts(resolved)
     if layout.tp > 1 and layout.gradient_compression == "powersgd":
         problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
         raise UserError("layout.gradient_compression", "powersgd", problem, "remove layout.gradient_compression")
@@ -250,7 +250,8 @@ def _check_capacity(layout: Layout, capacity_factor: float) -> None:
         raise UserError("model.moe.capacity_factor", capacity_factor, problem, fix)
 
 
-def _check_experts(run: RunSpec, world_size: int) -> None:
+def _check_experts(resolved: ResolvedRun) -> None:
+    run = resolved.run
     layout = run.layout
     ep = layout.ep
     moe = run.model.moe
@@ -263,9 +264,7 @@ def _check_experts(run: RunSpec, world_size: int) -> None:
         problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
         raise UserError("layout.ep", ep, problem, "set layout.sequence_parallel = true")
     # Ranks that exchange tokens for experts must have equal numbers of micro-batches.
-    batch = plan_batch(run, world_size)
-    has_equal_numbers = batch.global_batch_size % (batch.dp_size * batch.micro_batch_size) == 0
-    if (layout.cp * layout.tp) % ep and not has_equal_numbers:
+    if (layout.cp * layout.tp) % ep and not resolved.batch.has_equal_micro_batches:
         problem = f"results in different numbers of micro-batches per rank; layout.ep = {ep} requires equal numbers"
         fix = "use a multiple of micro-batch size x data-parallel ranks x training.seq_len"
         raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)

@@ -23,6 +23,7 @@ from phalanx.plan.advice import oom
 from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import run_python
 from phalanx.train import create_run
@@ -624,7 +625,7 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
-    planned_bytes = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
+    planned_bytes = max(memory.device for memory in rank_memory(ResolvedRun(run.on_device(device), 2)).values())
     planned_bytes += CONTEXT_BYTES if device == "cuda" else 0
     check_memory(run, 2, sharing_ranks * planned_bytes, device)
     with pytest.raises(UserError) as error_info:
@@ -642,12 +643,12 @@ def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, mon
 
     def count_layers(run: RunSpec, world_size: int) -> list[RankMemory]:
         planned_layers.append(run.model.num_layers)
-        return worker_memories(run, world_size)
+        return worker_memories(ResolvedRun(run, world_size))
 
     for module in (preflight, oom):
         monkeypatch.setattr(module, "worker_memories", count_layers)
     run = load_run(workspace / "run.toml", [f"model.num_layers={deep}"])
-    planned_bytes = max(memory.total for memory in rank_memory(run, 1).values())
+    planned_bytes = max(memory.total for memory in rank_memory(ResolvedRun(run, 1)).values())
     with pytest.raises(UserError, match="planned memory") as error_info:
         check_memory(run, 1, planned_bytes - 1, "cpu")
     assert planned_layers.count(deep) == 2

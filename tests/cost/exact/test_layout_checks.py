@@ -8,6 +8,7 @@ from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layo
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.tables import set_path
+from phalanx.spec.resolved_run import ResolvedRun
 
 FULL = {"activation_checkpointing": "full"}
 
@@ -34,7 +35,7 @@ def make_run(**layout):
 def test_check_layout_rejects_number_of_recomputed_blocks(layout, message):
     run = make_run(**layout)
     with pytest.raises(UserError, match=message) as error:
-        check_layout(run, 2)
+        check_layout(ResolvedRun(run, 2))
     assert error.value.field == "layout.recomputed_blocks"
     assert error.value.fix
 
@@ -42,27 +43,27 @@ def test_check_layout_rejects_number_of_recomputed_blocks(layout, message):
 def test_check_layout_rejects_recomputed_norms_that_are_fsdp_units():
     run = make_run(activation_checkpointing="norms", data_parallel="zero3", fsdp_unit="sublayer")
     with pytest.raises(UserError, match=r'layout\.fsdp_unit = "sublayer"') as error:
-        check_layout(run, 2)
+        check_layout(ResolvedRun(run, 2))
     assert error.value.field == "layout.activation_checkpointing"
 
 
 @pytest.mark.parametrize("blocks", [1, 3, [3, 0], [0, 2]])
 def test_check_layout_accepts_recomputed_blocks_of_pipeline_ranks(blocks):
-    check_layout(make_run(**FULL, pp=2, recomputed_blocks=blocks), 2)
+    check_layout(ResolvedRun(make_run(**FULL, pp=2, recomputed_blocks=blocks), 2))
 
 
 def test_check_layout_rejects_unresolved_activation_checkpointing():
     run = make_run(activation_checkpointing="auto")
     with pytest.raises(UserError, match=r"layout\.activation_checkpointing = 'auto' is chosen by the planner"):
-        check_layout(run, 1)
-    check_layout(assume_no_recomputation(run), 1)
+        check_layout(ResolvedRun(run, 1))
+    check_layout(ResolvedRun(assume_no_recomputation(run), 1))
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "schedule": "zb-v"}, {"cp": 2}])
 def test_check_layout_accepts_compilation_of_every_layout(layout):
     run = make_run(**layout)
     run = run.model_copy(update={"training": run.training.model_copy(update={"compile": True})})
-    check_layout(run, 2)
+    check_layout(ResolvedRun(run, 2))
 
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 8}
@@ -97,7 +98,7 @@ def test_proposed_fixes_make_the_run_valid(tables: dict[str, Any], world_size: i
     refused = []
     for _ in range(len(fields) + 1):
         try:
-            check_layout(run_from_table(table), world_size)
+            check_layout(ResolvedRun(run_from_table(table), world_size))
         except UserError as error:
             first = error.errors[0] if isinstance(error, UserErrorGroup) else error
             refused.append(first.field)

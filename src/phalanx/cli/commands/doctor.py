@@ -18,6 +18,7 @@ from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import COMMAND_SECONDS, Machine
 from phalanx.doctor.subprocesses import run_command as run_child
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 def doctor(
@@ -201,5 +202,5 @@ def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> li
     ranks = select_nproc(run_spec, nproc)
     if ranks == 1:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
-    check_layout(run_spec, ranks)
+    check_layout(ResolvedRun(run_spec, ranks))
     return launch_check(run_spec, ranks)

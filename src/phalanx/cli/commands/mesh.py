@@ -13,7 +13,8 @@ from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layo
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
-from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.parallel_dims import expert_parallel_groups, process_groups
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
 
 AXIS_MEANINGS = {
@@ -40,7 +41,8 @@ def mesh(run: RunOrModel, ranks: Ranks = None, set_: Overrides = None, json_: Js
     run_spec = load_run(run, set_ or [])
     world_size = ranks or run_spec.cluster.ranks
     per_node = run_spec.cluster.nproc_per_node or world_size
-    sizes = parallel_dims(run_spec.layout, world_size)
+    resolved = ResolvedRun(assume_no_recomputation(run_spec), world_size)
+    sizes = resolved.dims
     groups_by_axis = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
     axes = [
         {
@@ -56,7 +58,7 @@ def mesh(run: RunOrModel, ranks: Ranks = None, set_: Overrides = None, json_: Js
     ]
     facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
     try:
-        check_layout(assume_no_recomputation(run_spec), world_size)
+        check_layout(resolved)
     except UserError as error:
         facts["problem"] = str(error)
     if json_:

@@ -11,8 +11,9 @@ from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import ZERO_STRATEGIES
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 CONTEXT_BYTES = 426 * 2**20
@@ -41,14 +42,15 @@ The value is the best fit to the 54 ranks of docs/results/accuracy.md ("Memory o
 """
 
 
-def nccl_bytes(run: RunSpec, world_size: int) -> int:
+def nccl_bytes(resolved: ResolvedRun) -> int:
     """Return the bytes of NCCL's communicators on a rank: of all groups, and of peers on fast links.
 
     Between nodes, sends share one small buffer (NVIDIA/nccl issue 1450), which is not counted.
     """
-    if world_size == 1:
+    run = resolved.run
+    if resolved.world_size == 1:
         return 0
-    dims = parallel_dims(run.layout, world_size)
+    dims = resolved.dims
     return (
         _num_collective_groups(run, dims) * COLLECTIVE_BYTES
         + _num_peers(run, dims) * PEER_BYTES
@@ -56,21 +58,18 @@ def nccl_bytes(run: RunSpec, world_size: int) -> int:
     )
 
 
-def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> int:
+def gap_bytes(resolved: ResolvedRun, rank: RankTensors, largest_sum: int) -> int:
     """Return the bytes that the allocator reserves on the compute stream beyond its allocated peak.
 
     They are a fraction of the largest temporary tensor, which does not fit into the gaps of smaller ones. Segments must
-    be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
-
-    Args:
-        batch: Sequences of a micro-batch.
-        rank: Tensors of the rank.
-        largest_sum: Bytes of the largest buffer of a gradient reduction.
+    be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`. `largest_sum` is the
+    largest buffer of a gradient reduction, in bytes.
     """
+    run = resolved.run
     has_head = "norm.weight" in rank.dense
     precision = run.training.precision
     vocab = -(-run.model.vocab_size // run.layout.tp)
-    rows = batch * run.training.seq_len // run.layout.cp
+    rows = resolved.batch.micro_batch_size * run.training.seq_len // run.layout.cp
     if not needs_all_logits(run):
         rows = logits_chunk_rows(rows, vocab, COMPUTE_BYTES[precision])
     logits_bytes = COMPUTE_BYTES[precision] * rows * vocab

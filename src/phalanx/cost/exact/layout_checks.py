@@ -5,11 +5,12 @@ from __future__ import annotations
 from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.base import require
-from phalanx.spec.batch import plan_batch
+from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.layout import FSDP_STRATEGIES, check_supported
 from phalanx.spec.pipeline_schedules import SCHEDULES, V_SCHEDULES, quote_names
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
@@ -42,13 +43,15 @@ def assume_no_recomputation(run: RunSpec) -> RunSpec:
     return run.model_copy(update={"layout": run.layout.model_copy(update={"auto_checkpointing": False})})
 
 
-def check_layout(run: RunSpec, world_size: int) -> None:
+def check_layout(resolved: ResolvedRun) -> None:
     """Raise UserError if `world_size` ranks cannot run the layout with this model and batch size."""
+    run = resolved.run
     require_resolved_layout(run)
     check_supported(run.layout)
-    plan_batch(run, world_size)
-    check_divisibility(run, world_size)
-    check_pipeline(run, world_size)
+    batch = resolved.batch
+    check_divisibility(resolved)
+    if run.layout.pp > 1:
+        _check_pipeline(run, batch)
     _check_recomputed_blocks(run)
 
 
@@ -67,25 +70,21 @@ def _check_recomputed_blocks(run: RunSpec) -> None:
             )
 
 
-def check_pipeline(run: RunSpec, world_size: int) -> None:
+def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:
     """Raise UserError if a pipeline cannot run this model, or its schedule this number of micro-batches."""
     layout = run.layout
-    if layout.pp == 1:
-        return
-    batch_plan = plan_batch(run, world_size)
+    micro_batches = batch.gradient_accumulation_steps
     layers_per_stage(run)
     try:
-        schedule = layout_schedule(layout, batch_plan.gradient_accumulation_steps)
+        schedule = layout_schedule(layout, micro_batches)
     except UserError as error:
         if layout.schedule_file is not None:
             raise
-        problem = (
-            f"cannot run a step of {batch_plan.gradient_accumulation_steps} micro-batches: the number {error.problem}"
-        )
+        problem = f"cannot run a step of {micro_batches} micro-batches: the number {error.problem}"
         fix = "change layout.micro_batch_size or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix=fix) from None
     supports_uneven = layout.schedule_file is None and SCHEDULES[layout.schedule].supports_uneven_micro_batches
-    if not supports_uneven and batch_plan.global_batch_size % (batch_plan.dp_size * batch_plan.micro_batch_size):
+    if not supports_uneven and not batch.has_equal_micro_batches:
         name = layout.schedule_file or layout.schedule
         raise UserError(
             "training.tokens_per_step",

@@ -13,25 +13,24 @@ from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collect
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.model_state import zero_gradient_bytes
-from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
+from phalanx.spec.parallel_dims import uses_model_parallelism
 from phalanx.spec.parameter_shapes import (
     Shapes,
     is_muon_parameter,
     num_elements,
     parameter_shapes,
 )
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, parameter_shardings, rows_on_rank
 
 
-def traffic_by_role(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
+def traffic_by_role(resolved: ResolvedRun) -> dict[str, list[Traffic]]:
     """Return traffic by role, as in `rank_memory`: of the fullest rank of each role.
 
     The role is "rank"; with a parameter server "server" and "worker"; in a pipeline "pp0", "pp1", ... by pipeline rank.
@@ -41,49 +40,46 @@ def traffic_by_role(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     shards are sent with padding, and counted with padding. Raises UserError if `world_size` ranks cannot run the
     layout.
     """
-    return {role: _merge_rows(rows) for role, rows in traffic_by_group(run, world_size).items()}
+    return {role: _merge_rows(rows) for role, rows in traffic_by_group(resolved).items()}
 
 
-def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, list[Traffic]]:
+def traffic_by_group(resolved: ResolvedRun, rank: int = 0) -> dict[str, list[Traffic]]:
     """Return traffic by role as in `traffic_by_role`, with one row per process group.
 
-    Args:
-        world_size: Number of ranks.
-        rank: Rank whose shards of tensors count. The default is the first and fullest rank of each role.
+    The shards of tensors are those of `rank`: by default the first and fullest rank of each role.
     """
-    check_layout(run, world_size)
+    run = resolved.run
+    check_layout(resolved)
     layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
+    dims = resolved.dims
     shapes = parameter_shapes(run.model)
     if layout.data_parallel == "parameter_server":
         return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], workers=dims.dp_size)
     coordinates = dims.coordinates(rank)
-    stage_tensors = rank_tensors(run, world_size, coordinates["tp"])
+    stage_tensors = rank_tensors(resolved, coordinates["tp"])
     shard_index = coordinates["dp_shard"] * dims.cp + coordinates["cp"]
     traffic = [
         [
             row
-            for row in [*_data_parallel_traffic(run, world_size, tensors, shard_index=shard_index), *model_parallel]
+            for row in [*_data_parallel_traffic(resolved, tensors, shard_index=shard_index), *model_parallel]
             if row.bytes
         ]
-        for tensors, model_parallel in zip(
-            stage_tensors, model_parallel_traffic(run, world_size, stage_tensors), strict=True
-        )
+        for tensors, model_parallel in zip(stage_tensors, model_parallel_traffic(resolved, stage_tensors), strict=True)
     ]
     return {"rank": traffic[0]} if layout.pp == 1 else {f"pp{pp_rank}": rows for pp_rank, rows in enumerate(traffic)}
 
 
-def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, shard_index: int) -> list[Traffic]:
+def _data_parallel_traffic(resolved: ResolvedRun, rank: RankTensors, shard_index: int) -> list[Traffic]:
     """Return a rank's data-parallel traffic of parameters and gradients.
 
     `shard_index` is the index of the rank among the ranks that shard the same parameters.
     """
+    run = resolved.run
     layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
-    data_dims = dims.with_cp_as_data_parallel(layout)
-    batch_plan = plan_batch(run, world_size)
+    dims = resolved.dims
+    data_dims = resolved.data_dims
     # In a pipeline, gradients are reduced once per step.
-    num_reductions = batch_plan.gradient_accumulation_steps if layout.pp == 1 else 1
+    num_reductions = resolved.micro_batches if layout.pp == 1 else 1
     expert_shards = (
         rank.expert_shards
         if layout.data_parallel in SHARDED_STRATEGIES
@@ -96,9 +92,8 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
         ranks,
         replicas=data_dims.dp_replicate,
         num_reductions=num_reductions,
-        calls=count_collectives(run, rank, data_dims),
+        calls=count_collectives(resolved, rank),
     )
-    expert_calls = count_collectives(run, rank, data_dims, for_experts=True)
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
         for row in _sharded_traffic(
@@ -107,13 +102,10 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
             expert_shards,
             replicas=data_dims.dp_replicate,
             num_reductions=num_reductions,
-            calls=expert_calls,
+            calls=count_collectives(resolved, rank, for_experts=True),
         )
     ]
-    partial = _partial_gradient_traffic(
-        rank, run, data_dims, shard_index=shard_index, micro_batches=batch_plan.gradient_accumulation_steps
-    )
-    return [*dense, *experts, *partial]
+    return [*dense, *experts, *_partial_gradient_traffic(resolved, rank, shard_index)]
 
 
 def _sharded_traffic(
@@ -172,15 +164,15 @@ def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
     return [replace(row, calls=count * row.calls) for row in traffic]
 
 
-def _partial_gradient_traffic(
-    rank: RankTensors, run: RunSpec, data_dims: ParallelDims, shard_index: int, micro_batches: int
-) -> list[Traffic]:
+def _partial_gradient_traffic(resolved: ResolvedRun, rank: RankTensors, shard_index: int) -> list[Traffic]:
     """Return the traffic of gradients that tensor-parallel ranks hold as partial sums, by group."""
+    run = resolved.run
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
-    is_zero = run_strategy(run, data_dims) in ZERO_STRATEGIES
-    bytes_per_element = zero_gradient_bytes(precision, micro_batches) if is_zero else STATE_BYTES[precision]
+    bytes_per_element = STATE_BYTES[precision]
+    if resolved.strategy in ZERO_STRATEGIES:
+        bytes_per_element = zero_gradient_bytes(precision, resolved.micro_batches)
     shardings = parameter_shardings(run.model, layout)
     for name, shape in rank.dense.items():
         sharding = shardings[name]

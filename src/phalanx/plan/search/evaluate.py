@@ -29,7 +29,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_toml_value
 from phalanx.spec.layout import CheckpointingName, Layout
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 def parse_layout(text: str) -> Layout:
@@ -60,18 +60,17 @@ def layout_to_text(layout: Layout) -> str:
     return ",".join(f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
 
 
-def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
+def evaluate_layout(resolved: ResolvedRun, layout: Layout) -> EvaluatedLayout:
     """Return the predicted cost of a given layout.
 
     Raises UserError if the layout cannot run, or the planner does not support it.
     """
-    layout_run = run.replace(layout=layout)
-    check_layout(layout_run, world_size)
-    evaluated = evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
-    return with_exact_memory(run, world_size, evaluated)
+    resolved = ResolvedRun(resolved.run.replace(layout=layout), resolved.world_size)
+    check_layout(resolved)
+    return with_exact_memory(resolved, evaluate(resolved, [candidate_from_run(resolved)])[0])
 
 
-def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
+def evaluate_layout_text(resolved: ResolvedRun, text: str) -> EvaluatedLayout:
     """Return the predicted cost of the layout in a user's text (`parse_layout`).
 
     The offload directory is that of the run if the text has none. A row must be of a plan with the same ranks and
@@ -80,8 +79,8 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     """
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
-        layout = layout.replace(offload_directory=run.layout.offload_directory)
-    evaluated = evaluate_layout(run, world_size, layout)
+        layout = layout.replace(offload_directory=resolved.run.layout.offload_directory)
+    evaluated = evaluate_layout(resolved, layout)
     row = normalize_row(text)
     require(
         layout_of_row(text) is None or row == str(evaluated.candidate),
@@ -93,22 +92,22 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     return evaluated
 
 
-def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
+def can_run(resolved: ResolvedRun, candidate: CandidateLayout) -> bool:
     """Return whether Phalanx can train a layout."""
     try:
-        check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
+        check_layout(resolved.with_layout(candidate.layout()))
     except UserError:
         return False
     return True
 
 
-def with_exact_memory(run: RunSpec, world_size: int, evaluated: EvaluatedLayout) -> EvaluatedLayout:
+def with_exact_memory(resolved: ResolvedRun, evaluated: EvaluatedLayout) -> EvaluatedLayout:
     """Return an option with Phalanx's exact memory, as `phalanx memory` counts it.
 
     The exact count can exceed the estimate, which is for any trainer.
     """
-    layout_run = run.model_copy(update={"layout": evaluated.candidate.layout()})
-    return with_counted_memory(run.cluster, evaluated, list(rank_memory(layout_run, world_size).values()))
+    memories = rank_memory(resolved.with_layout(evaluated.candidate.layout()))
+    return with_counted_memory(resolved.run.cluster, evaluated, list(memories.values()))
 
 
 def with_counted_memory(
@@ -193,16 +192,17 @@ class LayoutPredictions:
         return np.broadcast_to(column, self.jobs.count)
 
 
-def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
+def predict_layouts(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> LayoutPredictions:
     """Predict time and memory of some layouts; at least one."""
-    return LayoutPredictions(run.cluster, candidate_jobs(run, world_size, layouts))
+    return LayoutPredictions(resolved.run.cluster, candidate_jobs(resolved, layouts))
 
 
-def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
+def evaluate(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
     """Return the predicted cost of each layout, in their order."""
+    run = resolved.run
     if not layouts:
         return []
-    predictions = predict_layouts(run, world_size, layouts)
+    predictions = predict_layouts(resolved, layouts)
     columns = {
         "seconds": predictions.time.total,
         "interval_factor": predictions.interval_factor,
@@ -227,7 +227,7 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         values = _values_at(columns, index)
         stages = {name: _values_at(stage, index) for name, stage in bytes_by_stage.items()}
         tokens_per_second = run.training.tokens_per_step / values["seconds"]
-        utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=world_size)
+        utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=resolved.world_size)
         repeated_flops = values["recomputed_fraction"] * recomputed_flops[candidate.activation_checkpointing]
         evaluated_layouts.append(
             EvaluatedLayout(
