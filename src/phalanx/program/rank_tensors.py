@@ -62,7 +62,7 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
     layout = run.layout
     dims = resolved.dims
     num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
-    expert_replicas = dims.dp_size * dims.cp * dims.tp // dims.ep // num_copies
+    expert_replicas = dims.expert_dp_size // num_copies
     full_shapes = parameter_shapes(spec)
     shardings = parameter_shardings(spec, layout)
     shapes = {

@@ -273,6 +273,16 @@ def _check_recomputed_blocks(layout: Layout) -> None:
         raise UserError("layout.recomputed_blocks", list(layout.recomputed_blocks), problem, fix)
 
 
+def without_inapplicable_options(layout: Layout) -> Layout:
+    """Return the layout without the options that its data-parallel strategy, or a pipeline, does not have."""
+    fields = [field for field, strategies in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in strategies]
+    fields += INVALID_IN_PIPELINE if layout.pp > 1 else ()
+    unset = {field: Layout.model_fields[field].default for field in fields}
+    if "offload" in unset:
+        unset["offload_directory"] = None
+    return layout.model_copy(update=unset)
+
+
 def check_supported(layout: Layout) -> None:
     """Raise UserError for a value that training does not support yet."""
     if layout.pp > 1 and layout.data_parallel not in PIPELINE_DATA_STRATEGIES:

@@ -67,6 +67,11 @@ class ParallelDims:
         """Number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def expert_dp_size(self) -> int:
+        """Number of ranks of a stage that have the same experts."""
+        return self.dp_size * self.cp * self.tp // self.ep
+
     def with_cp_as_data_parallel(self, layout: Layout) -> ParallelDims:
         """Return these dimensions with context-parallel ranks counted as data-parallel.
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from math import lcm, prod
+from math import prod
 from typing import Literal
 
-from phalanx.spec.attention_backend import has_window, smallest_window
-from phalanx.spec.base import divisors
-from phalanx.spec.errors import UserError
 from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, blocks
 from phalanx.spec.parts.model import model_parameters
 from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
-from phalanx.spec.resolved_run import ResolvedRun
-
-FP8_MULTIPLE = 16
-"""Divisor of the rows and columns that products in float8 (`torch._scaled_mm`) accept."""
 
 
 @dataclass(frozen=True)
@@ -137,155 +130,3 @@ def max_shard_elements(shape: tuple[int, ...], ranks: int) -> int:
     """
     axis = data_parallel_axis(shape, ranks)
     return -(-shape[axis] // ranks) * prod(shape[:axis]) * prod(shape[axis + 1 :])
-
-
-def check_divisibility(resolved: ResolvedRun) -> None:
-    """Raise UserError for a model that cannot be divided among the ranks.
-
-    Checks heads, widths, vocabulary, experts and tokens.
-    """
-    run = resolved.run
-    spec = run.model
-    layout = run.layout
-    if layout.tp > 1:
-        _check_tensor(spec, layout, run.training.seq_len)
-    if run.training.precision == "fp8":
-        for layer in distinct_layers(spec):
-            _check_fp8(layer, layout)
-    if spec.moe is not None and spec.moe.capacity_factor is not None:
-        _check_capacity(layout, spec.moe.capacity_factor)
-    if layout.ep > 1:
-        _check_experts(resolved)
-    if layout.tp > 1 and layout.gradient_compression == "powersgd":
-        problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
-        raise UserError("layout.gradient_compression", "powersgd", problem, "remove layout.gradient_compression")
-    if layout.cp > 1:
-        _check_context(spec, layout, run.training.seq_len)
-
-
-def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    layers = distinct_layers(spec)
-    for layer in layers:
-        _check_layer(layer, layout, seq_len)
-    kv_heads = [layer.num_kv_heads for layer in layers]
-    replications = {Cut(heads, copied_below=True).replication(layout.tp) for heads in kv_heads}
-    if len(replications) > 1 and layout.tp_attention == "split":
-        fewest = min(kv_heads)
-        problem = "exceeds the key/value heads of some kinds of layers, but not of others"
-        raise UserError("layout.tp", layout.tp, problem, f"use {fewest} or less, or kinds with equal num_kv_heads")
-    rows = -(-spec.vocab_size // layout.tp)
-    if (layout.tp - 1) * rows >= spec.vocab_size:
-        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
-        fix = "use a smaller tensor-parallel degree, or a larger vocabulary"
-        raise UserError("layout.tp", layout.tp, problem, fix)
-
-
-def _check_layer(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    """Check the heads and widths of a layer (`spec.layers`), which tensor-parallel ranks share."""
-    tp = layout.tp
-    widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
-    if spec.moe is None:
-        widths["model.ffn_hidden_size"] = spec.ffn_hidden_size
-    elif layout.ep == 1:
-        widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
-    elif spec.moe.num_shared_experts:
-        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
-        widths["model.moe.expert_ffn_size x num_shared_experts"] = shared_width
-    if layout.sequence_parallel:
-        widths["training.seq_len"] = seq_len
-    alternatives = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
-    for field, size in widths.items():
-        if size % tp:
-            alternative = f", or layout.{alternatives[field]}" if field in alternatives else ""
-            fix = f"use a tensor-parallel degree that divides {field}{alternative}"
-            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
-    problem = ""
-    if layout.tp_attention == "gathered":
-        width = spec.num_heads * spec.head_dim
-        if spec.num_kv_heads != spec.num_heads:
-            problem = f"requires model.num_kv_heads ({spec.num_kv_heads}) to equal model.num_heads ({spec.num_heads})"
-        elif width % tp:
-            problem = f"requires model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({tp})"
-        elif layout.cp > 1:
-            problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
-        if problem:
-            fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
-            raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
-    elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
-        raise UserError("layout.tp", tp, problem, "use a divisor or a multiple of model.num_kv_heads")
-
-
-def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
-    """Check the widths of a layer's products in float8, each of which some ranks share."""
-    tp = layout.tp
-    kv_ranks = tp if layout.tp_attention == "gathered" else min(tp, spec.num_kv_heads)
-    widths = {
-        "model.hidden_size": (spec.hidden_size, 1),
-        "model.num_heads x head_dim": (spec.num_heads * spec.head_dim, tp),
-        "model.num_kv_heads x head_dim": (spec.num_kv_heads * spec.head_dim, kv_ranks),
-    }
-    if spec.moe is None:
-        widths["model.ffn_hidden_size"] = (spec.ffn_hidden_size, tp)
-    else:
-        widths["model.moe.expert_ffn_size"] = (spec.moe.expert_ffn_size, 1 if layout.ep > 1 else tp)
-        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
-        widths["model.moe.expert_ffn_size x num_shared_experts"] = (shared_width, tp)
-    for field, (size, ranks) in widths.items():
-        if size % (FP8_MULTIPLE * ranks):
-            per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
-            problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {size}"
-            smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
-            fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
-            raise UserError("training.precision", "fp8", problem, fix)
-
-
-def _check_capacity(layout: Layout, capacity_factor: float) -> None:
-    if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
-        sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
-        requirement = ", which layout.ep requires with layout.tp," if layout.cp == 1 < layout.ep else ""
-        problem = f"requires full sequences on each rank, but {sharing_option}{requirement} splits sequences"
-        alternative = ", layout.ep or layout.tp" if requirement else f" or {sharing_option}"
-        fix = f"remove model.moe.capacity_factor{alternative}"
-        raise UserError("model.moe.capacity_factor", capacity_factor, problem, fix)
-
-
-def _check_experts(resolved: ResolvedRun) -> None:
-    run = resolved.run
-    layout = run.layout
-    ep = layout.ep
-    moe = run.model.moe
-    if moe is None:
-        raise UserError("layout.ep", ep, "cannot be combined with a model without experts", "set layout.ep = 1")
-    if moe.num_experts % ep:
-        problem = f"does not divide model.moe.num_experts ({moe.num_experts})"
-        raise UserError("layout.ep", ep, problem, f"use one of {', '.join(map(str, divisors(moe.num_experts)))}")
-    if layout.tp > 1 and not layout.sequence_parallel:
-        problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
-        raise UserError("layout.ep", ep, problem, "set layout.sequence_parallel = true")
-    # Ranks that exchange tokens for experts must have equal numbers of micro-batches.
-    if (layout.cp * layout.tp) % ep and not resolved.batch.has_equal_micro_batches:
-        problem = f"results in different numbers of micro-batches per rank; layout.ep = {ep} requires equal numbers"
-        fix = "use a multiple of micro-batch size x data-parallel ranks x training.seq_len"
-        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
-
-
-def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    cp = layout.cp
-    num_chunks = cp * (2 if layout.cp_method == "ring" else 1)
-    required_multiple = lcm(num_chunks, cp * (layout.tp if layout.sequence_parallel else 1))
-    if seq_len % required_multiple:
-        problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
-        nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
-        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
-    if layout.cp_method == "ring" and has_window(spec, seq_len):
-        window = smallest_window(spec)
-        problem = f"does not support the windows of model.sliding_window ({window})"
-        fix = f'use "ulysses", or training.seq_len = {window} or less'
-        raise UserError("layout.cp_method", "ring", problem, fix)
-    for layer in distinct_layers(spec):
-        heads = layer.num_heads // layout.tp
-        kv = max(1, layer.num_kv_heads // layout.tp)
-        if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
-            problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
-            raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')

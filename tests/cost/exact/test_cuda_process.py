@@ -115,6 +115,6 @@ def test_step_of_muon_is_planned_as_on_cpu_when_device_is_auto():
     """Everything else in a run with a CPU preset and `cluster.device = "auto"` is planned for a CPU."""
     run = make_run("cpu", data_parallel="zero1")
     run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"name": "muon"})})
-    tensors = rank_tensors(ResolvedRun(run, 8))[0]
-    steps = [optimizer_step_bytes(run.on_device(device), tensors, "zero1") for device in ("auto", "cpu", "cuda")]
+    resolved = [ResolvedRun(run.on_device(device), 8) for device in ("auto", "cpu", "cuda")]
+    steps = [optimizer_step_bytes(each, rank_tensors(each)[0]) for each in resolved]
     assert steps[0] == steps[1] != steps[2]

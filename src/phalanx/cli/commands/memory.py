@@ -15,7 +15,6 @@ from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
-from phalanx.cost.exact.layout_checks import require_planned_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.launch.recomputation import resolve_recomputation
@@ -27,11 +26,12 @@ from phalanx.plan.search.oom_risk import (
     describe_memory_limit,
     ranks_oom_probability,
 )
+from phalanx.program.layout_checks import require_planned_layout
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import GIB, format_si, plural
-from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout, describe_recomputation
+from phalanx.spec.layout import Layout, describe_recomputation, without_inapplicable_options
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
@@ -139,21 +139,12 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
 
 def _replace_strategy(layout: Layout, strategy: Strategy, world_size: int) -> Layout | None:
     """Return the layout with another strategy, without inapplicable options; None if it cannot exist."""
-    unset = {
-        field: Layout.model_fields[field].default
-        for field, strategies in VALID_DATA_STRATEGIES.items()
-        if strategy not in strategies
-    }
-    if unset.get("offload"):
-        unset["offload_directory"] = None
-    shards = [
-        size
-        for size in divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
-        if size * layout.cp * layout.tp % layout.ep == 0
-    ]
-    if strategy == "hsdp":
-        return layout.replace(**unset, data_parallel=strategy, dp_shard=shards[-1]) if shards else None
-    return layout.replace(**unset, data_parallel=strategy)
+    layout = without_inapplicable_options(layout.model_copy(update={"data_parallel": strategy}))
+    if strategy != "hsdp":
+        return layout
+    sizes = divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
+    shards = [size for size in sizes if size * layout.cp * layout.tp % layout.ep == 0]
+    return layout.model_copy(update={"dp_shard": shards[-1]}) if shards else None
 
 
 def _count_layout_memory(resolved: ResolvedRun, is_own: bool) -> list[MemoryRow]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line
-from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
+from phalanx.program.layout_checks import assume_no_recomputation, check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural

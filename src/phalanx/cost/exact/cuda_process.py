@@ -14,7 +14,6 @@ from phalanx.spec.layout import ZERO_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
-from phalanx.spec.run import RunSpec
 
 CONTEXT_BYTES = 426 * 2**20
 """Memory of an idle process whose kernels are loaded at first use.
@@ -47,15 +46,17 @@ def nccl_bytes(resolved: ResolvedRun) -> int:
 
     Between nodes, sends share one small buffer (NVIDIA/nccl issue 1450), which is not counted.
     """
-    run = resolved.run
     if resolved.world_size == 1:
         return 0
     dims = resolved.dims
-    return (
-        _num_collective_groups(run, dims) * COLLECTIVE_BYTES
-        + _num_peers(run, dims) * PEER_BYTES
-        + _num_pipeline_peers(run, dims) * PIPELINE_PEER_BYTES
-    )
+    sizes = [resolved.data_dims.dp_shard, resolved.data_dims.dp_replicate, dims.tp]
+    if dims.ep > 1:
+        sizes.append(dims.expert_dp_size)
+    # All ranks, and smaller groups of every axis, reduce or gather.
+    num_groups = 1 + sum(1 < size < dims.world_size for size in sizes)
+    # A pipeline has two groups, one per direction, each with two neighbors, or one in a pipeline of two stages.
+    num_neighbors = 2 * min(2, dims.pp - 1, resolved.run.cluster.fast_link_domain_size - 1)
+    return num_groups * COLLECTIVE_BYTES + _num_peers(resolved) * PEER_BYTES + num_neighbors * PIPELINE_PEER_BYTES
 
 
 def gap_bytes(resolved: ResolvedRun, rank: RankTensors, largest_sum: int) -> int:
@@ -76,45 +77,29 @@ def gap_bytes(resolved: ResolvedRun, rank: RankTensors, largest_sum: int) -> int
     return round(LOST_SHARE * max(largest_sum, logits_bytes if has_head else 0))
 
 
-def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
-    """Return the number of groups that reduce or gather: all ranks, and smaller groups of every axis."""
-    data_dims = dims.with_cp_as_data_parallel(run.layout)
-    sizes = [data_dims.dp_shard, data_dims.dp_replicate, dims.tp]
-    if dims.ep > 1:
-        sizes.append(dims.dp_size * dims.cp * dims.tp // dims.ep)
-    return 1 + sum(1 < size < dims.world_size for size in sizes)
-
-
-def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
+def _num_peers(resolved: ResolvedRun) -> int:
     """Return the number of fast-link peers that a rank sends to in rings and all-to-alls, over all groups.
 
     A reduce-scatter of bf16 is an all-to-all (`parallel.comm.collectives.ReduceScatter`), and Muon exchanges its
     matrices by all-to-alls.
     """
+    run = resolved.run
     layout = run.layout
+    dims = resolved.dims
     domain = run.cluster.fast_link_domain_size
     in_stage = _stage_ranks_in_domain(dims, domain)
     is_bf16 = run.training.precision in BF16_PRECISIONS
     has_muon = run.optimizer.name == "muon"
     reduces_bf16 = is_bf16 and layout.data_parallel in ZERO_STRATEGIES
-    data_dims = dims.with_cp_as_data_parallel(layout)
     cp_peers = _peers(dims.cp, domain // dims.tp)
     peers = (min(2, cp_peers) if layout.cp_method == "ring" else cp_peers) + _peers(dims.ep, in_stage)
     if reduces_bf16 or has_muon:
-        peers += _peers(data_dims.dp_shard, in_stage // dims.tp)
+        peers += _peers(resolved.data_dims.dp_shard, in_stage // dims.tp)
     if reduces_bf16 and dims.ep > 1:
-        peers += _peers(dims.dp_size * dims.cp * dims.tp // dims.ep, in_stage // dims.ep)
+        peers += _peers(dims.expert_dp_size, in_stage // dims.ep)
     if (is_bf16 and layout.sequence_parallel) or has_muon:
         peers += _peers(dims.tp, domain)
     return peers
-
-
-def _num_pipeline_peers(run: RunSpec, dims: ParallelDims) -> int:
-    """Return the number of neighbors in a pipeline's two groups, one per direction.
-
-    Each group has two neighbors, or one in a pipeline of two stages.
-    """
-    return 2 * min(2, dims.pp - 1, run.cluster.fast_link_domain_size - 1)
 
 
 def _peers(group_size: int, num_in_domain: int) -> int:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from math import prod
 
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
-from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.model_state import zero_gradient_bytes
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.program.layout_checks import check_layout
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
@@ -76,16 +76,12 @@ def _data_parallel_traffic(resolved: ResolvedRun, rank: RankTensors, shard_index
     """
     run = resolved.run
     layout = run.layout
-    dims = resolved.dims
     data_dims = resolved.data_dims
     # In a pipeline, gradients are reduced once per step.
     num_reductions = resolved.micro_batches if layout.pp == 1 else 1
-    expert_shards = (
-        rank.expert_shards
-        if layout.data_parallel in SHARDED_STRATEGIES
-        else dims.dp_size * dims.cp * dims.tp // dims.ep
-    )
-    ranks = data_dims.dp_shard if layout.data_parallel in SHARDED_STRATEGIES else data_dims.dp_size
+    is_sharded = layout.data_parallel in SHARDED_STRATEGIES
+    expert_shards = rank.expert_shards if is_sharded else resolved.dims.expert_dp_size
+    ranks = data_dims.dp_shard if is_sharded else data_dims.dp_size
     dense = _sharded_traffic(
         rank.dense,
         run,

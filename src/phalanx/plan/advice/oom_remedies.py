@@ -26,13 +26,13 @@ from phalanx.plan.advice.papers import (
 )
 from phalanx.plan.search.candidates import ZERO_STAGES
 from phalanx.plan.search.enumerate_layouts import choose_rank_order
+from phalanx.program.layout_checks import check_divisibility
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, CheckpointingName, Layout
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, without_inapplicable_options
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import check_divisibility
 
 MAX_DEVICE_MULTIPLE = 64
 """Maximum multiple of the devices that the last remedy tries."""
@@ -58,16 +58,7 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     if changes.get("pp", run.layout.pp) != run.layout.pp:
         changes = {**changes, "recomputed_blocks": None}  # the ranks have other blocks
     layout = run.layout.model_copy(update=changes)
-    meaningless_fields = [
-        field
-        for field, valid_strategies in VALID_DATA_STRATEGIES.items()
-        if layout.data_parallel not in valid_strategies
-    ]
-    meaningless_fields += INVALID_IN_PIPELINE if layout.pp > 1 else ()
-    unset = {field: Layout.model_fields[field].default for field in meaningless_fields}
-    if unset.get("offload"):
-        unset["offload_directory"] = None
-    return run.model_copy(update={"layout": layout.model_copy(update=unset)})
+    return run.model_copy(update={"layout": without_inapplicable_options(layout)})
 
 
 def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer, with_comment_header
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
@@ -15,7 +14,7 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
-from phalanx.program.pipeline_split import layers_per_stage
+from phalanx.program.layout_checks import check_layout
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
@@ -110,5 +109,4 @@ def _build_export_job(resolved: ResolvedRun, trainer: Trainer) -> ExportJob:
             fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, "
             "or another layout.micro_batch_size",
         )
-    stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
-    return ExportJob(run, resolved.dims, batch, stages)
+    return ExportJob(run, resolved.world_size)

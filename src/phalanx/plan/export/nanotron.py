@@ -71,8 +71,8 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         "tokens": {
             "sequence_length": run.training.seq_len,
             "train_steps": run.training.steps,
-            "micro_batch_size": job.batch_plan.micro_batch_size,
-            "batch_accumulation_per_replica": job.batch_plan.gradient_accumulation_steps,
+            "micro_batch_size": job.batch.micro_batch_size,
+            "batch_accumulation_per_replica": job.batch.gradient_accumulation_steps,
         },
         "optimizer": _build_optimizer_table(job),
         "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": interval},
@@ -83,7 +83,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     memory = keeps_in_addition("nanotron", gradients, ACTIVATION_OUTPUTS, "logits of the loss in fp32")
     notes = [memory, *common_notes(job, "nanotron", "layout.bucket_mb")]
     notes.append("dataset: null trains on synthetic tokens. Weight decay also applies to vectors.")
-    if job.sizes.pp > 1:
+    if job.dims.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron splits the pipeline itself; here stages have {layers} layers.")
     return ExportedConfig("\n".join(_format_yaml_lines(tables)) + "\n", notes)
@@ -91,7 +91,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
 
 def _build_parallelism_table(job: ExportJob) -> Table:
     layout = job.run.layout
-    sizes = job.sizes
+    sizes = job.dims
     uses_sequence_parallel = sizes.tp > 1 and layout.sequence_parallel
     return {
         "dp": sizes.dp_size,

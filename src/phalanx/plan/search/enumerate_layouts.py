@@ -9,6 +9,7 @@ from typing import NamedTuple
 from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
+from phalanx.program.layout_checks import check_divisibility
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import (
@@ -22,7 +23,6 @@ from phalanx.spec.layout import (
 from phalanx.spec.pipeline_schedules import ScheduleName
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import check_divisibility
 
 ENUMERATED_METHODS: tuple[CheckpointingName, ...] = ("none", "selective", "full")
 """Methods of recomputation of all layouts."""

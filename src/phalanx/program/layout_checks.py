@@ -1,0 +1,256 @@
+"""Rules that a layout must obey to run a model on a number of ranks.
+
+`spec.layout` has the rules for its options alone, `spec.parallel_dims` those for the number of ranks, and `spec.batch`
+those for the sequences of a step.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
+from phalanx.schedule.registry import layout_schedule
+from phalanx.spec.attention_backend import has_window, smallest_window
+from phalanx.spec.base import divisors, require
+from phalanx.spec.batch import BatchPlan
+from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
+from phalanx.spec.layers import distinct_layers
+from phalanx.spec.layout import FSDP_STRATEGIES, Layout, check_supported
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.operations import Cut, Value
+from phalanx.spec.pipeline_schedules import SCHEDULES, V_SCHEDULES, quote_names
+from phalanx.spec.resolved_run import ResolvedRun
+from phalanx.spec.run import RunSpec
+
+FP8_MULTIPLE = 16
+"""Divisor of the rows and columns that products in float8 (`torch._scaled_mm`) accept."""
+PER_HEAD = " x head_dim"
+FIELD_OF_OUTPUT = {
+    "wq.weight": f"model.num_heads{PER_HEAD}",
+    **dict.fromkeys(("wk.weight", "wv.weight"), f"model.num_kv_heads{PER_HEAD}"),
+    **dict.fromkeys(("gate.weight", "up.weight"), "model.ffn_hidden_size"),
+    **dict.fromkeys(("experts.gate", "experts.up"), "model.moe.expert_ffn_size"),
+    **dict.fromkeys(("shared.gate.weight", "shared.up.weight"), "model.moe.expert_ffn_size x num_shared_experts"),
+}
+"""Fields that determine the width of a product's output, by its matrix; of all other products, the hidden size does."""
+
+
+def require_resolved_layout(run: RunSpec) -> None:
+    """Raise UserError if the run's layout or its recomputation is "auto" and not yet chosen."""
+    require_planned_layout(run)
+    require(
+        not run.layout.auto_checkpointing,
+        "layout.activation_checkpointing",
+        "auto",
+        problem="is chosen by the planner, which this command does not run",
+        fix="set the value that `phalanx train RUN.toml --print-config` prints",
+    )
+
+
+def require_planned_layout(run: RunSpec) -> None:
+    """Raise UserError if the run's layout is "auto" and not yet chosen."""
+    require(
+        not run.auto_layout,
+        "layout",
+        "auto",
+        problem="is chosen by the planner, which this command does not run",
+        fix="use phalanx train, or save a layout with phalanx plan RUN.toml --out FILE",
+    )
+
+
+def assume_no_recomputation(run: RunSpec) -> RunSpec:
+    """Return the run without recomputation if it is "auto", for results that do not depend on it."""
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"auto_checkpointing": False})})
+
+
+def check_layout(resolved: ResolvedRun) -> None:
+    """Raise UserError if `world_size` ranks cannot run the layout with this model and batch size."""
+    run = resolved.run
+    require_resolved_layout(run)
+    check_supported(run.layout)
+    batch = resolved.batch
+    check_divisibility(resolved)
+    if run.layout.pp > 1:
+        _check_pipeline(run, batch)
+    _check_recomputed_blocks(run)
+
+
+def _check_recomputed_blocks(run: RunSpec) -> None:
+    """Raise UserError if more blocks recompute activations than a rank has."""
+    counts = run.layout.recomputed_blocks
+    if counts is None:
+        return
+    blocks = [len(layers) for layers in layers_per_rank(run)]
+    for count, limit in zip(counts, blocks, strict=True) if isinstance(counts, tuple) else [(counts, max(blocks))]:
+        if count > limit:
+            rank = "a pipeline rank" if run.layout.pp > 1 else "the model"
+            fix = f"use at most {limit}"
+            raise UserError(
+                "layout.recomputed_blocks", counts, f"exceeds the {plural(limit, 'block')} of {rank}", fix=fix
+            )
+
+
+def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:
+    """Raise UserError if a pipeline cannot run this model, or its schedule this number of micro-batches."""
+    layout = run.layout
+    micro_batches = batch.gradient_accumulation_steps
+    layers_per_stage(run)
+    try:
+        schedule = layout_schedule(layout, micro_batches)
+    except UserError as error:
+        if layout.schedule_file is not None:
+            raise
+        problem = f"cannot run a step of {micro_batches} micro-batches: the number {error.problem}"
+        fix = "change layout.micro_batch_size or training.tokens_per_step"
+        raise UserError("layout.schedule", layout.schedule, problem, fix=fix) from None
+    supports_uneven = layout.schedule_file is None and SCHEDULES[layout.schedule].supports_uneven_micro_batches
+    if not supports_uneven and not batch.has_equal_micro_batches:
+        name = layout.schedule_file or layout.schedule
+        raise UserError(
+            "training.tokens_per_step",
+            run.training.tokens_per_step,
+            f'results in different numbers of micro-batches per rank, which schedule "{name}" does not support',
+            fix="use a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len",
+        )
+    first, last = schedule.end_ranks
+    if run.model.tie_embeddings and first != last and layout.data_parallel in FSDP_STRATEGIES:
+        raise UserError(
+            "model.tie_embeddings",
+            True,
+            f'requires embedding and head on one rank with layout.data_parallel = "{layout.data_parallel}"',
+            fix=f"use layout.schedule = {quote_names(V_SCHEDULES)}, which have both on one rank, or "
+            'layout.data_parallel = "zero1"',
+        )
+
+
+def check_divisibility(resolved: ResolvedRun) -> None:
+    """Raise UserError for a model that cannot be divided among the ranks.
+
+    Checks heads, widths, vocabulary, experts and tokens.
+    """
+    run = resolved.run
+    spec = run.model
+    layout = run.layout
+    if layout.tp > 1:
+        _check_tensor(spec, layout, run.training.seq_len)
+    if run.training.precision == "fp8":
+        _check_fp8(spec, layout)
+    if spec.moe is not None and spec.moe.capacity_factor is not None:
+        _check_capacity(layout, spec.moe.capacity_factor)
+    if layout.ep > 1:
+        _check_experts(resolved)
+    if layout.tp > 1 and layout.gradient_compression == "powersgd":
+        problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
+        raise UserError("layout.gradient_compression", "powersgd", problem, "remove layout.gradient_compression")
+    if layout.cp > 1:
+        _check_context(spec, layout, run.training.seq_len)
+
+
+def _product_outputs(spec: ModelSpec, layout: Layout) -> list[tuple[str, Value]]:
+    """Return the outputs of the products in a block of each kind, except precise ones, with their fields."""
+    parts = [branch.part for block in dict.fromkeys(blocks(spec, layout)) for branch in block]
+    products = [product for part in parts for product in part.linears if not product.is_precise]
+    matrices = (next(iter(product.named_parameters)) for product in products)
+    fields = (FIELD_OF_OUTPUT.get(name, "model.hidden_size") for name in matrices)
+    return [(field, product.writes) for field, product in zip(fields, products, strict=True)]
+
+
+def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    """Check all that tensor-parallel ranks share: units of widths, tokens, and rows of the vocabulary."""
+    tp = layout.tp
+    if layout.tp_attention == "gathered":
+        problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})" if layout.cp > 1 else ""
+        for layer in distinct_layers(spec):
+            if layer.num_kv_heads != layer.num_heads:
+                heads = f"model.num_heads ({layer.num_heads})"
+                problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal {heads}"
+        if problem:
+            fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
+            raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
+    cuts = [(field, output.cut) for field, output in _product_outputs(spec, layout) if output.cut is not None]
+    cuts = [(field.removesuffix(PER_HEAD) if cut.unit > 1 else field, cut) for field, cut in cuts]
+    cuts += [("training.seq_len", Cut(seq_len))] if layout.sequence_parallel else []
+    alternatives = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
+    for field, cut in cuts:
+        if cut.units % tp and not cut.copied_below:
+            alternative = f", or layout.{alternatives[field]}" if field in alternatives else ""
+            fix = f"use a tensor-parallel degree that divides {field}{alternative}"
+            raise UserError("layout.tp", tp, f"does not divide {field} ({cut.units})", fix)
+        if cut.units % tp and tp % cut.units:
+            problem = f"neither divides {field} ({cut.units}) nor is a multiple of it"
+            raise UserError("layout.tp", tp, problem, f"use a divisor or a multiple of {field}")
+    copied = [cut for _, cut in cuts if cut.copied_below]
+    if len({cut.replication(tp) for cut in copied}) > 1:
+        problem = "exceeds the key/value heads of some kinds of layers, but not of others"
+        fix = f"use {min(cut.units for cut in copied)} or less, or kinds with equal num_kv_heads"
+        raise UserError("layout.tp", tp, problem, fix)
+    rows = -(-spec.vocab_size // tp)
+    if (tp - 1) * rows >= spec.vocab_size:
+        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
+        fix = "use a smaller tensor-parallel degree, or a larger vocabulary"
+        raise UserError("layout.tp", tp, problem, fix)
+
+
+def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
+    """Check the widths of products in float8, each of which some ranks share."""
+    for field, output in _product_outputs(spec, layout):
+        ranks = layout.tp // output.cut.replication(layout.tp) if output.cut else 1
+        if output.width % (FP8_MULTIPLE * ranks):
+            per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
+            problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {output.width}"
+            smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
+            fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
+            raise UserError("training.precision", "fp8", problem, fix)
+
+
+def _check_capacity(layout: Layout, capacity_factor: float) -> None:
+    if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
+        sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
+        requirement = ", which layout.ep requires with layout.tp," if layout.cp == 1 < layout.ep else ""
+        problem = f"requires full sequences on each rank, but {sharing_option}{requirement} splits sequences"
+        alternative = ", layout.ep or layout.tp" if requirement else f" or {sharing_option}"
+        fix = f"remove model.moe.capacity_factor{alternative}"
+        raise UserError("model.moe.capacity_factor", capacity_factor, problem, fix)
+
+
+def _check_experts(resolved: ResolvedRun) -> None:
+    run = resolved.run
+    layout = run.layout
+    ep = layout.ep
+    moe = run.model.moe
+    if moe is None:
+        raise UserError("layout.ep", ep, "cannot be combined with a model without experts", "set layout.ep = 1")
+    if moe.num_experts % ep:
+        problem = f"does not divide model.moe.num_experts ({moe.num_experts})"
+        raise UserError("layout.ep", ep, problem, f"use one of {', '.join(map(str, divisors(moe.num_experts)))}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
+        raise UserError("layout.ep", ep, problem, "set layout.sequence_parallel = true")
+    # Ranks that exchange tokens for experts must have equal numbers of micro-batches.
+    if (layout.cp * layout.tp) % ep and not resolved.batch.has_equal_micro_batches:
+        problem = f"results in different numbers of micro-batches per rank; layout.ep = {ep} requires equal numbers"
+        fix = "use a multiple of micro-batch size x data-parallel ranks x training.seq_len"
+        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
+
+
+def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    cp = layout.cp
+    num_chunks = cp * (2 if layout.cp_method == "ring" else 1)
+    required_multiple = lcm(num_chunks, cp * (layout.tp if layout.sequence_parallel else 1))
+    if seq_len % required_multiple:
+        problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
+        nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
+        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
+    if layout.cp_method == "ring" and has_window(spec, seq_len):
+        window = smallest_window(spec)
+        problem = f"does not support the windows of model.sliding_window ({window})"
+        fix = f'use "ulysses", or training.seq_len = {window} or less'
+        raise UserError("layout.cp_method", "ring", problem, fix)
+    for layer in distinct_layers(spec):
+        heads = layer.num_heads // layout.tp
+        kv = max(1, layer.num_kv_heads // layout.tp)
+        if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
+            problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
+            raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
