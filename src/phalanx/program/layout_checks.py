@@ -40,24 +40,16 @@ FIELD_OF_OUTPUT = {
 def require_resolved_layout(run: RunSpec) -> None:
     """Raise UserError if the run's layout or its recomputation is "auto" and not yet chosen."""
     require_planned_layout(run)
-    require(
-        not run.layout.auto_checkpointing,
-        "layout.activation_checkpointing",
-        "auto",
-        problem="is chosen by the planner, which this command does not run",
-        fix="set the value that `phalanx train RUN.toml --print-config` prints",
-    )
+    problem = "is chosen by the planner, which this command does not run"
+    fix = "set the value that `phalanx train RUN.toml --print-config` prints"
+    require(not run.layout.auto_checkpointing, "layout.activation_checkpointing", "auto", problem, fix)
 
 
 def require_planned_layout(run: RunSpec) -> None:
     """Raise UserError if the run's layout is "auto" and not yet chosen."""
-    require(
-        not run.auto_layout,
-        "layout",
-        "auto",
-        problem="is chosen by the planner, which this command does not run",
-        fix="use phalanx train, or save a layout with phalanx plan RUN.toml --out FILE",
-    )
+    problem = "is chosen by the planner, which this command does not run"
+    fix = "use phalanx train, or save a layout with phalanx plan RUN.toml --out FILE"
+    require(not run.auto_layout, "layout", "auto", problem, fix)
 
 
 def assume_no_recomputation(run: RunSpec) -> RunSpec:
@@ -108,21 +100,17 @@ def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:
     supports_uneven = layout.schedule_file is None and SCHEDULES[layout.schedule].supports_uneven_micro_batches
     if not supports_uneven and not batch.has_equal_micro_batches:
         name = layout.schedule_file or layout.schedule
-        raise UserError(
-            "training.tokens_per_step",
-            run.training.tokens_per_step,
-            f'results in different numbers of micro-batches per rank, which schedule "{name}" does not support',
-            fix="use a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len",
-        )
+        problem = f'results in different numbers of micro-batches per rank, which schedule "{name}" does not support'
+        fix = "use a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len"
+        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
     first, last = schedule.end_ranks
     if run.model.tie_embeddings and first != last and layout.data_parallel in FSDP_STRATEGIES:
-        raise UserError(
-            "model.tie_embeddings",
-            True,
-            f'requires embedding and head on one rank with layout.data_parallel = "{layout.data_parallel}"',
-            fix=f"use layout.schedule = {quote_names(V_SCHEDULES)}, which have both on one rank, or "
-            'layout.data_parallel = "zero1"',
+        problem = f'requires embedding and head on one rank with layout.data_parallel = "{layout.data_parallel}"'
+        fix = (
+            f"use layout.schedule = {quote_names(V_SCHEDULES)}, which have both on one rank, or "
+            'layout.data_parallel = "zero1"'
         )
+        raise UserError("model.tie_embeddings", True, problem, fix)
 
 
 def check_divisibility(resolved: ResolvedRun) -> None:

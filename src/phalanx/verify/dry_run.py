@@ -61,12 +61,9 @@ def check_traceable(resolved: ResolvedRun) -> None:
         require_trusted(field, component)
     check_layout(resolved)
     if run.layout.max_staleness is not None:
-        raise UserError(
-            "layout.max_staleness",
-            run.layout.max_staleness,
-            "makes the traffic differ from step to step, so it cannot be compared with the plan",
-            fix="remove layout.max_staleness: the traffic of synchronous servers is equal in every step",
-        )
+        problem = "makes the traffic differ from step to step, so it cannot be compared with the plan"
+        fix = "remove layout.max_staleness: the traffic of synchronous servers is equal in every step"
+        raise UserError("layout.max_staleness", run.layout.max_staleness, problem, fix)
 
 
 def trace_ranks(

@@ -187,12 +187,8 @@ def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> li
     run_spec = load_run(run, overrides)
     if run_spec.cluster.nodes > 1:
         fix = "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1"
-        raise UserError(
-            "cluster.nodes",
-            run_spec.cluster.nodes,
-            "is more than the one node whose ranks --collectives starts",
-            fix=fix,
-        )
+        problem = "is more than the one node whose ranks --collectives starts"
+        raise UserError("cluster.nodes", run_spec.cluster.nodes, problem, fix)
     if run_spec.auto_layout:
         run_spec, _ = choose_layout_for(run_spec, nproc or run_spec.cluster.nproc_per_node)
     run_spec = assume_no_recomputation(run_spec)

@@ -101,12 +101,10 @@ def _build_export_job(resolved: ResolvedRun, trainer: Trainer) -> ExportJob:
     batch = resolved.batch
     sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
     if batch.global_batch_size != sequences:
-        raise UserError(
-            "training.tokens_per_step",
-            run.training.tokens_per_step,
+        problem = (
             f"gives ranks unequal shares ({batch.global_batch_size} sequences per step), "
-            f"which {TRAINER_NAMES[trainer]} does not support",
-            fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, "
-            "or another layout.micro_batch_size",
+            f"which {TRAINER_NAMES[trainer]} does not support"
         )
+        fix = f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another layout.micro_batch_size"
+        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
     return ExportJob(run, resolved.world_size)

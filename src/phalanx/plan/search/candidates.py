@@ -171,13 +171,9 @@ def check_precision(run: RunSpec) -> None:
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit and without cluster.calibration, which excludes fp8"
     elif precision == "fp8":
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit, such as --machine h100"
-    require(
-        precision in precisions,
-        "training.precision",
-        precision,
-        problem=f"{NOT_PREDICTED} on this machine",
-        fix=f'{machine}set training.precision = "{precisions[0]}", or {calibrate}',
-    )
+    problem = f"{NOT_PREDICTED} on this machine"
+    fix = f'{machine}set training.precision = "{precisions[0]}", or {calibrate}'
+    require(precision in precisions, "training.precision", precision, problem, fix)
 
 
 def known_precisions(cluster: ClusterSpec) -> tuple[str, ...]:

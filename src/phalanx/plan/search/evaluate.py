@@ -44,12 +44,9 @@ def parse_layout(text: str) -> Layout:
     for setting in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
         key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise UserError(
-                "layout",
-                setting,
-                "is not of the form KEY=VALUE",
-                fix='write, for example, "tp=4,pp=8,data_parallel=zero1", or the text of a row of the plan\'s table',
-            )
+            problem = "is not of the form KEY=VALUE"
+            fix = 'write, for example, "tp=4,pp=8,data_parallel=zero1", or the text of a row of the plan\'s table'
+            raise UserError("layout", setting, problem, fix)
         table[key] = parse_toml_value(value)
     return parse_table(Layout, table, "layout")
 
@@ -82,13 +79,9 @@ def evaluate_layout_text(resolved: ResolvedRun, text: str) -> EvaluatedLayout:
         layout = layout.replace(offload_directory=resolved.run.layout.offload_directory)
     evaluated = evaluate_layout(resolved, layout)
     row = normalize_row(text)
-    require(
-        layout_of_row(text) is None or row == str(evaluated.candidate),
-        "layout",
-        row,
-        problem=f"is a row of a plan for other ranks or another batch: here, the layout is {evaluated.candidate}",
-        fix=f'write the fields of the layout, such as "{layout_to_text(evaluated.candidate.layout())}"',
-    )
+    problem = f"is a row of a plan for other ranks or another batch: here, the layout is {evaluated.candidate}"
+    fix = f'write the fields of the layout, such as "{layout_to_text(evaluated.candidate.layout())}"'
+    require(layout_of_row(text) is None or row == str(evaluated.candidate), "layout", row, problem, fix)
     return evaluated
 
 

@@ -49,12 +49,9 @@ def search_layouts(
     """
     layouts = enumerate_layouts(resolved)
     if not layouts:
-        raise UserError(
-            "cluster.nodes x cluster.nproc_per_node",
-            resolved.world_size,
-            "has no layout that divides this model and this batch",
-            fix="use a number of ranks whose factors divide the sequences of a step and the model",
-        )
+        problem = "has no layout that divides this model and this batch"
+        fix = "use a number of ranks whose factors divide the sequences of a step and the model"
+        raise UserError("cluster.nodes x cluster.nproc_per_node", resolved.world_size, problem, fix)
     report("evaluating layouts", 0, len(layouts))
     layouts, ordered = with_smaller_variants(resolved, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
