@@ -26,13 +26,7 @@ import torch.distributed as dist
 
 from phalanx.bench import nccl_tests_format
 from phalanx.bench.collective_calls import COLLECTIVE_CALLS, process_group_for
-from phalanx.bench.collectives import (
-    BufferMode,
-    CollectiveKind,
-    benchmark_cases,
-    collective_kinds_of_run,
-    time_case,
-)
+from phalanx.bench.collectives import BufferMode, CollectiveKind, benchmark_cases, collective_kinds_of_run, time_case
 from phalanx.bench.latency_bandwidth_fit import PiecewiseFit, fit_latency_bandwidth
 from phalanx.bench.matmul import benchmark_attention, benchmark_matmul
 from phalanx.bench.memory_bandwidth import array_bytes, bandwidth, cache_bytes

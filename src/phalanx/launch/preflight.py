@@ -16,13 +16,7 @@ from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
 from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
 from phalanx.program.layout_checks import check_layout
-from phalanx.runs.checkpoints import (
-    CHECKPOINTS_DIR,
-    abandon_newer,
-    check_manifest,
-    check_not_all_damaged,
-    checkpoints,
-)
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, abandon_newer, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
     claim_run_directory,

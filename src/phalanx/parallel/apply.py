@@ -132,9 +132,7 @@ def apply_layout(
     # Step 6, before a pipeline uses `model_parallel` and the timers, and reads the shapes of shards. Each of the ranks
     # that share sequences counts the choices of the whole sequence.
     data_parallel.model_parallel = ModelParallelism(
-        sharding=sharding,
-        tensor_parallel=tp,
-        router_count_multiplicity=layout.cp,
+        sharding=sharding, tensor_parallel=tp, router_count_multiplicity=layout.cp
     )
     for group in (tp, ep, cp):
         if group is not None:

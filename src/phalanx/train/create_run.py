@@ -113,11 +113,7 @@ def _gpu_memory_bytes() -> int | None:
 
 
 def check_and_prepare(
-    run: RunSpec,
-    world_size: int,
-    resume: bool,
-    progress: Callable[..., None] | None = None,
-    step: int | None = None,
+    run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None, step: int | None = None
 ) -> PreparedData:
     """Check a run that may resume, from `step` if given, and prepare its data. Raises UserError if it cannot work."""
     preflight(ResolvedRun(run, world_size), resume, step)

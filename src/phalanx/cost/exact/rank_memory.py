@@ -23,12 +23,7 @@ from phalanx.cost.exact.cuda_process import gap_bytes, nccl_bytes
 from phalanx.cost.exact.fsdp_cuda_buffers import fsdp_stream_buffers
 from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
-from phalanx.cost.exact.rank_state import (
-    checkpoint_copy_bytes,
-    owned_counts,
-    rank_model_state,
-    resident_and_offloaded,
-)
+from phalanx.cost.exact.rank_state import checkpoint_copy_bytes, owned_counts, rank_model_state, resident_and_offloaded
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.program.layout_checks import check_layout
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
@@ -190,11 +185,7 @@ def _stage_memory(resolved: ResolvedRun, rank: RankTensors, state: _StageState, 
 
 
 def _reserved_bytes(
-    resolved: ResolvedRun,
-    rank: RankTensors,
-    state: _StageState,
-    persistent: PersistentMemory,
-    working: WorkingMemory,
+    resolved: ResolvedRun, rank: RankTensors, state: _StageState, persistent: PersistentMemory, working: WorkingMemory
 ) -> int:
     """Return the bytes that CUDA's allocator reserves: memory of one stream cannot be reused by another."""
     peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
@@ -230,10 +221,7 @@ def _largest_server(resolved: ResolvedRun) -> RankMemory:
         buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
         servers.append(
             RankMemory(
-                parameters=state.parameters,
-                gradients=state.gradients,
-                optimizer=state.optimizer,
-                communication=buffers,
+                parameters=state.parameters, gradients=state.gradients, optimizer=state.optimizer, communication=buffers
             )
         )
     return max(servers, key=lambda server: server.total)

@@ -19,12 +19,7 @@ from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import uses_model_parallelism
-from phalanx.spec.parameter_shapes import (
-    Shapes,
-    is_muon_parameter,
-    num_elements,
-    parameter_shapes,
-)
+from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements, parameter_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, parameter_shardings, rows_on_rank

@@ -23,11 +23,7 @@ from phalanx.cost.estimate.job_table import JobRow, JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.memory_fit import fit_memory
-from phalanx.plan.calibrate.microbenchmarks import (
-    BenchmarkFile,
-    benchmark_timings,
-    collective_timings,
-)
+from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, benchmark_timings, collective_timings
 from phalanx.plan.calibrate.posterior import (
     NOISE,
     MeasuredTargets,

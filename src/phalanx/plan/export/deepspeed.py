@@ -109,10 +109,7 @@ def _check_layout_supported(job: ExportJob) -> None:
         raise unsupported("layout.sequence_parallel", True, "set it to false", reason)
     if sizes.cp > 1 and layout.cp_method == "ring":
         raise unsupported(
-            "layout.cp_method",
-            "ring",
-            'use "ulysses"',
-            "its context parallelism exchanges tokens for heads",
+            "layout.cp_method", "ring", 'use "ulysses"', "its context parallelism exchanges tokens for heads"
         )
     if job.run.model.moe and stage > 2:
         reason = "its experts support only ZeRO stages up to 2"

@@ -214,7 +214,7 @@ def _describe_differences(job: ExportJob) -> list[str]:
     notes = [
         "Save this as phalanx_run.py. Start it from its folder: "
         f"torchrun --nnodes {nodes} --nproc-per-node {sizes.world_size // nodes} -m torchtitan.train "
-        "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER",
+        "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER"
     ]
     notes.append("This configuration requires PyTorch 2.14: on 2.13 torchtitan fails after its first step.")
     if not run.data.mask_documents:

@@ -12,14 +12,7 @@ from phalanx.plan.search.candidates import CandidateLayout, check_precision
 from phalanx.program.layout_checks import check_divisibility
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import (
-    VALID_DATA_STRATEGIES,
-    CheckpointingName,
-    CpMethod,
-    Layout,
-    OffloadName,
-    RankOrder,
-)
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, CpMethod, Layout, OffloadName, RankOrder
 from phalanx.spec.pipeline_schedules import ScheduleName
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
