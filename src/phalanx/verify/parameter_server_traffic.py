@@ -32,8 +32,7 @@ def parameter_server_collectives(resolved: ResolvedRun, rank: int) -> dict[tuple
     traffic = defaultdict[tuple[str, Group], list[Traffic]](list)
 
     def add(operation: Operation, group: Group, size_bytes: float, purpose: str, calls: int = 1) -> None:
-        row = Traffic(operation=operation, bytes=size_bytes, purpose=purpose, group_kind="servers", calls=calls)
-        traffic[operation, group].append(row)
+        traffic[operation, group].append(Traffic(operation, size_bytes, purpose, "servers", calls))
 
     for server in range(servers) if rank in workers else (rank,):
         add("broadcast", (server, *workers), owned_bytes[server], "weights")

@@ -62,13 +62,8 @@ def _stage_messages(run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_ra
     """Return the messages of a pipeline rank to other ranks: outputs of its stages, and gradients of their inputs."""
     num_sends = sum(schedule.messages_by_receiver(pp_rank).values())
     message_bytes = shape.residual_tokens * run.model.hidden_size * shape.residual_bytes
-    return Traffic(
-        operation="send",
-        bytes=num_sends * message_bytes,
-        purpose="activations and their gradients, from stage to stage",
-        group_kind="pp",
-        calls=num_sends,
-    )
+    purpose = "activations and their gradients, from stage to stage"
+    return Traffic("send", num_sends * message_bytes, purpose, "pp", calls=num_sends)
 
 
 def _tied_embedding_messages(
@@ -81,7 +76,7 @@ def _tied_embedding_messages(
         return []
     size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
     purpose = "the tied embedding's weights, or their gradients"
-    return [Traffic(operation="send", bytes=size, purpose=purpose, group_kind="ends")]
+    return [Traffic("send", size, purpose, "ends")]
 
 
 def _scale_traffic(count: int, traffic: list[Traffic]) -> list[Traffic]:

@@ -48,12 +48,7 @@ def scalar_reduction_traffic(resolved: ResolvedRun, pp_rank: int) -> list[Traffi
 
 
 def _all_reduce_traffic(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
-    return Traffic(
-        operation="all_reduce",
-        bytes=sent_bytes("all_reduce", size, ranks),
-        purpose=REDUCTION_PURPOSE,
-        group_kind=group_kind,
-    )
+    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), REDUCTION_PURPOSE, group_kind)
 
 
 def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:

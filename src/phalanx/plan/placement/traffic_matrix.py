@@ -126,10 +126,7 @@ def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
     total = defaultdict[tuple[Operation, GroupKind], float](float)
     for row in rows:
         total["all_reduce" if row.operation in RING_OPERATIONS else row.operation, row.group_kind] += row.bytes
-    return [
-        Traffic(operation=operation, bytes=size, purpose="", group_kind=group_kind)
-        for (operation, group_kind), size in total.items()
-    ]
+    return [Traffic(operation, size, "", group_kind) for (operation, group_kind), size in total.items()]
 
 
 Transfers = tuple[Ranks, Ranks, Sizes]
