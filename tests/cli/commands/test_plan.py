@@ -71,10 +71,10 @@ def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
     node = Path(__file__).parents[2] / "spec/topology/topologies/h100-nv18.txt"
     topology_file = run.parent / "node.txt"
     topology_file.write_text(node.read_text().replace("NV18", "NV12"))
-    run_spec, ranks = run_on_cluster(run, "h100", 2, None, [], topology_file)
-    assert (run_spec.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
-    run_spec, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], topology_file)
-    assert (run_spec.cluster.link_bytes_per_second, run_spec.cluster.nproc_per_node) == (1e9, 4)
+    resolved = run_on_cluster(run, "h100", 2, None, [], topology_file)
+    assert (resolved.run.cluster.link_bytes_per_second, resolved.world_size) == (12 * 25e9, 16)
+    cluster = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], topology_file).run.cluster
+    assert (cluster.link_bytes_per_second, cluster.nproc_per_node) == (1e9, 4)
     slower, usual = (
         plan_json(run, *H100, *options, "--top", 1)["layouts"][0] for options in (("--topology", topology_file), ())
     )
@@ -353,17 +353,17 @@ def test_plan_explain_memory_parts_add_up_to_table(run):
 
 
 def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(run, monkeypatch):
-    run_spec, world_size = run_on_cluster(run, "h100", 2, 8, [])
-    evaluated = partial(evaluate_layout, ResolvedRun(run_spec, world_size))
+    resolved = run_on_cluster(run, "h100", 2, 8, [])
+    evaluated = partial(evaluate_layout, resolved)
     option = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
     exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
     plan = Plan(layouts=[option], candidates=[], fitting=1, fastest=option, closest_to_fitting=None)
     monkeypatch.setattr("phalanx.cli.commands.plan_export.rank_layouts", lambda *_: plan)
-    (note,) = _explain_not_best(ResolvedRun(run_spec, world_size), exported, "torchtitan")
+    (note,) = _explain_not_best(resolved, exported, "torchtitan")
     assert str(option.candidate) in note
     assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
-    assert _explain_not_best(ResolvedRun(run_spec, world_size), exported, "megatron") == []
-    assert _explain_not_best(ResolvedRun(run_spec, world_size), option, "torchtitan") == []
+    assert _explain_not_best(resolved, exported, "megatron") == []
+    assert _explain_not_best(resolved, option, "torchtitan") == []
 
 
 def test_plan_export_has_no_verdict_on_the_other_trainer(run):

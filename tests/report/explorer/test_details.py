@@ -35,7 +35,7 @@ PIPELINES.append({"pp": 2, "schedule": "interleaved", "virtual_stages": 2})
 @pytest.mark.parametrize("fields", [{"pp": 1, "data_parallel": "zero3"}, *PIPELINES])
 def test_layout_details_equal_what_the_planner_says(fields):
     exploration, candidate = small_exploration(), layout_of(**fields)
-    run, world_size = exploration.run, exploration.world_size
+    run, world_size = exploration.resolved.run, exploration.resolved.world_size
     details = layout_details(ResolvedRun(run, world_size), candidate)
     option = evaluate_layout(ResolvedRun(run, world_size), candidate.layout())
     assert details["name"] == str(candidate)
@@ -61,8 +61,8 @@ def test_layout_details_equal_what_the_planner_says(fields):
 @pytest.mark.parametrize("fields", PIPELINES)
 def test_timeline_starts_follow_from_order_durations_and_waits(fields):
     exploration, candidate = small_exploration(), layout_of(**fields)
-    timeline = simulate_candidate(ResolvedRun(exploration.run, exploration.world_size), candidate)
-    described_timeline = layout_details(ResolvedRun(exploration.run, exploration.world_size), candidate)["timeline"]
+    timeline = simulate_candidate(exploration.resolved, candidate)
+    described_timeline = layout_details(exploration.resolved, candidate)["timeline"]
     assert described_timeline["makespan"] == timeline.makespan
     expected = sorted((rank, span.start, span.end, str(span.action)) for rank, span in executed_spans(timeline))
     rebuilt = []
@@ -82,7 +82,7 @@ def test_timeline_starts_follow_from_order_durations_and_waits(fields):
 def test_layout_details_name_offload_where_there_is_some():
     exploration = small_exploration()
     details = layout_details(
-        ResolvedRun(exploration.run, exploration.world_size),
+        exploration.resolved,
         layout_of(data_parallel="zero3", pp=1)._replace(offload="cpu"),
     )
     assert details["host_use"] == "checkpoint copies and offload"
@@ -91,7 +91,7 @@ def test_layout_details_name_offload_where_there_is_some():
 def test_layout_details_say_why_a_layout_cannot_be_trained():
     exploration = small_exploration()
     candidate = layout_of(pp=4, micro_batches=2)._replace(schedule="interleaved", virtual_stages=2)
-    details = layout_details(ResolvedRun(exploration.run, exploration.world_size), candidate)
+    details = layout_details(exploration.resolved, candidate)
     assert "interleaved" in details["problem"]
     assert "memory" not in details
     assert details["host_use"] == "offloaded state, estimated; checkpoint copies are not included"
@@ -101,5 +101,5 @@ def test_layout_details_leave_out_a_timeline_of_too_many_passes(monkeypatch):
     monkeypatch.setattr(details_module, "MAX_ACTIONS", 10)
     exploration, candidate = small_exploration(), layout_of(pp=4, schedule="1f1b")
     passes = 3 * candidate.pp * candidate.micro_batches
-    timeline = layout_details(ResolvedRun(exploration.run, exploration.world_size), candidate)["timeline"]
+    timeline = layout_details(exploration.resolved, candidate)["timeline"]
     assert timeline == {"note": f"The schedule has {passes} passes; a page can show at most 10."}
