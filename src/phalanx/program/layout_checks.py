@@ -58,7 +58,7 @@ def assume_no_recomputation(run: RunSpec) -> RunSpec:
 
 
 def check_layout(resolved: ResolvedRun) -> None:
-    """Raise UserError if `world_size` ranks cannot run the layout with this model and batch size."""
+    """Raise UserError if the ranks cannot run the layout with this model and batch size."""
     run = resolved.run
     require_resolved_layout(run)
     check_supported(run.layout)
@@ -67,6 +67,15 @@ def check_layout(resolved: ResolvedRun) -> None:
     if run.layout.pp > 1:
         _check_pipeline(run, batch)
     _check_recomputed_blocks(run)
+
+
+def layout_error(resolved: ResolvedRun) -> UserError | None:
+    """Return why the ranks cannot run the layout; None if they can."""
+    try:
+        check_layout(resolved)
+    except UserError as error:
+        return error
+    return None
 
 
 def _check_recomputed_blocks(run: RunSpec) -> None:
@@ -78,10 +87,8 @@ def _check_recomputed_blocks(run: RunSpec) -> None:
     for count, limit in zip(counts, blocks, strict=True) if isinstance(counts, tuple) else [(counts, max(blocks))]:
         if count > limit:
             rank = "a pipeline rank" if run.layout.pp > 1 else "the model"
-            fix = f"use at most {limit}"
-            raise UserError(
-                "layout.recomputed_blocks", counts, f"exceeds the {plural(limit, 'block')} of {rank}", fix=fix
-            )
+            problem = f"exceeds the {plural(limit, 'block')} of {rank}"
+            raise UserError("layout.recomputed_blocks", counts, problem, f"use at most {limit}")
 
 
 def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:

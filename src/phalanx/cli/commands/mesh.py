@@ -9,8 +9,7 @@ from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line
-from phalanx.program.layout_checks import assume_no_recomputation, check_layout
-from phalanx.spec.errors import UserError
+from phalanx.program.layout_checks import assume_no_recomputation, layout_error
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
 from phalanx.spec.parallel_dims import expert_parallel_groups, process_groups
@@ -56,11 +55,9 @@ def mesh(run: RunOrModel, ranks: Ranks = None, set_: Overrides = None, json_: Js
         for axis, axis_groups in groups_by_axis.items()
         if getattr(sizes, axis) > 1
     ]
-    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
-    try:
-        check_layout(resolved)
-    except UserError as error:
-        facts["problem"] = str(error)
+    error = layout_error(resolved)
+    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes}
+    facts["problem"] = None if error is None else str(error)
     if json_:
         print(json.dumps(facts, indent=2))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 
-from phalanx.program.layout_checks import check_layout
+from phalanx.program.layout_checks import layout_error
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import STRATEGIES_WITH_UNEVEN_BATCHES
 from phalanx.spec.errors import UserError
@@ -17,15 +17,6 @@ MAX_BATCH_CHANGE = 2
 """Maximum ratio of the tokens per step that a fix suggests to those of the run: beyond it, it is another training."""
 MAX_TRIED_BATCHES = 16
 """Maximum number of batches that are tried, the nearest first."""
-
-
-def layout_error(resolved: ResolvedRun) -> UserError | None:
-    """Return why `world_size` ranks cannot run the layout; None if they can."""
-    try:
-        check_layout(resolved)
-    except UserError as error:
-        return error
-    return None
 
 
 def fix_for_node_range(run: RunSpec, error: UserError, node_counts: range, nproc: int) -> str:

@@ -23,7 +23,7 @@ from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_proba
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.table_rows import layout_of_row, normalize_row
 from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
-from phalanx.program.layout_checks import check_layout
+from phalanx.program.layout_checks import check_layout, layout_error
 from phalanx.spec.base import parse_table, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
@@ -87,11 +87,7 @@ def evaluate_layout_text(resolved: ResolvedRun, text: str) -> EvaluatedLayout:
 
 def can_run(resolved: ResolvedRun, candidate: CandidateLayout) -> bool:
     """Return whether Phalanx can train a layout."""
-    try:
-        check_layout(resolved.with_layout(candidate.layout()))
-    except UserError:
-        return False
-    return True
+    return layout_error(resolved.with_layout(candidate.layout())) is None
 
 
 def with_exact_memory(resolved: ResolvedRun, evaluated: EvaluatedLayout) -> EvaluatedLayout:

@@ -19,10 +19,9 @@ from phalanx.plan.search.oom_risk import (
 )
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout
-from phalanx.program.layout_checks import check_layout
+from phalanx.program.layout_checks import layout_error
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.errors import UserError
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
@@ -42,9 +41,7 @@ def layout_details(resolved: ResolvedRun, candidate: CandidateLayout) -> Details
     run = resolved.run
     evaluated = evaluate(resolved, [candidate])[0]
     with_layout = resolved.with_layout(candidate.layout())
-    try:
-        check_layout(with_layout)
-    except UserError as error:
+    if (error := layout_error(with_layout)) is not None:
         return _predictions_to_json(run, evaluated) | {"problem": str(error)}
     memories = rank_memory(with_layout)
     site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
