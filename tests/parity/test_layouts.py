@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.program.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.schedule.registry import load_schedule_csv
 from phalanx.schedule.schedule import to_csv
 from phalanx.schedule.search import search_schedule

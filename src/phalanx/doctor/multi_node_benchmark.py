@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from phalanx.bench.ranks import benchmark_collectives
 from phalanx.bench.timing import time_calls
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.doctor import cross_node_bandwidth, error_counters
 from phalanx.doctor.compare_nodes import COLLECTIVES_FILE, clock_skew_findings, failed_rank_findings
 from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult, round_robin_pairs
@@ -44,7 +45,6 @@ from phalanx.launch.process import (
 from phalanx.launch.starters import set_rank_variables
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.mesh import build_mesh
-from phalanx.program.layout_checks import check_layout
 from phalanx.runs import hang_dumps
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
 from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
-from phalanx.program.layout_checks import check_layout
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, abandon_newer, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,

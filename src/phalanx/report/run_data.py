@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
-from phalanx.program.layout_checks import check_layout
 from phalanx.report.formatting import STATE_DESCRIPTIONS, format_times
 from phalanx.report.measured_machine import on_measured_machine
 from phalanx.runs.create import RUN_FILE, require_run

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.debug.oom import format_oom_report
 from phalanx.launch.failures import as_user_error, write_failure
@@ -32,7 +33,6 @@ from phalanx.launch.process import (
 )
 from phalanx.launch.starters import is_restart
 from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
-from phalanx.program.layout_checks import check_layout
 from phalanx.runs.checkpoints import (
     CHECKPOINTS_DIR,
     abandon_newer,

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.loader import rank_rows
 from phalanx.model.attention import Documents
 from phalanx.model.transformer import Transformer
@@ -36,7 +37,6 @@ from phalanx.parallel.data import offload
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.mesh import build_mesh
-from phalanx.program.layout_checks import check_layout
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError

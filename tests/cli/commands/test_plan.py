@@ -21,10 +21,10 @@ from phalanx.cli.commands.plan_cluster import run_on_cluster
 from phalanx.cli.commands.plan_export import _explain_not_best
 from phalanx.cli.commands.plan_nodes import parse_node_counts
 from phalanx.cli.main import app
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.explain import PART_DESCRIPTIONS, plan_or_raise
 from phalanx.plan.search.result import Plan
-from phalanx.program.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.formatting import GIB, format_duration

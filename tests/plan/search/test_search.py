@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.exact.flops import forward_flops, mfu, training_flops_per_token
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
@@ -20,7 +21,6 @@ from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences,
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import TIE_TOLERANCE
 from phalanx.plan.search.search import UNCERTAIN_GAIN, TimeBands, search_layouts, with_smaller_variants
-from phalanx.program.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.resolved_run import ResolvedRun

@@ -60,9 +60,9 @@ def advise(
             print_advice(resolved.run, advice)
         return
     from phalanx.cli.views.oom import oom_to_json, print_oom_advice
+    from phalanx.cost.exact.layout_checks import require_planned_layout
     from phalanx.launch.recomputation import resolve_recomputation
     from phalanx.plan.advice.oom import diagnose
-    from phalanx.program.layout_checks import require_planned_layout
     from phalanx.spec.files.load import load_run
 
     require_planned_layout(load_run(path, set_ or []))

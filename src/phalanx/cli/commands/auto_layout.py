@@ -50,8 +50,8 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then
     hang. Raises UserError if no layout fits.
     """
+    from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.plan.search.candidates import known_precisions
-    from phalanx.program.layout_checks import check_layout
     from phalanx.report.run_data import read_run
     from phalanx.runs.create import RUN_FILE, run_directory
     from phalanx.spec.files.load import load_run

@@ -112,7 +112,7 @@ def _measure_run(run: RunSpec, nproc: int | None, largest: int, options: list[st
 
     Errors of the ranks are printed and end this process.
     """
-    from phalanx.program.layout_checks import assume_no_recomputation, check_layout
+    from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
     from phalanx.spec.torch_compat import check_torch_supports
 
     if run.cluster.nodes > 1:

@@ -181,7 +181,7 @@ def _examine_machine(
 
 def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
     from phalanx.cli.commands.auto_layout import choose_layout_for
-    from phalanx.program.layout_checks import assume_no_recomputation, check_layout
+    from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
     from phalanx.spec.files.load import load_run
 
     run_spec = load_run(run, overrides)

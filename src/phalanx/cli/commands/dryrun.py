@@ -13,7 +13,7 @@ import typer
 from typer import Option
 
 from phalanx.cli.common.options import Json, Machine, Overrides, RunOrModel, Trust
-from phalanx.program.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural

@@ -15,6 +15,7 @@ from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
+from phalanx.cost.exact.layout_checks import require_planned_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.launch.recomputation import resolve_recomputation
@@ -26,7 +27,6 @@ from phalanx.plan.search.oom_risk import (
     describe_memory_limit,
     ranks_oom_probability,
 )
-from phalanx.program.layout_checks import require_planned_layout
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line
-from phalanx.program.layout_checks import assume_no_recomputation, layout_error
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, layout_error
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
 from phalanx.spec.parallel_dims import expert_parallel_groups, process_groups

@@ -21,11 +21,11 @@ from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import comm_buffer_peaks, parameter_server_buffers
 from phalanx.cost.exact.cuda_process import gap_bytes, nccl_bytes
 from phalanx.cost.exact.fsdp_cuda_buffers import fsdp_stream_buffers
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
 from phalanx.cost.exact.rank_state import checkpoint_copy_bytes, owned_counts, rank_model_state, resident_and_offloaded
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
-from phalanx.program.layout_checks import check_layout
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
 from phalanx.spec.parameter_shapes import num_elements, parameter_shapes

@@ -10,11 +10,11 @@ from dataclasses import replace
 from math import prod
 
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.model_state import zero_gradient_bytes
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.program.layout_checks import check_layout
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, layout_error
 from phalanx.launch.jobs.node_range import fix_for_node_range
-from phalanx.program.layout_checks import assume_no_recomputation, layout_error
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.resolved_run import ResolvedRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 
-from phalanx.program.layout_checks import layout_error
+from phalanx.cost.exact.layout_checks import layout_error
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import STRATEGIES_WITH_UNEVEN_BATCHES
 from phalanx.spec.errors import UserError

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from phalanx.cost.exact.layout_checks import check_divisibility
 from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
 from phalanx.plan.advice.papers import (
     BFLOAT16,
@@ -26,7 +27,6 @@ from phalanx.plan.advice.papers import (
 )
 from phalanx.plan.search.candidates import ZERO_STAGES
 from phalanx.plan.search.enumerate_layouts import choose_rank_order
-from phalanx.program.layout_checks import check_divisibility
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, without_inapplicable_options

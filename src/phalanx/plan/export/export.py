@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer, with_comment_header
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
@@ -14,7 +15,6 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
-from phalanx.program.layout_checks import check_layout
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
+from phalanx.cost.exact.layout_checks import check_divisibility
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
-from phalanx.program.layout_checks import check_divisibility
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, CpMethod, Layout, OffloadName, RankOrder

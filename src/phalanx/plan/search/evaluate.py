@@ -15,6 +15,7 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.memory import StageMemory, estimate_memory, memory_utilization, oom_probability
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
+from phalanx.cost.exact.layout_checks import check_layout, layout_error
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.kinds import Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
@@ -23,7 +24,6 @@ from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_proba
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.table_rows import layout_of_row, normalize_row
 from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
-from phalanx.program.layout_checks import check_layout, layout_error
 from phalanx.spec.base import parse_table, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.cost.exact.layout_checks import layout_error
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.placement.findings import bytes_by_link, node_layout
 from phalanx.plan.placement.traffic_matrix import traffic_matrices
@@ -19,7 +20,6 @@ from phalanx.plan.search.oom_risk import (
 )
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout
-from phalanx.program.layout_checks import layout_error
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.resolved_run import ResolvedRun

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.program.layout_checks import assume_no_recomputation, check_divisibility, check_layout
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_divisibility, check_layout
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.tables import set_path
