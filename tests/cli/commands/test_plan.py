@@ -822,10 +822,10 @@ def test_plan_of_a_range_shows_best_layout_of_each_number_of_nodes(run):
 def test_plan_of_a_range_keeps_going_where_no_layout_fits(run, monkeypatch):
     module = "phalanx.plan.search.explain.plan_or_raise"
 
-    def plan_where_two_ranks_fit(run, ranks, **options):
-        if ranks != 2:
+    def plan_where_two_ranks_fit(resolved, **options):
+        if resolved.world_size != 2:
             raise UserError("layout", None, "cannot be chosen: none of 9 fits")
-        return plan_or_raise(ResolvedRun(run, ranks), **options)
+        return plan_or_raise(resolved, **options)
 
     monkeypatch.setattr(module, plan_where_two_ranks_fit)
     small = ("--machine", "h100", "--nproc", 1, "--set", "model.num_layers=4")

@@ -24,7 +24,6 @@ from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.resolved_run import ResolvedRun
-from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import run_python
 from phalanx.train import create_run
 
@@ -506,7 +505,7 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
 
     claim_run_directory(run_directory(run))
     free(run.checkpoint.keep.last + 1)
-    preflight.preflight(run, 1, resume=True)
+    preflight.preflight(ResolvedRun(run, 1), resume=True)
     for step in range(run.checkpoint.keep.last):
         directory = run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
@@ -522,10 +521,10 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
         }
         (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
     free(1)
-    preflight.preflight(run, 1, resume=True)
+    preflight.preflight(ResolvedRun(run, 1), resume=True)
     free(0.9)
     with pytest.raises(UserError, match="MB free"):
-        preflight.preflight(run, 1, resume=True)
+        preflight.preflight(ResolvedRun(run, 1), resume=True)
 
 
 def test_train_rejects_invalid_value_from_environment_variable(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -569,7 +568,7 @@ def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> N
 def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
     """The table of invalid runs changes a valid run, so that only the changed value is wrong."""
     run = load_run("run.toml", environment={})
-    preflight.preflight(run, 2, resume=False)
+    preflight.preflight(ResolvedRun(run, 2), resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"
 
 
@@ -641,9 +640,9 @@ def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, mon
     deep = MAX_SEARCHED_LAYERS + 80
     planned_layers: list[int] = []
 
-    def count_layers(run: RunSpec, world_size: int) -> list[RankMemory]:
-        planned_layers.append(run.model.num_layers)
-        return worker_memories(ResolvedRun(run, world_size))
+    def count_layers(resolved: ResolvedRun) -> list[RankMemory]:
+        planned_layers.append(resolved.run.model.num_layers)
+        return worker_memories(resolved)
 
     for module in (preflight, oom):
         monkeypatch.setattr(module, "worker_memories", count_layers)
