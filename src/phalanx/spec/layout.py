@@ -14,6 +14,7 @@ from phalanx.spec.pipeline_schedules import SCHEDULES, ScheduleName, quote_names
 
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
+TpAttention = Literal["split", "gathered"]
 StrategyName = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 CheckpointingName = Literal["none", "norms", "selective", "full", "offload"]
 OffloadName = Literal["none", "cpu", "nvme"]
@@ -94,7 +95,7 @@ class Layout(Spec):
     apart, and the ranks of a stage, with its experts, are neighbors."""
     sequence_parallel: bool = True
     """Shard the tokens between pairs of matrix products over tensor-parallel ranks: less memory at equal traffic."""
-    tp_attention: Literal["split", "gathered"] = "split"
+    tp_attention: TpAttention = "split"
     """Division of attention between tensor-parallel ranks. split: each rank has some heads. gathered: for a number of
     heads that the degree does not divide; queries and keys are gathered, each rank has some columns of the values, and
     there must be one key/value head per head."""

@@ -6,6 +6,7 @@ those for the sequences of a step.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import lcm
 
 from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
@@ -16,7 +17,7 @@ from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.layers import distinct_layers
-from phalanx.spec.layout import FSDP_STRATEGIES, Layout, check_supported
+from phalanx.spec.layout import FSDP_STRATEGIES, Layout, TpAttention, check_supported
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.operations import Cut, Value
@@ -143,8 +144,10 @@ def check_divisibility(resolved: ResolvedRun) -> None:
         _check_context(spec, layout, run.training.seq_len)
 
 
-def _product_outputs(spec: ModelSpec, layout: Layout) -> list[tuple[str, Value]]:
+@lru_cache  # a search checks thousands of layouts with the same of these degrees
+def _product_outputs(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> list[tuple[str, Value]]:
     """Return the outputs of the products in a block of each kind, except precise ones, with their fields."""
+    layout = Layout(tp=tp, tp_attention=tp_attention, ep=ep)
     parts = [branch.part for block in dict.fromkeys(blocks(spec, layout)) for branch in block]
     products = [product for part in parts for product in part.linears if not product.is_precise]
     matrices = (next(iter(product.named_parameters)) for product in products)
@@ -164,7 +167,8 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         if problem:
             fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
             raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
-    cuts = [(field, output.cut) for field, output in _product_outputs(spec, layout) if output.cut is not None]
+    outputs = _product_outputs(spec, tp, layout.tp_attention, layout.ep)
+    cuts = [(field, output.cut) for field, output in outputs if output.cut is not None]
     cuts = [(field.removesuffix(PER_HEAD) if cut.unit > 1 else field, cut) for field, cut in cuts]
     cuts += [("training.seq_len", Cut(seq_len))] if layout.sequence_parallel else []
     alternatives = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
@@ -190,7 +194,7 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
 
 def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
     """Check the widths of products in float8, each of which some ranks share."""
-    for field, output in _product_outputs(spec, layout):
+    for field, output in _product_outputs(spec, layout.tp, layout.tp_attention, layout.ep):
         ranks = layout.tp // output.cut.replication(layout.tp) if output.cut else 1
         if output.width % (FP8_MULTIPLE * ranks):
             per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
