@@ -67,7 +67,7 @@ def matmul_shapes(resolved: ResolvedRun) -> dict[MatmulShape, tuple[tuple[str, .
     """Return the products of a rank's forward pass on one micro-batch: their layers and counts.
 
     The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the
-    largest. Raises UserError if the layout cannot run on `world_size` ranks.
+    largest. Raises UserError if the layout cannot run on the ranks.
     """
     run = resolved.run
     tokens = resolved.batch.micro_batch_size * run.training.seq_len / run.layout.cp
@@ -97,7 +97,7 @@ def attention_shapes(resolved: ResolvedRun) -> dict[AttentionShape, int]:
     """Return the attention calls of a rank's forward pass on one micro-batch, with their counts.
 
     The first step of a ring is causal; each other step has half of the pairs. Raises UserError if the layout cannot
-    run on `world_size` ranks.
+    run on the ranks.
     """
     run = resolved.run
     spec = run.model

@@ -25,7 +25,7 @@ Calls = dict[str, Callable[[], object]]
 def benchmark_matmul(resolved: ResolvedRun, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients.
 
-    Only this rank of the `world_size` ranks of the layout computes here.
+    Only this rank of all ranks of the layout computes here.
     """
     dtype = TORCH_DTYPES[resolved.run.training.precision]
     rows: list[Row] = []
@@ -49,7 +49,7 @@ def _make_matmul_calls(
 def benchmark_attention(resolved: ResolvedRun, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds of each part of attention, forward and backward, with the model's kernels.
 
-    Only this rank of the `world_size` ranks of the layout computes here.
+    Only this rank of all ranks of the layout computes here.
     """
     dtype = TORCH_DTYPES[resolved.run.training.precision]
     rows: list[Row] = []

@@ -114,7 +114,7 @@ def memory(
 
 
 def memory_rows(resolved: ResolvedRun) -> list[MemoryRow]:
-    """Return the memory of the run under every strategy that `world_size` ranks permit."""
+    """Return the memory of the run under every strategy that the ranks permit."""
     own = resolved.layout
     rows = []
     for strategy in get_args(Strategy):
@@ -148,7 +148,7 @@ def _replace_strategy(layout: Layout, strategy: Strategy, world_size: int) -> La
 
 
 def _count_layout_memory(resolved: ResolvedRun, is_own: bool) -> list[MemoryRow]:
-    strategy = resolved.run.layout.data_parallel
+    strategy = resolved.layout.data_parallel
     cluster = resolved.run.cluster
     try:
         memory_by_role = rank_memory(resolved)

@@ -180,7 +180,7 @@ def traffic_heatmap(resolved: ResolvedRun, parts: dict[str, TrafficMatrix], site
 
 
 def _describe_layout(resolved: ResolvedRun) -> str:
-    layout = resolved.run.layout
+    layout = resolved.layout
     axes = [f"{layout.data_parallel} dp {resolved.dims.dp_size}"]
     for axis in MODEL_PARALLEL_AXES:
         if getattr(layout, axis) > 1:

@@ -96,15 +96,13 @@ def rank_memory(resolved: ResolvedRun) -> dict[str, RankMemory]:
     """Return the memory of the fullest rank by role.
 
     The role is "rank"; with a parameter server "server" and "worker"; in a pipeline "pp0", "pp1", ... by pipeline rank.
-
-    Raises:
-        UserError: If `world_size` ranks cannot run the layout.
+    Raises UserError if the ranks cannot run the layout.
     """
     check_layout(resolved)
     stage_memories = _stage_memories(resolved)
-    if resolved.run.layout.data_parallel == "parameter_server":
+    if resolved.layout.data_parallel == "parameter_server":
         return {"server": _largest_server(resolved), "worker": stage_memories[0]}
-    if resolved.run.layout.pp == 1:
+    if resolved.layout.pp == 1:
         return {"rank": stage_memories[0]}
     return {f"pp{pp_rank}": memory for pp_rank, memory in enumerate(stage_memories)}
 
@@ -112,8 +110,7 @@ def rank_memory(resolved: ResolvedRun) -> dict[str, RankMemory]:
 def worker_memories(resolved: ResolvedRun) -> list[RankMemory]:
     """Return the memory of each role except servers, whose parameters are in CPU memory.
 
-    Raises:
-        UserError: If `world_size` ranks cannot run the layout.
+    Raises UserError if the ranks cannot run the layout.
     """
     return [memory for role, memory in rank_memory(resolved).items() if role != "server"]
 

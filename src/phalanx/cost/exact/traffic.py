@@ -32,8 +32,7 @@ def traffic_by_role(resolved: ResolvedRun) -> dict[str, list[Traffic]]:
 
     Exact except for rows below a kilobyte, which are sums of losses and norms. PowerSGD counts steps after compression
     has started, and experts are balanced. Muon's traffic between ranks that share a matrix is not counted. Uneven
-    shards are sent with padding, and counted with padding. Raises UserError if `world_size` ranks cannot run the
-    layout.
+    shards are sent with padding, and counted with padding. Raises UserError if the ranks cannot run the layout.
     """
     return {role: _merge_rows(rows) for role, rows in traffic_by_group(resolved).items()}
 

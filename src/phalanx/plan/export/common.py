@@ -203,7 +203,7 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
         value, default = _read_value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is omitted: {TRAINER_NAMES[trainer]} has its own settings.")
-    has_different_rank_order = job.dims.pp > 1 and job.dims.dp_size > 1 and job.run.layout.rank_order == "data_outer"
+    has_different_rank_order = job.dims.pp > 1 and job.dims.dp_size > 1 and job.layout.rank_order == "data_outer"
     if has_different_rank_order and "layout.rank_order" not in expressed:
         notes.append(f"In {TRAINER_NAMES[trainer]}, data-parallel ranks are closer to each other than pipeline ranks.")
     return notes

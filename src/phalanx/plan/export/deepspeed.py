@@ -83,7 +83,7 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
 
 def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
     """Yield what a rank of DeepSpeed keeps and one of Phalanx does not (runtime/zero/stage_1_and_2.py, stage3.py)."""
-    stage = ZERO_STAGES[job.run.layout.data_parallel]
+    stage = ZERO_STAGES[job.layout.data_parallel]
     if stage:
         yield f"buckets of {REDUCE_BUCKET_SIZE:,} gradients"
     if stage in (1, 2) and job.run.training.precision == "bf16":
@@ -92,7 +92,7 @@ def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
 
 
 def _check_layout_supported(job: ExportJob) -> None:
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     stage = ZERO_STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
@@ -120,7 +120,7 @@ def _check_layout_supported(job: ExportJob) -> None:
 
 
 def _build_zero_table(job: ExportJob) -> Table:
-    layout = job.run.layout
+    layout = job.layout
     offload: Table = {"device": layout.offload}
     if layout.offload == "nvme":
         offload |= {"nvme_path": layout.offload_directory}
@@ -150,7 +150,7 @@ def _build_scheduler_table(job: ExportJob) -> Table:
 
 def _describe_program_duties(job: ExportJob) -> list[str]:
     run = job.run
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     spec = job.run.model
     shape = (

@@ -108,7 +108,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
 
 def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
     """Yield what a rank of Megatron-LM keeps and one of Phalanx does not (training/theoretical_memory_usage.py)."""
-    layout = job.run.layout
+    layout = job.layout
     if job.run.training.precision == "bf16":
         if layout.data_parallel in FSDP_SHARDING:
             yield "a bf16 copy of its shard of the parameters"
@@ -124,7 +124,7 @@ def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
 def _format_launch_script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
     start = f"torchrun --nnodes {nodes} --nproc-per-node {job.dims.world_size // nodes} pretrain_gpt.py"
-    if max(job.dims.tp, job.dims.cp) > 1 and job.run.layout.data_parallel not in FSDP_SHARDING:
+    if max(job.dims.tp, job.dims.cp) > 1 and job.layout.data_parallel not in FSDP_SHARDING:
         start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py requires it before Blackwell
     lines = [
         f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
@@ -193,7 +193,7 @@ def _rope_flags(job: ExportJob) -> Flags:
 
 def _expert_flags(job: ExportJob, moe: MoESpec) -> Flags:
     spec = job.run.model
-    layout = job.run.layout
+    layout = job.layout
     _check_router_supported(moe, layout)
     balancing = "none"
     if moe.balance_loss_coef:
@@ -243,7 +243,7 @@ def _check_router_supported(moe: MoESpec, layout: Layout) -> None:
 
 
 def _model_parallel_flags(job: ExportJob) -> Flags:
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     has_equal_stages = len({len(layers) for layers in job.stages}) == 1
     pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
@@ -269,7 +269,7 @@ def _model_parallel_flags(job: ExportJob) -> Flags:
 
 
 def _data_parallel_flags(job: ExportJob) -> Flags:
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
         reason = "it offloads only the state of its distributed optimizer"

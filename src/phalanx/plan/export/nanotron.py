@@ -90,7 +90,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
 
 
 def _build_parallelism_table(job: ExportJob) -> Table:
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     uses_sequence_parallel = sizes.tp > 1 and layout.sequence_parallel
     return {
@@ -122,7 +122,7 @@ def _build_model_table(job: ExportJob) -> Table:
         "model_config": config,
         "init_method": {"std": round(job.init_std, 6)},
         "dtype": "bfloat16",
-        "ddp_bucket_cap_mb": round(job.run.layout.bucket_mb),
+        "ddp_bucket_cap_mb": round(job.layout.bucket_mb),
     }
 
 
@@ -131,7 +131,7 @@ def _build_optimizer_table(job: ExportJob) -> Table:
     steps = job.run.training.steps
     beta1, beta2 = spec.betas
     return {
-        "zero_stage": 1 if job.run.layout.data_parallel == "zero1" else 0,
+        "zero_stage": 1 if job.layout.data_parallel == "zero1" else 0,
         "weight_decay": spec.weight_decay,
         "clip_grad": spec.max_grad_norm or None,
         "accumulate_grad_in_fp32": True,

@@ -98,7 +98,7 @@ def _remove_unused_imports(source: str) -> str:
 
 
 def _check_run_supported(job: ExportJob) -> None:
-    layout = job.run.layout
+    layout = job.layout
     training = job.run.training
     sizes = job.dims
     multiple = (sizes.tp if layout.sequence_parallel else 1) * (2 * sizes.cp if sizes.cp > 1 else 1)
@@ -165,7 +165,7 @@ def _build_trainer_config(job: ExportJob) -> PythonSource:
 
 
 def _build_parallelism_config(job: ExportJob) -> PythonSource:
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
     pipeline: dict[str, object] = {}
@@ -208,7 +208,7 @@ def _build_optimizer_config(job: ExportJob) -> PythonSource:
 
 def _describe_differences(job: ExportJob) -> list[str]:
     run = job.run
-    layout = job.run.layout
+    layout = job.layout
     sizes = job.dims
     nodes = run.cluster.nodes
     notes = [

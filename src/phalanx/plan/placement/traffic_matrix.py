@@ -86,8 +86,8 @@ def traffic_matrices(resolved: ResolvedRun, island: int) -> dict[str, TrafficMat
 
     The axes are "tp", "cp", "ep", "pp", "dp" and "servers". Rows below a kilobyte are not included, and experts are
     balanced, as in `traffic_by_role`. `island` is a number of consecutive ranks that are close: a node, or a fast
-    domain of several. Rings pass through an island before they leave it. Raises UserError if `world_size` ranks cannot
-    run the layout.
+    domain of several. Rings pass through an island before they leave it. Raises UserError if the ranks cannot run the
+    layout.
     """
     run = resolved.run
     sizes = resolved.dims

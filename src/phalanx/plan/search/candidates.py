@@ -112,7 +112,7 @@ def candidate_from_run(resolved: ResolvedRun) -> CandidateLayout:
     support.
     """
     check_precision(resolved.run)
-    layout = resolved.run.layout
+    layout = resolved.layout
     knows_strategy = layout.data_parallel in ZERO_STAGES
     require(
         knows_strategy and layout.schedule_file is None and layout.schedule in SCHEDULE_ESTIMATES,

@@ -76,7 +76,7 @@ def evaluate_layout_text(resolved: ResolvedRun, text: str) -> EvaluatedLayout:
     """
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
-        layout = layout.replace(offload_directory=resolved.run.layout.offload_directory)
+        layout = layout.replace(offload_directory=resolved.layout.offload_directory)
     evaluated = evaluate_layout(resolved, layout)
     row = normalize_row(text)
     problem = f"is a row of a plan for other ranks or another batch: here, the layout is {evaluated.candidate}"

@@ -110,4 +110,4 @@ def _evaluate_choice(resolved: ResolvedRun) -> RecomputationChoice:
         step_seconds = evaluate(resolved, [candidate_from_run(resolved)])[0].step_seconds
     except UserError:  # for example, the speeds of the machine are unknown
         step_seconds = None
-    return RecomputationChoice(layout=resolved.run.layout, p_oom=p_oom, step_seconds=step_seconds)
+    return RecomputationChoice(layout=resolved.layout, p_oom=p_oom, step_seconds=step_seconds)
