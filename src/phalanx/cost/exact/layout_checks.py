@@ -84,8 +84,8 @@ def _check_recomputed_blocks(run: RunSpec) -> None:
     counts = run.layout.recomputed_blocks
     if counts is None:
         return
-    blocks = [len(layers) for layers in layers_per_rank(run)]
-    for count, limit in zip(counts, blocks, strict=True) if isinstance(counts, tuple) else [(counts, max(blocks))]:
+    limits = [len(layers) for layers in layers_per_rank(run)]
+    for count, limit in zip(counts, limits, strict=True) if isinstance(counts, tuple) else [(counts, max(limits))]:
         if count > limit:
             rank = "a pipeline rank" if run.layout.pp > 1 else "the model"
             problem = f"exceeds the {plural(limit, 'block')} of {rank}"
