@@ -171,7 +171,8 @@ def pipeline_memory_peaks(
         passes: Peak activations of the rank.
         links: Bytes of messages between stages.
     """
-    working_bytes = links + _max_gathered_bytes(buffer_peaks)
+    gathered_bytes = [peak.bytes for peak in buffer_peaks if peak.moment == "backward_start"]
+    working_bytes = links + max(gathered_bytes, default=0)
     for fraction, activation_bytes in passes.by_gradients.items():
         gradient_bytes = round(fraction * persistent.pipeline_gradients)
         yield persistent.always + gradient_bytes + activation_bytes + working_bytes
@@ -261,7 +262,3 @@ def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
         name: max_shard_elements(shape, 1 if strategy == "ddp" else rank.shards_of(name))
         for name, shape in {**rank.dense, **rank.expert}.items()
     }
-
-
-def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:
-    return max((peak.bytes for peak in buffer_peaks if peak.moment == "backward_start"), default=0)

@@ -99,7 +99,9 @@ def rank_memory(resolved: ResolvedRun) -> dict[str, RankMemory]:
     Raises UserError if the ranks cannot run the layout.
     """
     check_layout(resolved)
-    stage_memories = _stage_memories(resolved)
+    ranks = rank_tensors(resolved)
+    stages = zip(ranks, _stage_states(resolved, ranks), working_memories(resolved, ranks), strict=True)
+    stage_memories = [_stage_memory(resolved, rank, state, working) for rank, state, working in stages]
     if resolved.layout.data_parallel == "parameter_server":
         return {"server": _largest_server(resolved), "worker": stage_memories[0]}
     if resolved.layout.pp == 1:
@@ -131,13 +133,6 @@ class _StageState:
     offloaded: int
     on_disk: int
     buffer_peaks: list[CommBufferPeak]
-
-
-def _stage_memories(resolved: ResolvedRun) -> list[RankMemory]:
-    """Return the memory of a worker per pipeline rank."""
-    ranks = rank_tensors(resolved)
-    stages = zip(ranks, _stage_states(resolved, ranks), working_memories(resolved, ranks), strict=True)
-    return [_stage_memory(resolved, rank, state, working) for rank, state, working in stages]
 
 
 def _stage_states(resolved: ResolvedRun, ranks: Sequence[RankTensors]) -> list[_StageState]:

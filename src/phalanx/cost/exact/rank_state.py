@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from phalanx.cost.exact.model_state import (
     NUM_OPTIMIZER_STATES,
-    Optimizer,
     StateBytes,
     optimizer_kind,
     sharded_state_bytes,
@@ -14,7 +13,6 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import FSDP_STRATEGIES, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements
-from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
@@ -79,17 +77,18 @@ def checkpoint_copy_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
 
 
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
-    """Return the parameters of the first of `ranks` that shard all rows, and its optimizer states."""
+    """Return the parameters of the first of `ranks` that shard all rows, and its optimizer states.
+
+    With Muon, AdamW trains all but the blocks' matrices.
+    """
     optimizer = optimizer_kind(run.optimizer)
-    owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
-    return sum(owned.values()), sum(
-        count * _optimizer_states_per_parameter(name, shapes[name], optimizer) for name, count in owned.items()
-    )
-
-
-def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
-    """Return the optimizer states per element; with Muon, AdamW trains all but the blocks' matrices."""
-    return NUM_OPTIMIZER_STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
+    num_owned = num_states = 0
+    for name, shape in shapes.items():
+        count = max_shard_elements(shape, ranks)
+        num_owned += count
+        is_adamw = optimizer == "muon" and not is_muon_parameter(name, shape)
+        num_states += count * NUM_OPTIMIZER_STATES["adamw" if is_adamw else optimizer]
+    return num_owned, num_states
 
 
 def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:

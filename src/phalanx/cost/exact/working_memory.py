@@ -23,7 +23,6 @@ from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.resolved_run import ResolvedRun
-from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,10 @@ def _in_flight_peaks(
     stages = pipeline_stages(layers_per_stage(run), schedule, run.layout)
     # Stages repeat: those with blocks of the same kinds, between the first and the last, save equal activations if they
     # recompute equally many blocks.
-    signatures = [_stage_signature(run, stage) for stage in stages]
+    layers = blocks(run.model, run.layout)
+    signatures = [
+        (tuple(layers[layer] for layer in stage.layers), stage.first, stage.last, stage.recomputed) for stage in stages
+    ]
     activations_by_signature = dict[object, ActivationBytes]()
     for signature, stage in zip(signatures, stages, strict=True):
         if signature not in activations_by_signature:
@@ -142,10 +144,3 @@ def _is_in_stage(name: str, stage: StageBlocks) -> bool:
     if name.startswith("blocks."):
         return int(name.split(".")[1]) in stage.layers
     return stage.first if name.startswith(EMBEDDINGS) else stage.last
-
-
-def _stage_signature(run: RunSpec, stage: StageBlocks) -> tuple[object, ...]:
-    """Return a key that is equal for stages with equal activations: their blocks' kinds, and their ends."""
-    model_blocks = blocks(run.model, run.layout)
-    kinds = tuple(model_blocks[layer] for layer in stage.layers)
-    return kinds, stage.first, stage.last, stage.recomputed
