@@ -279,7 +279,7 @@ def test_traffic_matches_prediction_for_model_parallel_layouts(case: str, text: 
     run = small_run(text, tmp_path, {**numbers, **changes})
     measured = rank_pool(world_size).run(measure_steady_step, run)
     for role, traffic in traffic_by_role(ResolvedRun(run, world_size)).items():
-        expected, ranks = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
+        expected, ranks = bytes_by_operation(traffic), ranks_in_role(role, ResolvedRun(run, world_size))
         operations = {row["operation"] for rank in ranks for row in measured[rank]["collectives"]}
         for operation in {*expected, *operations} - {"recv"}:
             sent = [bytes_sent_by_operation(measured[rank]["collectives"], operation) for rank in ranks]
