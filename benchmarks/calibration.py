@@ -39,6 +39,7 @@ from phalanx.report.step_comparison import step_rows
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import GIB
+from phalanx.spec.resolved_run import ResolvedRun
 
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
@@ -269,7 +270,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
     for directory, run in runs.items():
         cluster = machine.model_copy(update={"nodes": 1, "nproc_per_node": run.ranks})
         run_spec = run.run.model_copy(update={"cluster": cluster})
-        option = evaluate_layout(run_spec, run.ranks, run_spec.layout)
+        option = evaluate_layout(ResolvedRun(run_spec, run.ranks), run_spec.layout)
         run_data = read_run(directory)
         times = step_times(run_data)
         rows = {row.quantity: row.measured for row in step_rows(run_data, times, None, None)} if times else {}
@@ -283,12 +284,14 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         errors["tensor memory"].append(run.counted_peak_bytes / (run.tensor_bytes or 1) - 1)
         traffic = [
             row
-            for row in compare_with_prediction(run_spec, run.ranks, run_data.measured)
+            for row in compare_with_prediction(ResolvedRun(run_spec, run.ranks), run_data.measured)
             if row.quantity in SENT and row.predicted
         ]
         errors["collective traffic"] += [row.predicted / row.measured - 1 for row in traffic]
         if run_spec.layout.pp > 1:
-            simulated = simulate_candidate(run_spec, run.ranks, candidate_from_run(run_spec, run.ranks))
+            simulated = simulate_candidate(
+                ResolvedRun(run_spec, run.ranks), candidate_from_run(ResolvedRun(run_spec, run.ranks))
+            )
             errors[BUBBLE].append(float(simulated.bubble) - rows["bubble"])
     return errors
 

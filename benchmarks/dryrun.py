@@ -21,6 +21,7 @@ from benchmarks.pages import write_results
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.verify.dry_run import corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
@@ -86,7 +87,7 @@ def plan_layouts(model: str, machine: str, nodes: int, tokens: int, choices: int
             "cluster": {"preset": machine, "nodes": nodes, "nproc_per_node": NPROC},
         }
     )
-    layouts = plan_or_raise(run, nodes * NPROC).layouts[:choices]
+    layouts = plan_or_raise(ResolvedRun(run, nodes * NPROC)).layouts[:choices]
     return [
         (run.model_copy(update={"layout": choice.candidate.layout()}), f"{machine}: {choice.candidate}")
         for choice in layouts
@@ -96,9 +97,9 @@ def plan_layouts(model: str, machine: str, nodes: int, tokens: int, choices: int
 def trace(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[int]) -> list[Row]:
     """Trace these ranks of a run."""
     rows = []
-    for rank in trace_ranks(run, world_size, ranks, max_workers=1):
+    for rank in trace_ranks(ResolvedRun(run, world_size), ranks, max_workers=1):
         tracing = rank["tracing"]
-        lines = compare_with_plan(run, world_size, rank)
+        lines = compare_with_plan(ResolvedRun(run, world_size), rank)
         rows.append(Row(model, world_size, layout, rank["rank"], lines, tracing["seconds"], tracing["process_bytes"]))
         print(rows[-1], flush=True)
     return rows
@@ -108,7 +109,7 @@ def trace_large_run(model: str) -> list[Row]:
     """Trace the corner ranks of a large run with the planner's best layout."""
     world_size, tokens = RUNS[model]
     ((run, layout),) = plan_layouts(model, "h100", world_size // NPROC, tokens, choices=1)
-    return trace(run, model, layout, world_size, corner_ranks(run, world_size))
+    return trace(run, model, layout, world_size, corner_ranks(ResolvedRun(run, world_size)))
 
 
 def trace_choices(model: str, machine: str) -> list[Row]:

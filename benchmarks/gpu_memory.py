@@ -24,6 +24,7 @@ from benchmarks.calibration import ACCURACY, write_section
 from benchmarks.gpu_memory_runs import OTHER_RUNS, Row, all_rows, make_run
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 
 RECORDED = Path(__file__).parents[1] / "tests" / "cost" / "exact" / "cuda_memory.json"
 HEADING = "Memory on CUDA"
@@ -66,7 +67,7 @@ def planned_memory(row: Row) -> RankMemory:
     """Return the planned memory of the rank."""
     run = make_run(row)
     stage = parallel_dims(run.layout, row.world_size).coordinates(row.rank)["pp"]
-    return list(rank_memory(run, row.world_size).values())[stage]
+    return list(rank_memory(ResolvedRun(run, row.world_size)).values())[stage]
 
 
 def measure(row: Row, python: str, null: str) -> Row:

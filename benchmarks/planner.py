@@ -33,6 +33,7 @@ from phalanx.plan.search.search import search_layouts
 from phalanx.plan.tables.csv_rows import read_rows
 from phalanx.plan.tables.predict import Prediction, predict_jobs
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.resolved_run import ResolvedRun
 
 FOUND = Path(__file__).with_name("found.md")
 """Errors of the plan that dry runs found."""
@@ -210,7 +211,7 @@ def speed_lines() -> Iterator[str]:
         durations = []
         for _ in range(3):
             start = time.perf_counter()
-            plan = search_layouts(run, nodes * 8, keep=10)
+            plan = search_layouts(ResolvedRun(run, nodes * 8), keep=10)
             durations.append(time.perf_counter() - start)
         yield f"{model} on {nodes * 8:,} H100: {search_speed(plan.searched, float(np.median(durations)), limit)}."
     durations = []

@@ -27,6 +27,7 @@ from phalanx.model.sequence_context import Documents
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 
@@ -77,7 +78,7 @@ def row(variant: tuple[str, ...]) -> list[str]:
     run = described_run(layers, *variant)
     rate = SEQ_LEN * MICRO_BATCHES / result["seconds"]
     mfu = rate * training_flops_per_token(run.model, SEQ_LEN) / PEAK_FLOPS
-    allocated, predicted = result["allocated"], rank_memory(run, RANKS)["rank"].total
+    allocated, predicted = result["allocated"], rank_memory(ResolvedRun(run, RANKS))["rank"].total
     cells = [f"{layers}", f"{result['seconds'] * 1e3:,.0f}", f"{rate:,.0f}", f"{mfu:.1%}"]
     cells += [f"{allocated / 2**30:.1f}", f"{predicted / 2**30:.1f}", f"{allocated / predicted:.3f}"]
     return [*cells, f"{result['reserved'] / 2**30:.1f}", f"{result['first']:.0f}"]

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.gpu.harness import COMMAND_SECONDS, NotRunError, real_or_dry
 from benchmarks.gpu.shapes import STEPS, WARM_UP, Shape
 from phalanx.plan.export.export import export
+from phalanx.spec.resolved_run import ResolvedRun
 
 CONFIG_MODULE, CONFIG_FUNCTION = "phalanx_run", "run"
 STEP_LINE = re.compile(r"step: +(\d+) .* memory: +([\d.]+)GiB.* tps: ([\d,]+) ")
@@ -63,7 +64,7 @@ def write_inputs(folder: Path, shape: Shape) -> None:
 
     Each row is one document, because torchtitan masks documents.
     """
-    (folder / f"{CONFIG_MODULE}.py").write_text(export(shape.run(compile=True), 1, "torchtitan").text)
+    (folder / f"{CONFIG_MODULE}.py").write_text(export(ResolvedRun(shape.run(compile=True), 1), "torchtitan").text)
     vocabulary = {str(token): token for token in range(shape.model.vocab_size)}
     tokenizer = {
         "version": "1.0",

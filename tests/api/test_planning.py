@@ -12,6 +12,7 @@ from phalanx.plan.search.explain import plan_or_raise
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
@@ -47,7 +48,7 @@ def test_place_on_nodes_rejects_ranks_that_do_not_fill_nodes() -> None:
 def test_plan_run_equals_search_of_the_command() -> None:
     run = make_run({"nodes": 1, "nproc_per_node": 8})
     plan = plan_run(run.model_copy(update={"auto_layout": True}), 8, top=3)
-    assert plan.layouts == plan_or_raise(run, 8, 3).layouts
+    assert plan.layouts == plan_or_raise(ResolvedRun(run, 8), 3).layouts
     assert [row["layout"] for row in (layout.to_row() for layout in plan.layouts)] == [
         str(layout.candidate) for layout in plan.layouts
     ]
@@ -76,4 +77,4 @@ def test_predict_takes_layout_text_or_the_layout_of_the_run() -> None:
 
 def test_memory_equals_count_on_placed_ranks() -> None:
     run = make_run()
-    assert memory(run, 8) == rank_memory(place_on_nodes(run, 8), 8)
+    assert memory(run, 8) == rank_memory(ResolvedRun(place_on_nodes(run, 8), 8))

@@ -24,6 +24,7 @@ from phalanx.bench.collectives import (
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
@@ -59,7 +60,7 @@ def make_run(folder: Path, changes: dict[str, Any]) -> RunSpec:
 def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """The cases send exactly the bytes of a single role. With several roles they send at least the maximum of them."""
     run = make_run(tmp_path, changes)
-    traffic = traffic_by_group(run, world_size)
+    traffic = traffic_by_group(ResolvedRun(run, world_size))
     for kind, roles in collective_kinds_of_run(run, traffic).items():
         n = 4  # any number: the conversions between sizes and sent bytes are inverse functions
         share = BUS_FACTORS[kind.operation]
@@ -77,7 +78,7 @@ def test_fp8_run_sends_what_a_bf16_run_sends(layout: dict[str, Any], tmp_path: P
     kinds = []
     for precision in ("bf16", "fp8"):
         run = make_run(tmp_path, {"model": model, **layout, "training.precision": precision})
-        kinds.append(collective_kinds_of_run(run, traffic_by_group(run, 4)))
+        kinds.append(collective_kinds_of_run(run, traffic_by_group(ResolvedRun(run, 4))))
     assert kinds[0] == kinds[1]
 
 
@@ -97,7 +98,10 @@ def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
 def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_path: Path) -> None:
     def kinds(**layout: Any) -> dict[str, str]:
         run = make_run(tmp_path, dry_run_case(2, **layout, **{"training.precision": "bf16"})[1])
-        return {kind.operation: kind.precision for kind in collective_kinds_of_run(run, traffic_by_group(run, 2))}
+        return {
+            kind.operation: kind.precision
+            for kind in collective_kinds_of_run(run, traffic_by_group(ResolvedRun(run, 2)))
+        }
 
     assert kinds() == {"all_reduce": "fp32"}
     assert kinds(gradient_compression="bf16") == {"all_reduce": "bf16"}
@@ -108,7 +112,10 @@ def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_p
 
 def test_collective_kinds_of_parameter_server_exclude_recv(tmp_path: Path) -> None:
     run = make_run(tmp_path, dry_run_case(2, DENSE, data_parallel="parameter_server")[1])
-    assert {kind.operation for kind in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
+    assert {kind.operation for kind in collective_kinds_of_run(run, traffic_by_group(ResolvedRun(run, 2)))} == {
+        "broadcast",
+        "send",
+    }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

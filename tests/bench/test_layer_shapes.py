@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.cost.exact.flops import rank_flops
-from phalanx.spec.batch import plan_batch
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.dry_run_cases import LAYOUTS, MOE, dry_run_case
 from tests.helpers.small_runs import small_run
 
@@ -27,10 +27,10 @@ def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str,
     sum is at least that of the stage with the most FLOPs."""
     no_recomputation = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
     run = small_run(TEXT, tmp_path, changes | no_recomputation)
-    forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
-    forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
-    measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps
-    max_flops = max(rank_flops(run, world_size, rank) for rank in range(world_size))
+    forward = sum(product.flops * count for product, (_, count) in matmul_shapes(ResolvedRun(run, world_size)).items())
+    forward += sum(core.flops * count for core, count in attention_shapes(ResolvedRun(run, world_size)).items())
+    measured = 3 * forward * ResolvedRun(run, world_size).batch.gradient_accumulation_steps
+    max_flops = max(rank_flops(ResolvedRun(run, world_size), rank) for rank in range(world_size))
     assert measured == pytest.approx(max_flops, rel=0.02) or (
         run.layout.pp > 1 and max_flops <= measured < 1.4 * max_flops
     )
@@ -38,17 +38,17 @@ def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str,
 
 def test_layer_shapes_match_tensor_parallel_shard(tmp_path: Path) -> None:
     run = small_run(TEXT, tmp_path, dry_run_case(2, tp=2)[1])
-    shapes = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
+    shapes = {names: (product, count) for product, (names, count) in matmul_shapes(ResolvedRun(run, 2)).items()}
     tokens = run.layout.micro_batch_size * 128 if run.layout.micro_batch_size else 0
     assert shapes["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
     assert shapes["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
     assert shapes["head",] == (MatmulShape(1, tokens, 500, 128), 1)
-    assert list(attention_shapes(run, 2)) == [
+    assert list(attention_shapes(ResolvedRun(run, 2))) == [
         AttentionShape(batch=2, heads=2, kv_heads=2, queries=128, keys=128, head_dim=32, causal=True, masked=False)
     ]
 
 
 def test_matmul_shapes_batch_local_experts(tmp_path: Path) -> None:
     run = small_run(TEXT, tmp_path, dry_run_case(2, MOE, ep=2)[1])
-    products = {names: product for product, (names, _) in matmul_shapes(run, 2).items()}
+    products = {names: product for product, (names, _) in matmul_shapes(ResolvedRun(run, 2)).items()}
     assert products["experts.gate", "experts.up"] == MatmulShape(4, 2 * 128 * 2 // 4, 96, 128)

@@ -22,6 +22,7 @@ from phalanx.bench.matmul import (
 )
 from phalanx.model import attention
 from phalanx.parallel.block_attention import attention_with_lse
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.flop_counter import FlopCounter
 from tests.helpers.small_runs import small_run
@@ -61,7 +62,7 @@ def test_benchmark_attention_times_steps_of_ring(
         return attention_with_lse(q, k, v, causal)
 
     monkeypatch.setattr(matmul, "attention_with_lse", count)
-    first, later = benchmark_attention(small_run(text, tmp_path, changes), 2, CPU, 1)
+    first, later = benchmark_attention(ResolvedRun(small_run(text, tmp_path, changes), 2), CPU, 1)
     assert first["flops"] == later["flops"]
     assert set(steps) == {True, False}
 
@@ -77,7 +78,7 @@ def test_benchmark_attention_goes_by_documents_as_the_model_does(
         return q * k.sum() * v.sum()
 
     monkeypatch.setattr(attention, "attend_within_documents", note_bounds)
-    (by_document,) = benchmark_attention(run, 1, CPU, 1)
+    (by_document,) = benchmark_attention(ResolvedRun(run, 1), CPU, 1)
     row_tokens = run.training.seq_len
     assert document_starts[0].tolist() == list(range(0, by_document["batch"] * row_tokens + 1, row_tokens))
 
@@ -85,8 +86,8 @@ def test_benchmark_attention_goes_by_documents_as_the_model_does(
 def test_layer_benchmark_rows_contain_seconds_and_flops(text: Path, tmp_path: Path) -> None:
     run: RunSpec = small_run(text, tmp_path, {})
     for rows, passes in (
-        (benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
-        (benchmark_attention(run, 1, CPU, 2), ("forward", "backward")),
+        (benchmark_matmul(ResolvedRun(run, 1), CPU, 2), ("forward", "inputs", "weights")),
+        (benchmark_attention(ResolvedRun(run, 1), CPU, 2), ("forward", "backward")),
     ):
         assert rows
         assert all(row["flops"] > 0 and row[f"{direction}_seconds"] > 0 for row in rows for direction in passes)

@@ -17,6 +17,7 @@ from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.communication_groups import group_ranks
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, MOE, dry_run_case
@@ -30,7 +31,7 @@ def groups_of_this_rank(run: RunSpec) -> Groups:
     world_size = dist.get_world_size()
     mesh = build_mesh(run.layout, world_size, "cpu")
     groups = {}
-    for kind in collective_kinds_of_run(run, traffic_by_group(run, world_size)):
+    for kind in collective_kinds_of_run(run, traffic_by_group(ResolvedRun(run, world_size))):
         group = process_group_for(run, mesh, kind)
         assert isinstance(group, dist.ProcessGroup)
         groups[kind.operation, kind.group_kind] = tuple(sorted(dist.get_process_group_ranks(group)))
@@ -81,7 +82,7 @@ def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -
     run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(4, FEW_HEADS, tp=2)[1])
     (benchmark, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [4096, 8192])
     collectives = {(entry["operation"], entry["among"]): entry for entry in benchmark["collectives"]}
-    (rows,) = traffic_by_group(run, 4).values()
+    (rows,) = traffic_by_group(ResolvedRun(run, 4)).values()
     assert set(collectives) == {(row.operation, row.group_kind) for row in rows}
     gradients = collectives["all_reduce", "data"]
     assert gradients["groups"] == [(0, 2), (1, 3)]

@@ -8,7 +8,7 @@ from benchmarks.overhead import OURS, PLAIN, Comparison, Round, loss_difference,
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import RANKS, SHAPES
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.spec.batch import plan_batch
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 def make_round(fast: float, slow: float, loss: float = 1.0) -> Round:
@@ -43,7 +43,7 @@ def test_overhead_benchmark_shapes_match_published_parameter_counts(name: str, s
     shape = SHAPES[name]
     assert count_parameters(shape.model).total == pytest.approx(size, rel=0.002)
     for layout in ("ddp", "fsdp"):
-        batch_plan = plan_batch(shape.run(layout), RANKS)
+        batch_plan = ResolvedRun(shape.run(layout), RANKS).batch
         assert (batch_plan.micro_batch_size, batch_plan.gradient_accumulation_steps) == (
             shape.micro_batch,
             shape.accumulation,

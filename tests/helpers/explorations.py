@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.report.explorer.exploration import Exploration, explore
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.planned_runs import make_run
 
 NUM_FIRST_CHOICES = 5
@@ -20,7 +21,7 @@ NUM_FIRST_CHOICES = 5
 def small_exploration() -> Exploration:
     """Return a plan of Llama 3 8B on two nodes with a small batch: 3,000 layouts, some of them pipelines."""
     run = make_run(sequences=16, cluster={"nodes": 2})
-    return explore(run, run.cluster.ranks, NUM_FIRST_CHOICES)
+    return explore(ResolvedRun(run, run.cluster.ranks), NUM_FIRST_CHOICES)
 
 
 def unpack_columns(packed: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:

@@ -198,7 +198,7 @@ def _apply_layout(case: BlockCase) -> Strategy:
     # With a single replica, DDP would be ZeRO-1, which computes in bf16.
     strategy = "zero1" if precision == "bf16" and not autocast else "ddp"
     layout = case.layout.replace(data_parallel=strategy)
-    with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
+    with mock.patch.object(apply, "replica_strategy", lambda strategy, *_: strategy):
         mesh = build_mesh(layout, case.world_size, "cpu")
         return apply.apply_layout(case.spec, layout, mesh, CPU, lambda _, shape: torch.zeros(shape), precision)
 

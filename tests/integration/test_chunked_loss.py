@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.plan.predicted_vs_measured import PARTS, STATE, TOTAL, compare_with_prediction
 from phalanx.spec import chunks
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, measure_steady_step, small_run
@@ -60,7 +61,7 @@ def test_memory_and_traffic_match_prediction_with_chunked_loss(
     run = small_run(documents, tmp_path, {**SETTINGS, **settings, **changes})
     measured = rank_pool(world_size).run(measure_in_chunks, run) if world_size > 1 else [measure_in_chunks(run)]
     limit_chunks(monkeypatch, run)
-    for row in compare_with_prediction(run, world_size, dict(enumerate(measured))):
+    for row in compare_with_prediction(ResolvedRun(run, world_size), dict(enumerate(measured))):
         if row.quantity in STATE:
             assert row.measured == row.predicted, row
         elif row.quantity == TOTAL:

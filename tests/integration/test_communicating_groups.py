@@ -12,6 +12,7 @@ import pytest
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.spec.communication_groups import communication_groups
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, MOE, measure_steady_step, small_run
@@ -32,7 +33,7 @@ def predict_bytes_by_group(run: RunSpec, world_size: int) -> Groups:
     """Return the bytes that a member sends, by operation and group."""
     sizes = parallel_dims(run.layout, world_size)
     bytes_by_group: Groups = defaultdict(float)
-    for stage, rows in enumerate(traffic_by_group(run, world_size).values()):
+    for stage, rows in enumerate(traffic_by_group(ResolvedRun(run, world_size)).values()):
         for row in (row for row in rows if row.operation != "send"):
             for group in communication_groups(run, sizes, row.group_kind):
                 if group[0] // (sizes.cp * sizes.tp) % sizes.pp == stage:

@@ -20,6 +20,7 @@ from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.runs.checkpoints import checkpoints, find_damage
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing.processes import wait_until
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
@@ -132,7 +133,7 @@ def start_resume(file: Path) -> subprocess.Popen[str]:
 def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Path) -> None:
     offload = tmp_path / "offload"
     first = write_run_file(tmp_path, "run", SMALL_MODEL, offload)
-    bytes_on_disk = rank_memory(load_run(first, environment={}), 1)["rank"].on_disk
+    bytes_on_disk = rank_memory(ResolvedRun(load_run(first, environment={}), 1))["rank"].on_disk
     with mounted_tmpfs(offload, 2 * bytes_on_disk):
         assert run_train(first).returncode == 0
     [checkpoint] = checkpoints(tmp_path / "run" / "checkpoints")

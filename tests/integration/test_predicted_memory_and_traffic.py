@@ -22,6 +22,7 @@ from phalanx.plan.predicted_vs_measured import (
     ranks_in_role,
 )
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing import rank_pool
 from phalanx.testing.processes import run_python
 from tests.helpers.small_runs import DENSE, MOE, measure_steady_step, small_run
@@ -87,7 +88,7 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
     run = small_run(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
     for _ in range(3):  # a thread of gloo may free a buffer some time after the wait for it
         measured = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
-        rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
+        rows = compare_with_prediction(ResolvedRun(run, world_size), dict(enumerate(measured)))
         if all(is_within_bound(row) for row in rows if row.quantity == "communication"):
             break
     for row in rows:
@@ -171,7 +172,7 @@ def test_memory_matches_prediction_for_model_parallel_layouts(
     }
     run = small_run(text, tmp_path, {**LONG_SEQUENCES, **numbers, **changes, "model": model})
     for row in compare_with_prediction(
-        run, world_size, dict(enumerate(rank_pool(world_size).run(measure_steady_step, run)))
+        ResolvedRun(run, world_size), dict(enumerate(rank_pool(world_size).run(measure_steady_step, run)))
     ):
         if row.quantity in STATE:
             assert row.measured == row.predicted, row
@@ -234,7 +235,7 @@ def test_peak_memory_is_within_5_percent_of_prediction(
         rows = [
             row
             for row in compare_with_prediction(
-                run, world_size, dict(enumerate(rank_pool(world_size).run(measure_steady_step, run)))
+                ResolvedRun(run, world_size), dict(enumerate(rank_pool(world_size).run(measure_steady_step, run)))
             )
             if row.quantity == TOTAL
         ]
@@ -277,8 +278,8 @@ def test_traffic_matches_prediction_for_model_parallel_layouts(case: str, text: 
     }
     run = small_run(text, tmp_path, {**numbers, **changes})
     measured = rank_pool(world_size).run(measure_steady_step, run)
-    for role, traffic in traffic_by_role(run, world_size).items():
-        expected, ranks = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
+    for role, traffic in traffic_by_role(ResolvedRun(run, world_size)).items():
+        expected, ranks = bytes_by_operation(traffic), ranks_in_role(role, ResolvedRun(run, world_size))
         operations = {row["operation"] for rank in ranks for row in measured[rank]["collectives"]}
         for operation in {*expected, *operations} - {"recv"}:
             sent = [bytes_sent_by_operation(measured[rank]["collectives"], operation) for rank in ranks]

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner
 from phalanx.verify.dry_run import run_step
@@ -66,7 +67,7 @@ def test_bytes_that_a_step_allocates_equal_prediction(
     torch.cuda.reset_peak_memory_stats()
     run_step(learner)
     measured = torch.cuda.max_memory_allocated() - between_steps
-    predicted = rank_memory(run, 1)["rank"]
+    predicted = rank_memory(ResolvedRun(run, 1))["rank"]
     assert measured == pytest.approx(predicted.total - predicted.parameters - predicted.optimizer, rel=0.01)
     num_offloaded = {"full": 0, "offload": 8, "offload in 3": 3}[recomputation]
     assert predicted.offloaded_activations == num_offloaded * STREAM_BYTES

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import CONVOLUTIONS, DENSE, DIALS, GPT2, KINDS, MOE, Table, small_run, train_and_evaluate
@@ -134,7 +135,7 @@ def draw_data_parallelism(dice: random.Random, layout: Table) -> None:
 def is_valid_layout(world_size: int, run: RunSpec) -> bool:
     """Return whether training accepts the layout."""
     try:
-        check_layout(run, world_size)
+        check_layout(ResolvedRun(run, world_size))
     except UserError:
         return False
     return True

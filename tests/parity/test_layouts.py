@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.exact.layout_checks import check_pipeline
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.schedule.registry import load_schedule_csv
 from phalanx.schedule.schedule import to_csv
 from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, GPT2, MOE, TWO_EXPERTS, small_run, train_and_evaluate
 from tests.parity.fuzz import draw_valid_layouts, max_relative_difference
@@ -589,7 +590,7 @@ def test_pipeline_schedule_from_csv_equals_single_process(
     file.write_text("\n".join([lines[0].replace("0F0,", "", 1), *lines[1:]]))
     load_schedule_csv.cache_clear()
     with pytest.raises(UserError, match=r"0F0"):
-        check_pipeline(run, 2)
+        check_layout(ResolvedRun(run, 2))
 
 
 def test_parity_comparison_detects_learning_rate_change_of_one_millionth(

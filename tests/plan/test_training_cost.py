@@ -8,14 +8,15 @@ from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.planned_runs import make_run
 
 
 def test_training_cost_uses_llama3_failure_rate_by_default():
     """Llama 3 had a failure every 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
     run = make_run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
-    best = evaluate_layout(run, 16384, parse_layout("data_parallel=zero1,tp=8,pp=16"))
-    cost = estimate_training_cost(run, 16384, best, 15.6e12)
+    best = evaluate_layout(ResolvedRun(run, 16384), parse_layout("data_parallel=zero1,tp=8,pp=16"))
+    cost = estimate_training_cost(ResolvedRun(run, 16384), best, 15.6e12)
     assert cost.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
     assert cost.write_seconds == pytest.approx(cost.checkpoint_bytes / 2048e9)
     assert cost.days == pytest.approx(15.6e12 / best.tokens_per_second / 86400 / cost.goodput)
@@ -36,8 +37,8 @@ def test_training_cost_uses_llama3_failure_rate_by_default():
 )
 def test_energy_has_cards_host_and_facility(cluster: dict[str, object], host_watts: float, pue: float) -> None:
     run = make_run(cluster={**cluster, "network_bytes_per_second": 25e9})
-    (best,) = search_layouts(run, 8, keep=1).layouts
-    cost = estimate_training_cost(run, 8, best)
+    (best,) = search_layouts(ResolvedRun(run, 8), keep=1).layouts
+    cost = estimate_training_cost(ResolvedRun(run, 8), best)
     assert cost.device_kwh is not None
     assert cost.host_kwh == pytest.approx(cost.device_kwh * host_watts / (run.cluster.watts_per_device or 0))
     assert cost.facility_kwh == pytest.approx(pue * (cost.device_kwh + cost.host_kwh))
@@ -48,11 +49,11 @@ def test_energy_has_cards_host_and_facility(cluster: dict[str, object], host_wat
 
 def test_training_cost_refuses_failures_faster_than_restarts() -> None:
     run = make_run(cluster={"failures_per_device_hour": 3600, "restart_seconds": 600})
-    (best,) = search_layouts(run, 8, keep=1).layouts
+    (best,) = search_layouts(ResolvedRun(run, 8), keep=1).layouts
     with pytest.raises(
         UserError, match=r"stops the run every 0.12 s, so that it never gets past a restart of 10.0 min"
     ):
-        estimate_training_cost(run, 8, best)
+        estimate_training_cost(ResolvedRun(run, 8), best)
 
 
 def test_training_cost_follows_checkpoint_time_failures_and_prices():
@@ -63,8 +64,8 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
         "restart_seconds": 300,
     }
     run = make_run(cluster={**cluster, "failures_per_device_hour": 1e-3})
-    (best,) = search_layouts(run, 8, keep=1).layouts
-    cost = estimate_training_cost(run, 8, best)
+    (best,) = search_layouts(ResolvedRun(run, 8), keep=1).layouts
+    cost = estimate_training_cost(ResolvedRun(run, 8), best)
     assert cost.tokens == run.training.steps * run.training.tokens_per_step
     assert cost.write_seconds == pytest.approx(12 * 8.03e9 / 10e9, rel=0.001)
     mtbf = cost.mtbf_seconds
@@ -75,7 +76,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
     assert cost.rent == pytest.approx(2.0 * 8 * 24 * cost.days)
     assert cost.electricity == pytest.approx(0.1 * (cost.facility_kwh or 0))
     unreliable_run = make_run(cluster={**cluster, "failures_per_device_hour": 1e-1})
-    unreliable_cost = estimate_training_cost(unreliable_run, 8, best)
+    unreliable_cost = estimate_training_cost(ResolvedRun(unreliable_run, 8), best)
     assert unreliable_cost.goodput < cost.goodput
 
 
@@ -83,12 +84,12 @@ def test_configured_goodput_never_exceeds_optimal_interval_goodput():
     """Goodput is equal at the optimal interval, and lower at shorter and longer ones."""
     cluster = {"storage_bytes_per_second": 1e9, "failures_per_device_hour": 0.05, "restart_seconds": 300}
     run = make_run(cluster=cluster)
-    (option,) = search_layouts(run, 8, keep=1).layouts
-    best = estimate_training_cost(run, 8, option)
+    (option,) = search_layouts(ResolvedRun(run, 8), keep=1).layouts
+    best = estimate_training_cost(ResolvedRun(run, 8), option)
 
     def goodput_at(every: int) -> float:
         checkpoint = run.checkpoint.model_copy(update={"every": every})
-        goodput = configured_goodput(run.model_copy(update={"checkpoint": checkpoint}), 8, option)
+        goodput = configured_goodput(ResolvedRun(run.model_copy(update={"checkpoint": checkpoint}), 8), option)
         assert goodput is not None
         return goodput
 
@@ -99,8 +100,8 @@ def test_configured_goodput_never_exceeds_optimal_interval_goodput():
 
 def test_configured_goodput_is_none_without_write_speed_or_interval():
     run = make_run()
-    (option,) = search_layouts(run, 8, keep=1).layouts
-    assert configured_goodput(run, 8, option) is None
+    (option,) = search_layouts(ResolvedRun(run, 8), keep=1).layouts
+    assert configured_goodput(ResolvedRun(run, 8), option) is None
     stored = make_run(cluster={"storage_bytes_per_second": 1e9})
     without_checkpoints = stored.model_copy(update={"checkpoint": stored.checkpoint.model_copy(update={"every": 0})})
-    assert configured_goodput(without_checkpoints, 8, option) is None
+    assert configured_goodput(ResolvedRun(without_checkpoints, 8), option) is None

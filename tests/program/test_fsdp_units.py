@@ -17,6 +17,7 @@ from phalanx.program.fsdp_units import (
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.layout import Layout
 from phalanx.spec.parameter_shapes import parameter_shapes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.dry_run_cases import DENSE, MOE, TIED
@@ -101,7 +102,7 @@ def test_units_and_prefetches_equal_those_of_trainer(
 
     changes = {"model": model, "layout.data_parallel": "zero3", **{f"layout.{key}": layout[key] for key in layout}}
     run = small_run(text, tmp_path, changes)
-    units = fsdp_units(rank_tensors(run, world_size)[0], run.layout)
+    units = fsdp_units(rank_tensors(ResolvedRun(run, world_size))[0], run.layout)
     starts = backward_order(units, has_root=units[0].name == ROOT)
     ahead = backward_prefetches(starts, run.layout.fsdp_prefetch)
     prefetches = {unit.name: prefetched for unit, prefetched in zip(starts, ahead, strict=True)}

@@ -18,9 +18,9 @@ from phalanx.runs.step_records import RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import actions
 from phalanx.schedule.simulate import ActionTimes, simulate
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 STEPS, COMPUTE_SECONDS = 40, 1.0
@@ -135,7 +135,7 @@ def simulate_passes_without_pipeline(
 
 def simulate_pipeline_passes(run: RunSpec, ranks: int, fault: Fault, slower: dict[int, float]) -> tuple[Any, Any, Any]:
     """Return the passes of ranks of a pipeline and its replicas."""
-    sizes, micro_batches = parallel_dims(run.layout, ranks), plan_batch(run, ranks).gradient_accumulation_steps
+    sizes, micro_batches = parallel_dims(run.layout, ranks), ResolvedRun(run, ranks).batch.gradient_accumulation_steps
     schedule = layout_schedule(run.layout, micro_batches)
     passes, stages, waits = {}, {}, {}
     for copy in range(ranks // sizes.pp):
@@ -293,7 +293,7 @@ def test_step_times_components_sum_to_step_duration() -> None:
 def test_step_times_bubble_matches_simulated_schedule() -> None:
     """A rank's wait in collectives after its last pass is also idle time."""
     times = step_times(simulate_run_data(PIPELINE, 4, Fault(transfer_seconds=0.0), seed=0))
-    schedule = layout_schedule(PIPELINE.layout, plan_batch(PIPELINE, 4).gradient_accumulation_steps)
+    schedule = layout_schedule(PIPELINE.layout, ResolvedRun(PIPELINE, 4).batch.gradient_accumulation_steps)
     assert isinstance(times, StepTimes)
     assert times.bubble == pytest.approx(
         float(simulate(schedule, ActionTimes(forward=1.0, input_grad=2.0, weight_grad=0.0)).bubble), abs=0.03

@@ -23,6 +23,7 @@ from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.step_records import FORMAT
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing.processes import run_python
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.trained_runs import copy_run, hybrid_run, stop_after, two_rank_run
@@ -195,7 +196,7 @@ def test_planned_passes_of_ranks_that_share_cores_take_the_predicted_time():
         cluster = hybrid.run.cluster.replace(cores=cores, nproc_per_node=4)
         run_data = replace(hybrid, run=hybrid.run.replace(cluster=cluster))
         planned = report_facts(run_data)["timeline"]["planned"]
-        evaluated = evaluate_layout(run_data.run, 4, hybrid.run.layout)
+        evaluated = evaluate_layout(ResolvedRun(run_data.run, 4), hybrid.run.layout)
         assert max(end for *_, end in planned) == pytest.approx(evaluated.schedule_seconds, rel=0.02)
 
 

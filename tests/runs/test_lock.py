@@ -12,6 +12,7 @@ from phalanx.launch.preflight import preflight
 from phalanx.runs.create import claim_run_directory
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.small_runs import small_run
 
 
@@ -29,10 +30,10 @@ def test_preflight_waits_for_run_lock_when_run_has_several_nodes(
     lock = acquire_run_lock(directory)
     assert lock is not None
     with pytest.raises(UserError, match="is in use by process"):
-        preflight(single_node, 2, resume=True)
+        preflight(ResolvedRun(single_node, 2), resume=True)
     with pytest.raises(UserError, match="is in use by process"):
-        preflight(two_nodes, 2, resume=False)
+        preflight(ResolvedRun(two_nodes, 2), resume=False)
     assert capsys.readouterr().err == ""
     threading.Timer(SHUTDOWN_GRACE_SECONDS + 2, lock.close).start()
-    preflight(two_nodes, 2, resume=True)
+    preflight(ResolvedRun(two_nodes, 2), resume=True)
     assert f"waiting for up to 35 s: {directory} is in use" in capsys.readouterr().err

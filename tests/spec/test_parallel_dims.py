@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout
-from phalanx.spec.parallel_dims import effective_strategy, expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,5 @@ def test_process_groups_of_dp2_pp2_layout_match_expected_ranks() -> None:
     ],
 )
 def test_effective_strategy(layout: Any, world_size: int, precision: Any, expected: str) -> None:
-    run_layout = Layout(**layout)
-    dims = parallel_dims(run_layout, world_size).with_cp_as_data_parallel(run_layout)
-    assert effective_strategy(run_layout, dims, precision) == expected
+    run = run_from_table({"model": {"preset": "tiny"}, "training": {"precision": precision}, "layout": layout})
+    assert ResolvedRun(run, world_size).strategy == expected

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.train.messages import end_message, start_message
 
 MODEL = {"preset": "tiny", "num_layers": 2, "num_heads": 4}
@@ -32,7 +32,7 @@ def make_trainer(layout: dict[str, Any], ranks: int, warmup_steps: int = 10, **t
         device=SimpleNamespace(type="cpu"),
         compiles=False,
         num_parameters=count_parameters(run.model).total,
-        batch=plan_batch(run, ranks),
+        batch=ResolvedRun(run, ranks).batch,
         corpus=SimpleNamespace(train=np.zeros(1234)),
         step=0,
         should_stop=False,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, trace_ranks
@@ -72,8 +73,8 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     With four or more ranks and no expert parallelism, only corner ranks are traced."""
     run = small_run(text, tmp_path, changes)
     balanced = run.layout.ep == 1
-    ranks = corner_ranks(run, world_size) if world_size >= 4 and balanced else range(world_size)
-    traced = list(trace_ranks(run, world_size, ranks))
+    ranks = corner_ranks(ResolvedRun(run, world_size)) if world_size >= 4 and balanced else range(world_size)
+    traced = list(trace_ranks(ResolvedRun(run, world_size), ranks))
     real = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
     for trace in traced:
         measured = real[trace["rank"]]
@@ -82,7 +83,9 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
                 "rank"
             ]
             assert _peak_bytes(trace) == pytest.approx(_peak_bytes(measured), rel=MEMORY_TOLERANCE), trace["rank"]
-        assert [line for line in compare_with_plan(run, world_size, trace) if not line.agrees] == [], trace["rank"]
+        assert [line for line in compare_with_plan(ResolvedRun(run, world_size), trace) if not line.agrees] == [], (
+            trace["rank"]
+        )
     if not balanced:
         assert _total_traffic(traced) == _total_traffic(real)
         # Recomputed blocks peak in an expert's backward pass, with the rows of real, unbalanced choices: 3.3 % more.
@@ -101,8 +104,8 @@ TRACED_IN_BF16 = (
 @pytest.mark.parametrize(("world_size", "changes"), TRACED_IN_BF16, ids=lambda value: _case_id(value) if value else "")
 def test_dry_run_in_bf16_sends_what_plan_says(world_size: int, changes: Table, text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, changes)
-    (traced,) = trace_ranks(run, world_size, [world_size - 1])
-    lines = [line for line in compare_with_plan(run, world_size, traced) if line.kind == "collective"]
+    (traced,) = trace_ranks(ResolvedRun(run, world_size), [world_size - 1])
+    lines = [line for line in compare_with_plan(ResolvedRun(run, world_size), traced) if line.kind == "collective"]
     assert lines
     assert [line for line in lines if not line.agrees] == []
 
@@ -124,8 +127,8 @@ def test_peak_of_few_tokens_is_planned_exactly(name: str, text: Path, tmp_path: 
     wide = {**model, "hidden_size": 256, "num_layers": 4, "vocab_size": 64}
     changes = {"training.seq_len": 16, "training.tokens_per_step": 64 * replicas, "layout.micro_batch_size": 1}
     run = small_run(text, tmp_path, {**dry_run_case(world_size, wide, **layout)[1], "model": wide, **changes})
-    (traced,) = trace_ranks(run, world_size, [0])
-    (peak,) = [line for line in compare_with_plan(run, world_size, traced) if line.quantity == "total"]
+    (traced,) = trace_ranks(ResolvedRun(run, world_size), [0])
+    (peak,) = [line for line in compare_with_plan(ResolvedRun(run, world_size), traced) if line.quantity == "total"]
     assert peak.traced == pytest.approx(peak.planned, rel=tolerance)
 
 
@@ -148,7 +151,7 @@ def traced_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     run = small_run(
         text, tmp_path_factory.mktemp("traced"), dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1]
     )
-    return run, next(trace_ranks(run, 4, [0]))
+    return run, next(trace_ranks(ResolvedRun(run, 4), [0]))
 
 
 MISMATCHED_PLANS: dict[str, tuple[Table, set[tuple[str, str]]]] = {
@@ -161,12 +164,14 @@ MISMATCHED_PLANS: dict[str, tuple[Table, set[tuple[str, str]]]] = {
 @pytest.mark.parametrize("mismatch", MISMATCHED_PLANS)
 def test_compare_with_plan_detects_plan_of_different_run(mismatch: str, traced_rank: tuple[RunSpec, Traced]) -> None:
     run, trace = traced_rank
-    assert all(line.agrees for line in compare_with_plan(run, 4, trace))
+    assert all(line.agrees for line in compare_with_plan(ResolvedRun(run, 4), trace))
     changes, expected = MISMATCHED_PLANS[mismatch]
     other_run = run.model_copy(
         update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
     )
-    mismatches = {(line.kind, line.quantity) for line in compare_with_plan(other_run, 4, trace) if not line.agrees}
+    mismatches = {
+        (line.kind, line.quantity) for line in compare_with_plan(ResolvedRun(other_run, 4), trace) if not line.agrees
+    }
     assert expected <= mismatches
 
 
@@ -174,22 +179,22 @@ def test_corner_ranks_are_first_and_last_of_every_mesh_axis(text: Path, tmp_path
     """Compared for 2 replicas x 2 stages x 2 tensor-parallel ranks, two servers and
     three workers, and two expert-parallel ranks."""
     run = small_run(text, tmp_path, dry_run_case(8, pp=2, tp=2)[1])
-    assert corner_ranks(run, 8) == [0, 1, 2, 4, 7]
+    assert corner_ranks(ResolvedRun(run, 8)) == [0, 1, 2, 4, 7]
     assert corner_ranks(
-        small_run(text, tmp_path, dry_run_case(5, data_parallel="parameter_server", num_servers=2)[1]), 5
+        ResolvedRun(small_run(text, tmp_path, dry_run_case(5, data_parallel="parameter_server", num_servers=2)[1]), 5)
     ) == [
         0,
         1,
         2,
         4,
     ]
-    assert corner_ranks(small_run(text, tmp_path, dry_run_case(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
+    assert corner_ranks(ResolvedRun(small_run(text, tmp_path, dry_run_case(8, MOE, ep=2)[1]), 8)) == [0, 1, 7]
 
 
 def test_dry_run_rejects_asynchronous_parameter_server(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1})
     with pytest.raises(UserError, match=r"layout\.max_staleness = 1 makes the traffic differ from step to step"):
-        next(trace_ranks(run, 2, [0]))
+        next(trace_ranks(ResolvedRun(run, 2), [0]))
 
 
 def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -> None:
@@ -198,8 +203,8 @@ def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -
     run = small_run(
         text, tmp_path, dry_run_case(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1]
     )
-    trace = next(trace_ranks(run, 2, [0]))
-    assert all(line.agrees for line in compare_with_plan(run, 2, trace))
+    trace = next(trace_ranks(ResolvedRun(run, 2), [0]))
+    assert all(line.agrees for line in compare_with_plan(ResolvedRun(run, 2), trace))
     assert list(directory.iterdir()) == []
 
 
@@ -207,7 +212,7 @@ def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: P
     run = small_run(text, tmp_path, {})
     broken = run.model_copy(update={"model": run.model.model_copy(update={"ffn_hidden_size": -1})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
-        next(trace_ranks(broken, 2, [0]))
+        next(trace_ranks(ResolvedRun(broken, 2), [0]))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.verify.dry_run import corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
 from tests.helpers.real_dry_run_cases import QUICK_CASES, REAL_CASES, RealCase
@@ -15,8 +16,8 @@ def _disagreements(case: RealCase, ranks: list[int]) -> list[tuple[int, PlanChec
     run = case.run()
     return [
         (traced["rank"], check)
-        for traced in trace_ranks(run, case.world_size, ranks)
-        for check in compare_with_plan(run, case.world_size, traced)
+        for traced in trace_ranks(ResolvedRun(run, case.world_size), ranks)
+        for check in compare_with_plan(ResolvedRun(run, case.world_size), traced)
         if not check.agrees
     ]
 
@@ -29,4 +30,4 @@ def test_first_and_last_role_of_real_size_agree_with_plan(case: RealCase) -> Non
 
 @pytest.mark.parametrize("case", REAL_CASES, ids=str)
 def test_corner_ranks_of_real_size_agree_with_plan(case: RealCase) -> None:
-    assert _disagreements(case, corner_ranks(case.run(), case.world_size)) == []
+    assert _disagreements(case, corner_ranks(ResolvedRun(case.run(), case.world_size))) == []

@@ -56,7 +56,7 @@ def test_dryrun_command_prints_each_traced_rank_on_stderr_without_a_terminal(
     (tmp_path / "run.toml").write_text('[model]\npreset = "tiny"\n')
     module = "phalanx.verify.dry_run_report"
 
-    def trace_nothing(run: Any, world_size: int, ranks: list[int], **options: Any) -> list[dict[str, Any]]:
+    def trace_nothing(resolved: Any, ranks: list[int], **options: Any) -> list[dict[str, Any]]:
         return [{"rank": rank, "peak_bytes": 1, "tracing": {}} for rank in ranks]
 
     monkeypatch.setattr(f"{module}.trace_ranks", trace_nothing)

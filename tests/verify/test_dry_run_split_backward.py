@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.verify.dry_run import trace_ranks
 from phalanx.verify.plan_comparison import compare_with_plan
 from tests.helpers.dry_run_cases import BF16, MOE, TIED, Table, dry_run_case
@@ -28,6 +29,6 @@ TOLERANCE = 0.015
 def test_planned_peak_of_split_backward_pass_matches_trace(case: str, text: Path, tmp_path: Path) -> None:
     (world_size, changes), rank = CASES[case]
     run = small_run(text, tmp_path, changes)
-    (traced,) = trace_ranks(run, world_size, [rank])
-    (total,) = [check for check in compare_with_plan(run, world_size, traced) if check.quantity == "total"]
+    (traced,) = trace_ranks(ResolvedRun(run, world_size), [rank])
+    (total,) = [check for check in compare_with_plan(ResolvedRun(run, world_size), traced) if check.quantity == "total"]
     assert total.traced == pytest.approx(total.planned, rel=TOLERANCE)

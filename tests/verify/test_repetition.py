@@ -11,6 +11,7 @@ from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Action
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import MAX_BF16_SUMS, Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.verify.dry_run import Traced, trace_ranks
 from phalanx.verify.repetition import first_of_phases, traced_actions
@@ -165,7 +166,7 @@ def _tracing_of_equal_results(world_size: int, run: RunSpec) -> tuple[Traced, Tr
 
 
 def _trace_last_rank(run: RunSpec, world_size: int, full: bool) -> Traced:
-    (traced,) = trace_ranks(run, world_size, [world_size - 1], full=full)
+    (traced,) = trace_ranks(ResolvedRun(run, world_size), [world_size - 1], full=full)
     return traced
 
 

@@ -57,13 +57,8 @@ def with_components(run: RunSpec | str | Path, components: Components) -> RunSpe
     """
     named: Mapping[str, Any] = {**components}
     for name in named:
-        require(
-            name in Components.__annotations__,
-            name,
-            None,
-            problem="is not a component",
-            fix=did_you_mean(name, [*Components.__annotations__]),
-        )
+        fix = did_you_mean(name, [*Components.__annotations__])
+        require(name in Components.__annotations__, name, None, "is not a component", fix)
     changes: dict[str, Component] = {field: named[name] for name, field in FIELDS.items() if name in named}
     changes |= {f"callbacks.{name}": callback for name, callback in components.get("callbacks", {}).items()}
     if not changes:

@@ -16,6 +16,7 @@ from phalanx.spec.base import divisors
 from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
@@ -57,7 +58,7 @@ def plan_run(
         {4}
     """
     placed = place_on_nodes(run, world_size).replace(auto_layout=False)
-    return plan_or_raise(placed, world_size, top, report=progress, is_wanted=where)
+    return plan_or_raise(ResolvedRun(placed, world_size), top, report=progress, is_wanted=where)
 
 
 def predict(run: RunSpec, world_size: int, layout: Layout | str | None = None) -> EvaluatedLayout:
@@ -85,8 +86,8 @@ def predict(run: RunSpec, world_size: int, layout: Layout | str | None = None) -
     """
     placed = place_on_nodes(run, world_size)
     if isinstance(layout, str):
-        return evaluate_layout_text(placed, world_size, layout)
-    return evaluate_layout(placed, world_size, layout or run.layout)
+        return evaluate_layout_text(ResolvedRun(placed, world_size), layout)
+    return evaluate_layout(ResolvedRun(placed, world_size), layout or run.layout)
 
 
 def memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
@@ -109,7 +110,7 @@ def memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
         >>> two.parameters == four.parameters, round(two.optimizer / four.optimizer, 1)
         (True, 2.0)
     """
-    return rank_memory(place_on_nodes(run, world_size), world_size)
+    return rank_memory(ResolvedRun(place_on_nodes(run, world_size), world_size))
 
 
 def traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
@@ -131,7 +132,7 @@ def traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
         >>> sorted({row.operation for row in phalanx.traffic(run, 2)["rank"]})
         ['all_gather', 'reduce_scatter']
     """
-    return traffic_by_role(place_on_nodes(run, world_size), world_size)
+    return traffic_by_role(ResolvedRun(place_on_nodes(run, world_size), world_size))
 
 
 def place_on_nodes(run: RunSpec, world_size: int) -> RunSpec:

@@ -13,10 +13,9 @@ from phalanx.cost.exact.flops import block_products, lm_head_shape
 from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.program.rank_tensors import rank_tensors
 from phalanx.spec.attention_backend import hides_keys
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.parameter_shapes import num_elements
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,17 @@ class AttentionShape:
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
 
-def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tuple[str, ...], int]]:
+def matmul_shapes(resolved: ResolvedRun) -> dict[MatmulShape, tuple[tuple[str, ...], int]]:
     """Return the products of a rank's forward pass on one micro-batch: their layers and counts.
 
     The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the
-    largest. Raises UserError if the layout cannot run on `world_size` ranks.
+    largest. Raises UserError if the layout cannot run on the ranks.
     """
-    tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
+    run = resolved.run
+    tokens = resolved.batch.micro_batch_size * run.training.seq_len / run.layout.cp
     layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
     layers_of_stage = layers_per_rank(run)
-    for stage, tensors in enumerate(rank_tensors(run, world_size)):
+    for stage, tensors in enumerate(rank_tensors(resolved)):
         stage_layers: dict[MatmulShape, list[str]] = {}
         shapes = tensors.all
         for product in block_products(run, layers_of_stage[stage]):
@@ -93,12 +93,13 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     return layers_by_shape
 
 
-def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]:
+def attention_shapes(resolved: ResolvedRun) -> dict[AttentionShape, int]:
     """Return the attention calls of a rank's forward pass on one micro-batch, with their counts.
 
     The first step of a ring is causal; each other step has half of the pairs. Raises UserError if the layout cannot
-    run on `world_size` ranks.
+    run on the ranks.
     """
+    run = resolved.run
     spec = run.model
     layout = run.layout
     tokens = run.training.seq_len
@@ -107,7 +108,7 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     if is_ring:
         tokens //= layout.cp
     ranks_of_heads = 1 if is_ring else layout.cp
-    micro_batch_size = plan_batch(run, world_size).micro_batch_size
+    micro_batch_size = resolved.batch.micro_batch_size
     counts: Counter[AttentionShape] = Counter()
     kinds = layer_specs(spec)
     for layer in (kinds[index] for index in layers if kinds[index].mixer is None):

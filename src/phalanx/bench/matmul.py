@@ -17,20 +17,20 @@ from phalanx.model.attention import attend, attention_mask
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.model.sequence_context import Documents
 from phalanx.parallel.block_attention import attention_backward, attention_with_lse
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
 
-def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
+def benchmark_matmul(resolved: ResolvedRun, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients.
 
-    Only this rank of the `world_size` ranks of the layout computes here.
+    Only this rank of all ranks of the layout computes here.
     """
-    dtype = TORCH_DTYPES[run.training.precision]
+    dtype = TORCH_DTYPES[resolved.run.training.precision]
     rows: list[Row] = []
-    for product, (names, count) in matmul_shapes(run, world_size).items():
+    for product, (names, count) in matmul_shapes(resolved).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
         rows.append(row | _time_passes(_make_matmul_calls(product, dtype, device), device, iterations))
     return rows
@@ -47,14 +47,14 @@ def _make_matmul_calls(
     return {"forward": lambda: x @ weight.mT, "inputs": lambda: gradient @ weight, "weights": lambda: gradient.mT @ x}
 
 
-def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
+def benchmark_attention(resolved: ResolvedRun, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds of each part of attention, forward and backward, with the model's kernels.
 
-    Only this rank of the `world_size` ranks of the layout computes here.
+    Only this rank of all ranks of the layout computes here.
     """
-    dtype = TORCH_DTYPES[run.training.precision]
+    dtype = TORCH_DTYPES[resolved.run.training.precision]
     rows: list[Row] = []
-    for core, count in attention_shapes(run, world_size).items():
+    for core, count in attention_shapes(resolved).items():
         calls = (_make_ring_calls if core.ring else _make_attention_calls)(core, dtype, device)
         row = {"count": count, **asdict(core), "flops": core.flops}
         rows.append(row | _time_passes(calls, device, iterations))

@@ -26,13 +26,7 @@ import torch.distributed as dist
 
 from phalanx.bench import nccl_tests_format
 from phalanx.bench.collective_calls import COLLECTIVE_CALLS, process_group_for
-from phalanx.bench.collectives import (
-    BufferMode,
-    CollectiveKind,
-    benchmark_cases,
-    collective_kinds_of_run,
-    time_case,
-)
+from phalanx.bench.collectives import BufferMode, CollectiveKind, benchmark_cases, collective_kinds_of_run, time_case
 from phalanx.bench.latency_bandwidth_fit import PiecewiseFit, fit_latency_bandwidth
 from phalanx.bench.matmul import benchmark_attention, benchmark_matmul
 from phalanx.bench.memory_bandwidth import array_bytes, bandwidth, cache_bytes
@@ -53,6 +47,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.log import log_to_stderr
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
@@ -75,9 +70,10 @@ def run_benchmarks(
     mesh = build_mesh(run.layout, world_size, device.type)
     local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
+    resolved = ResolvedRun(run, world_size)
     benchmarks: dict[str, Callable[[], Rows]] = {
-        "matmul": lambda: _merge_slowest_ranks(benchmark_matmul(run, world_size, device, iterations)),
-        "attention": lambda: _merge_slowest_ranks(benchmark_attention(run, world_size, device, iterations)),
+        "matmul": lambda: _merge_slowest_ranks(benchmark_matmul(resolved, device, iterations)),
+        "attention": lambda: _merge_slowest_ranks(benchmark_attention(resolved, device, iterations)),
         "bandwidth": lambda: _merge_slowest_ranks(bandwidth(device, size, iterations)),
         "collectives": lambda: benchmark_collectives(run, mesh, device, iterations, sweep),
     }
@@ -118,7 +114,7 @@ def benchmark_collectives(
     Each result has the groups of the kind, its traffic per update, results in the format of nccl-tests, and a fit.
     """
     world_size = mesh.dims.world_size
-    roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
+    roles = collective_kinds_of_run(run, traffic_by_group(ResolvedRun(run, world_size)))
     results = []
     for kind, rows in roles.items():
         started_at = _current_timestamp()

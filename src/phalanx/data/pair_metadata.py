@@ -46,11 +46,12 @@ def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: s
         return
     expected = metadata[TOKENIZER_KEY][:12]
     actual = tokenizer.fingerprint()[:12]
-    raise UserError(
-        field,
-        dataset.prefix,
+    problem = (
         f"was tokenized with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the configured one "
-        f"({actual}, {tokenizer.vocab} ids)",
-        "use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
-        f"ids, remove {dataset.prefix}{METADATA_SUFFIX}",
+        f"({actual}, {tokenizer.vocab} ids)"
     )
+    fix = (
+        "use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
+        f"ids, remove {dataset.prefix}{METADATA_SUFFIX}"
+    )
+    raise UserError(field, dataset.prefix, problem, fix)

@@ -8,6 +8,7 @@ from phalanx.cost.exact.model_state import checkpoint_bytes, checkpoint_space_ne
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.doctor.expectations import Expectations
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
@@ -23,7 +24,7 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.output_dir).expanduser().absolute()
     is_open = run.auto_layout or run.layout.auto_checkpointing
-    memory_per_rank = rank_memory(run, ranks * cluster.nodes) if ranks and not is_open else {}
+    memory_per_rank = rank_memory(ResolvedRun(run, ranks * cluster.nodes)) if ranks and not is_open else {}
     return Expectations(
         directory=str(directory),
         nodes=cluster.nodes,

@@ -51,6 +51,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.log import log_to_stderr
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ def rank_main(args: argparse.Namespace) -> int:
             fix = "start several ranks with torchrun"
             raise UserError("number of ranks", ranks, "leaves nothing to send", fix=fix)
         # Before ranks wait for each other.
-        check_layout(run, ranks)
+        check_layout(ResolvedRun(run, ranks))
         timeout = min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds)
         findings = check_nodes(run, init_distributed(select_device(run), timeout))
         if rank == 0:

@@ -16,13 +16,7 @@ from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
 from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
-from phalanx.runs.checkpoints import (
-    CHECKPOINTS_DIR,
-    abandon_newer,
-    check_manifest,
-    check_not_all_damaged,
-    checkpoints,
-)
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, abandon_newer, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
     claim_run_directory,
@@ -36,6 +30,7 @@ from phalanx.spec.components import named_components
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import BYTES_VOCAB, KeepSpec, RunSpec, require_settings_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
 
@@ -46,33 +41,37 @@ MAX_SEARCHED_LAYERS = 120
 searched with this number of layers."""
 
 
-def preflight(run: RunSpec, world_size: int, resume: bool, step: int | None = None) -> None:
+def preflight(resolved: ResolvedRun, resume: bool, step: int | None = None) -> None:
     """Raise UserError for errors that would stop this run later.
 
     Data is checked by `prepare`. No files are changed. Unless the run resumes, from `step` if given, its directory must
     not contain a run.
     """
-    check_settings(run, world_size)
+    run = resolved.run
+    check_settings(resolved)
     _check_directory(run, resume, step)
     # Ranks of other nodes detect a lost rank when a collective times out.
     peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
     check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
 
 
-def check_settings(run: RunSpec, world_size: int) -> None:
+def check_settings(resolved: ResolvedRun) -> None:
     """Raise UserError for settings that would stop a run, whatever its directory."""
-    check_layout(run, world_size)
+    run = resolved.run
+    check_layout(resolved)
     check_torch_supports(run.layout)
     require_settings_of_weights(run)
     check_vocab_size(run, {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0))
     if run.recovery.in_memory_checkpoint_every:
-        _check_copies(run, world_size)
+        _check_copies(resolved)
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
     for field, component in named_components(run):
         check_component(field, component)
     if run.layout.activation_checkpointing == "offload":
-        needed_bytes = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
+        needed_bytes = (
+            resolved.world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(resolved))
+        )
         memory_bytes = physical_memory_bytes()
         if needed_bytes > memory_bytes:
             problem = (
@@ -81,7 +80,7 @@ def check_settings(run: RunSpec, world_size: int) -> None:
             fix = 'lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"'
             raise LocalNodeError("layout.activation_checkpointing", "offload", problem, fix)
     if run.layout.offload_directory is not None:
-        _check_offload(run, run.layout.offload_directory, world_size)
+        _check_offload(run, run.layout.offload_directory, resolved.world_size)
 
 
 def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
@@ -95,10 +94,11 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
     raise UserError("model.vocab_size", run.model.vocab_size, problem, fix)
 
 
-def _check_copies(run: RunSpec, world_size: int) -> None:
-    state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
+def _check_copies(resolved: ResolvedRun) -> None:
+    run = resolved.run
+    state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(resolved))
     copies = 2 if run.cluster.nodes == 1 else 4
-    needed_bytes = copies * state_bytes * world_size / run.cluster.nodes
+    needed_bytes = copies * state_bytes * resolved.world_size / run.cluster.nodes
     machine_bytes = physical_memory_bytes()
     if not hasattr(os, "memfd_create"):
         problem = "requires memfd_create, which this system does not have"
@@ -121,7 +121,7 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "is not writable", fix)
     free_bytes = shutil.disk_usage(path).free
-    needed_bytes = world_size / run.cluster.nodes * disk_offload_bytes(run, world_size)
+    needed_bytes = world_size / run.cluster.nodes * disk_offload_bytes(ResolvedRun(run, world_size))
     if needed_bytes > free_bytes:
         problem = f"needs {needed_bytes / 1e9:.2f} GB for optimizer state, but has {free_bytes / 1e9:.2f} GB free"
         raise UserError("layout.offload_directory", directory, problem, fix)
@@ -201,8 +201,8 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
     of their GPU memory, with the driver's context.
     """
     if device == "cuda":
-        return CONTEXT_BYTES + max(memory.device for memory in worker_memories(run, run.cluster.ranks))
-    rank_bytes = [memory.total + memory.host for memory in worker_memories(run, run.cluster.ranks)]
+        return CONTEXT_BYTES + max(memory.device for memory in worker_memories(ResolvedRun.on_cluster(run)))
+    rank_bytes = [memory.total + memory.host for memory in worker_memories(ResolvedRun.on_cluster(run))]
     return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
 
 
@@ -213,7 +213,7 @@ def _shorten_sequences(run: RunSpec) -> Iterator[RunSpec]:
     while seq_len >= MIN_SEQ_LEN:
         with suppress(UserError):
             shorter = run.replace(training=run.training.replace(seq_len=seq_len))
-            check_layout(shorter, run.cluster.ranks)
+            check_layout(ResolvedRun.on_cluster(shorter))
             yield shorter
         seq_len //= 2
 

@@ -10,6 +10,7 @@ from phalanx.plan.search.oom_risk import describe_fit
 from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import check_inapplicable_options, describe_recomputation
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def resolve_recomputation(
         raise UserError("layout.activation_checkpointing", "auto", problem, fix)
     device = "cpu" if cluster.uses_cpu else "cuda"
     planned = on_machine(run.replace(cluster=cluster), nproc, min(known_bytes), device)
-    choice = choose_recomputation(planned, world_size)
+    choice = choose_recomputation(ResolvedRun(planned, world_size))
     details = [f"{describe_fit(choice.p_oom)} in memory"]
     if choice.step_seconds is not None:
         details.append(f"{choice.step_seconds:.3f} s a step predicted")

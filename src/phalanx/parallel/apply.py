@@ -52,7 +52,7 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_t
 from phalanx.schedule.registry import layout_compiles_whole_blocks, layout_schedule, representative_schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parallel_dims import effective_strategy
+from phalanx.spec.parallel_dims import replica_strategy, strategy_on_ranks
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp8": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -76,7 +76,9 @@ def apply_layout(
     `trained_experts`, if given, are frozen."""
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
-    layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
+    on_ranks = strategy_on_ranks(layout, mesh.data_dims.dp_shard)
+    effective = replica_strategy(on_ranks, precision, mesh.data_dims.dp_size * layout.ep)
+    layout = layout.model_copy(update={"data_parallel": effective})
     experts_per_rank: list[tuple[int, ...]] = []
     with torch.device("meta"):
         # Step 1: the stages of this rank.
@@ -130,9 +132,7 @@ def apply_layout(
     # Step 6, before a pipeline uses `model_parallel` and the timers, and reads the shapes of shards. Each of the ranks
     # that share sequences counts the choices of the whole sequence.
     data_parallel.model_parallel = ModelParallelism(
-        sharding=sharding,
-        tensor_parallel=tp,
-        router_count_multiplicity=layout.cp,
+        sharding=sharding, tensor_parallel=tp, router_count_multiplicity=layout.cp
     )
     for group in (tp, ep, cp):
         if group is not None:

@@ -160,7 +160,7 @@ def _ring_attention(
 ) -> Tensor:
     """Compute attention [B, t, H, K] of this rank's tokens.
 
-    Windows are longer than rows (`spec.tensor_sharding.check_divisibility`)."""
+    Windows are longer than rows (`cost.exact.layout_checks.check_divisibility`)."""
     ring = ring or find_ring_blocks(cp.rank, cp.size, q.shape[1] * cp.size)
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))

@@ -10,9 +10,8 @@ from typing import Any
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.cost.formulas.collectives import Traffic
-from phalanx.spec.layout import Layout
-from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups, uses_model_parallelism
-from phalanx.spec.run import RunSpec
+from phalanx.spec.parallel_dims import pipeline_stage_groups, uses_model_parallelism
+from phalanx.spec.resolved_run import ResolvedRun
 
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
 PARTS = (*STATE, "activations", "communication")
@@ -48,21 +47,22 @@ class Comparison:
         return {"role": self.role, "quantity": self.quantity, "predicted": self.predicted, "measured": self.measured}
 
 
-def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:
+def compare_with_prediction(resolved: ResolvedRun, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:
     """Compare memory by part and traffic by operation, in bytes, for the fullest rank of each role.
 
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
     """
-    memory = rank_memory(run, world_size)
+    run = resolved.run
+    memory = rank_memory(resolved)
     is_model_parallel = uses_model_parallelism(run.layout)
-    traffic = traffic_by_role(run, world_size)
+    traffic = traffic_by_role(resolved)
     rows = []
 
     def add(role: str, quantity: str, predicted: float, measured: float) -> None:
         rows.append(Comparison(role=role, quantity=quantity, unit="B", predicted=predicted, measured=measured))
 
     for role, predicted in memory.items():
-        ranks = [measured[rank] for rank in ranks_in_role(role, run.layout, world_size) if rank in measured]
+        ranks = [measured[rank] for rank in ranks_in_role(role, resolved) if rank in measured]
         if not ranks:
             continue
         for part in WORKING if is_model_parallel else PARTS:
@@ -79,19 +79,17 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
     return rows
 
 
-def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
+def ranks_in_role(role: str, resolved: ResolvedRun) -> list[int]:
     """Return the ranks in a role of `rank_memory`."""
-    sizes = parallel_dims(layout, world_size)
+    servers = resolved.dims.servers
     match role:
-        case "rank":
-            return list(range(world_size))
+        case "rank" | "worker":
+            return list(range(servers, resolved.world_size))
         case "server":
-            return list(range(sizes.servers))
-        case "worker":
-            return list(range(sizes.servers, world_size))
+            return list(range(servers))
         case _:
             stage = int(role.removeprefix("pp"))
-            return list(pipeline_stage_groups(sizes)[stage])
+            return list(pipeline_stage_groups(resolved.dims)[stage])
 
 
 def bytes_by_operation(traffic: list[Traffic]) -> dict[str, float]:

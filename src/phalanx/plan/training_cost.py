@@ -23,6 +23,7 @@ from phalanx.plan.tables.machine_columns import host_watts
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_duration
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
@@ -59,13 +60,15 @@ class TrainingCost:
 
 
 def estimate_training_cost(
-    run: RunSpec, world_size: int, evaluated: EvaluatedLayout, tokens: float | None = None
+    resolved: ResolvedRun, evaluated: EvaluatedLayout, tokens: float | None = None
 ) -> TrainingCost:
     """Return the cost of training on `tokens`.
 
     By default, the tokens are those of the run.
     """
+    run = resolved.run
     cluster = run.cluster
+    world_size = resolved.world_size
     if tokens is None and run.training.seconds is not None:
         tokens = run.training.seconds * evaluated.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
@@ -117,17 +120,18 @@ def _estimate_energy(cluster: ClusterSpec, world_size: int, hours: float) -> dic
     }
 
 
-def configured_goodput(run: RunSpec, world_size: int, evaluated: EvaluatedLayout) -> float | None:
+def configured_goodput(resolved: ResolvedRun, evaluated: EvaluatedLayout) -> float | None:
     """Return the goodput with the run's own checkpoint interval.
 
     The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
     """
+    run = resolved.run
     checkpoint_interval = run.checkpoint.every
     storage_speed = run.cluster.storage_bytes_per_second
     if not checkpoint_interval or storage_speed is None:
         return None
     write_seconds = _checkpoint_bytes(run) / storage_speed
-    mtbf = mtbf_seconds(failure_rate(run), world_size)
+    mtbf = mtbf_seconds(failure_rate(run), resolved.world_size)
     interval_seconds = (
         optimal_interval_seconds(write_seconds, mtbf)
         if checkpoint_interval == "auto"

@@ -102,13 +102,12 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     """
     layers = len(costs) - 2
     if stages > layers:
-        raise UserError(
-            "stages",
-            stages,
-            f"are too many for a model of {layers} layers: each stage needs at least one",
-            fix=f"use at most {layers} stages (pipeline ranks x stages per rank, which is two for "
-            f"{', '.join(V_SCHEDULES)} and searched schedules), or a deeper model",
+        problem = f"are too many for a model of {layers} layers: each stage needs at least one"
+        fix = (
+            f"use at most {layers} stages (pipeline ranks x stages per rank, which is two for "
+            f"{', '.join(V_SCHEDULES)} and searched schedules), or a deeper model"
         )
+        raise UserError("stages", stages, problem, fix)
     embedding_cost, *blocks, head_cost = costs
     blocks[0] += embedding_cost
     blocks[-1] += head_cost

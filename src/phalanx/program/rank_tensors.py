@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
-from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.parameter_shapes import Shapes, parameter_shapes, strip_block_index
 from phalanx.spec.parts.operations import Shape
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import TensorSharding, parameter_shardings, rows_on_rank
 
@@ -51,18 +51,18 @@ class RankTensors:
         )
 
 
-def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTensors]:
+def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
     """Return the tensors of one rank per pipeline rank; one entry without a pipeline.
 
     `tp_rank` selects the tensor-parallel rank; rank 0 has the largest shards. Raises UserError if the ranks cannot be
     divided like this.
     """
+    run = resolved.run
     spec = run.model
     layout = run.layout
-    dims = parallel_dims(layout, world_size)
-    data_dims = dims.with_cp_as_data_parallel(layout)
+    dims = resolved.dims
     num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
-    expert_replicas = dims.dp_size * dims.cp * dims.tp // dims.ep // num_copies
+    expert_replicas = dims.expert_dp_size // num_copies
     full_shapes = parameter_shapes(spec)
     shardings = parameter_shardings(spec, layout)
     shapes = {
@@ -73,7 +73,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     return [
         RankTensors(
             dense={name: shapes[name] for name in names if name not in expert_names},
-            shards=data_dims.dp_shard,
+            shards=resolved.data_dims.dp_shard,
             expert={name: shapes[name] for name in names if name in expert_names},
             expert_shards=expert_shards,
             names=tuple(names),

@@ -20,7 +20,6 @@ from phalanx.report.run_data import RunData
 from phalanx.report.slowdowns import IMBALANCE_RATIO, STRAGGLER_RATIO, change_point, measure_slowdowns
 from phalanx.report.step_breakdown import StepTimes, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
@@ -55,16 +54,17 @@ class Bottleneck:
 
 def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
     """Return the bottlenecks of a run, the most expensive first; the first one is the verdict."""
-    run = run_data.run
+    resolved = run_data.resolved
     timeline = None
     bottlenecks = [*_find_data_loading(times)]
-    if run is not None:
+    if resolved is not None:
+        run = resolved.run
         stragglers = [*_find_straggler(run_data, run, times)]
         bottlenecks += [*stragglers, *_find_memory_pressure(run, times)]
         if run.layout.pp > 1:
             stages = stage_times(run_data, times.steps)
-            timeline = simulate_measured(run, run_data.world_size, stages)
-            balanced_timeline = simulate_measured(run, run_data.world_size, stages, balanced=True)
+            timeline = simulate_measured(resolved, stages)
+            balanced_timeline = simulate_measured(resolved, stages, balanced=True)
             bottlenecks.append(_describe_bubble(run, times, balanced_timeline))
             if not stragglers:
                 bottlenecks.append(_describe_slow_stage(times, stages, timeline, balanced_timeline))
@@ -250,7 +250,7 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     seconds = times.computing.mean(1)
     has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
     settings = []
-    if run is not None and plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1:
+    if run_data.resolved is not None and run_data.resolved.micro_batches > 1:
         settings.append("larger micro-batches")
     if run is None or not run.on_device("cuda" if has_gpu else "cpu").compiles:
         settings.append("training.compile")

@@ -98,8 +98,7 @@ class ReportFacts:
 
 def report_facts(run_data: RunData) -> Facts:
     """Return the facts of a run as JSON values (`ReportFacts`)."""
-    run = run_data.run
-    world_size = run_data.world_size
+    resolved = run_data.resolved
     times = step_times(run_data)
     is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
     problems = [*run_data.problems, *_find_changed_held_out_text(run_data.evaluations)]
@@ -110,16 +109,16 @@ def report_facts(run_data: RunData) -> Facts:
     evaluated: EvaluatedLayout | None = None
     planned_timeline: Timeline | None = None
     planned_speed = 1.0
-    if run is not None and world_size:
+    if resolved is not None:
         try:
-            evaluated = evaluate_layout(run, world_size, run.layout)
+            evaluated = evaluate_layout(resolved, resolved.layout)
         except UserError as error:
             first_line = str(error).partition("\n")[0]
             problems.append(f"the step time cannot be predicted: {first_line}")
-        if evaluated is not None and run.layout.pp > 1:
+        if evaluated is not None and resolved.layout.pp > 1:
             with suppress(UserError):
-                planned_timeline = simulate_candidate(run, world_size, candidate_from_run(run, world_size))
-                if run.cluster.ranks_per_core > 1:
+                planned_timeline = simulate_candidate(resolved, candidate_from_run(resolved))
+                if resolved.run.cluster.ranks_per_core > 1:
                     planned_speed = float(planned_timeline.makespan) / evaluated.schedule_seconds
 
     stage_problem = _find_missing_stages(run_data)
@@ -132,9 +131,9 @@ def report_facts(run_data: RunData) -> Facts:
     comparison: list[Comparison] = []
     if times is not None:
         comparison += step_rows(run_data, times, evaluated, planned_timeline)
-    if run is not None and run_data.measured:
-        comparison += compare_with_prediction(run, world_size, run_data.measured)
-    comparison += swarm_rounds.round_rows(run, world_size, run_data.rounds)
+    if resolved is not None and run_data.measured:
+        comparison += compare_with_prediction(resolved, run_data.measured)
+    comparison += swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds)
     return ReportFacts(
         run=_summarize_run(run_data),
         verdict=findings[0] if findings else None,

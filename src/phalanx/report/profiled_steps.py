@@ -31,7 +31,7 @@ def pass_timeline(
     profiled_steps = run_data.profiled_steps
     if not profiled_steps:
         return None
-    run = run_data.run
+    resolved = run_data.resolved
     unmetered_steps = [step for step in profiled_steps if not _has_memory_samples(run_data, step)]
     step = (unmetered_steps or profiled_steps)[-1]
     spans = [
@@ -47,10 +47,9 @@ def pass_timeline(
         "metered": _has_memory_samples(run_data, step),
         "measured": [[rank, *span.shifted(-origin).to_row()] for rank, span in spans],
     }
-    if run is not None and run.layout.pp > 1 and can_simulate and len(run_data.ranks) == run_data.world_size:
-        timeline["simulated"] = _timeline_to_rows(
-            simulate_measured(run, run_data.world_size, stage_times(run_data, [step]))
-        )
+    has_all_ranks = len(run_data.ranks) == run_data.world_size
+    if resolved is not None and resolved.layout.pp > 1 and can_simulate and has_all_ranks:
+        timeline["simulated"] = _timeline_to_rows(simulate_measured(resolved, stage_times(run_data, [step])))
         timeline["planned"] = _timeline_to_rows(planned, planned_speed) if planned else None
     return timeline
 
@@ -94,12 +93,12 @@ def memory_timeline(run_data: RunData) -> Facts | None:
 
 def traffic_matrix(run_data: RunData) -> Facts | None:
     """Return the planned bytes of a step from each rank to each; the measured totals are in `comparison`."""
-    run = run_data.run
+    resolved = run_data.resolved
     world_size = run_data.world_size
-    if run is None or not 1 < world_size <= 256:
+    if resolved is None or not 1 < world_size <= 256:
         return None
     try:
-        axes = traffic_matrices(run, world_size, run.cluster.nproc_per_node or world_size)
+        axes = traffic_matrices(resolved, resolved.run.cluster.nproc_per_node or world_size)
     except UserError:
         return None
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.result_tables import data_frame, html_table
 from phalanx.spec.run import RunSpec
 
@@ -72,6 +74,11 @@ class RunData:
     """Starts, failures and ends of the run (`runs.events`)."""
     swarm_journal: list[JsonRecord] | None = None
     """The journal of a swarm's coordinator, which does not train; None for other runs."""
+
+    @cached_property
+    def resolved(self) -> ResolvedRun | None:
+        """The run on its ranks; None if either is unknown."""
+        return ResolvedRun(self.run, self.world_size) if self.run is not None and self.world_size else None
 
     @property
     def step(self) -> int:
@@ -208,7 +215,7 @@ def _read_run_file(directory: Path, world_size: int, problems: list[str]) -> Run
             representative_schedule(run.layout)
         if world_size:
             reason = f"does not match the {world_size} ranks"
-            check_layout(run, world_size)
+            check_layout(ResolvedRun(run, world_size))
     except UserError as error:
         first_line = str(error).partition("\n")[0]
         problems.append(f"run.toml {reason}, so there are no predictions: {first_line}")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from phalanx.cost.exact.flops import rank_flops
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes
-from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 STRAGGLER_RATIO = 1 / 0.75
@@ -54,12 +54,12 @@ def measure_slowdowns(run_data: RunData, run: RunSpec, times: StepTimes) -> Iter
     higher ratio to count as slow, because stages differ.
     """
     # FLOPs of each rank's passes in a step, with balanced experts
-    flops = np.array([rank_flops(run, run_data.world_size, rank) for rank in times.ranks])
+    resolved = ResolvedRun(run, run_data.world_size)
+    flops = np.array([rank_flops(resolved, rank) for rank in times.ranks])
     indices = [int(index) for index in np.flatnonzero(flops > 0)]
     if len(indices) < 2:
         return
-    dims = parallel_dims(run.layout, run_data.world_size)
-    pipeline_ranks = [dims.coordinates(rank)["pp"] for rank in times.ranks]
+    pipeline_ranks = [resolved.dims.coordinates(rank)["pp"] for rank in times.ranks]
     seconds_per_flop = times.compute / np.where(flops > 0, flops, np.inf)
     for index in indices:
         others = [peer for peer in indices if peer != index]

@@ -14,8 +14,7 @@ from phalanx.runs.jsonl import JsonRecord
 from phalanx.runs.step_records import RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
-from phalanx.spec.batch import plan_batch
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 Table = NDArray[np.float64]
 PHASES = ("data", "passes", "reduce", "optimizer")
@@ -138,14 +137,12 @@ def stage_times(run_data: RunData, steps: Sequence[int]) -> dict[int, dict[str, 
     }
 
 
-def simulate_measured(
-    run: RunSpec, world_size: int, stages: dict[int, dict[str, float]], balanced: bool = False
-) -> Timeline:
+def simulate_measured(resolved: ResolvedRun, stages: dict[int, dict[str, float]], balanced: bool = False) -> Timeline:
     """Return the schedule of a pipeline's step with measured stage times, without transfer times.
 
     `stages` has the seconds of a step by stage and kind of pass; `balanced` gives all stages the mean time.
     """
-    num_micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
+    num_micro_batches = resolved.micro_batches
 
     def seconds_per_stage(*kinds: str) -> list[float]:
         """Return the seconds of a micro-batch in these kinds of passes."""
@@ -158,4 +155,4 @@ def simulate_measured(
     has_split_backward = any("I" in kinds for kinds in stages.values())
     weight_gradients = seconds_per_stage("W") if has_split_backward else 0.0
     times = ActionTimes(forward=forward, input_grad=backward, weight_grad=weight_gradients)
-    return simulate(layout_schedule(run.layout, num_micro_batches), times)
+    return simulate(layout_schedule(resolved.layout, num_micro_batches), times)

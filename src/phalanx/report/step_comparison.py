@@ -55,7 +55,8 @@ def step_rows(
         )
         bubble = float(planned_timeline.bubble) if planned_timeline else None
         yield _compare_quantity("bubble", "", bubble, times.bubble)
-    planned_goodput = configured_goodput(run, run_data.world_size, evaluated) if run is not None and evaluated else None
+    resolved = run_data.resolved
+    planned_goodput = configured_goodput(resolved, evaluated) if resolved and evaluated else None
     yield _compare_quantity("goodput", "", planned_goodput, _measure_goodput(run_data))
 
 

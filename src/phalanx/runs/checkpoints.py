@@ -352,13 +352,12 @@ def check_not_all_damaged(directory: Path) -> None:
     """
     quarantined = sorted(path.name for path in directory.glob(f"*{DAMAGED_SUFFIX}"))
     if quarantined:
-        raise UserError(
-            "run directory",
-            str(directory.parent),
-            f"has no intact checkpoint: {', '.join(quarantined)}",
-            fix="check the disk. To reuse a checkpoint, remove the .damaged suffix; "
-            "to start over, delete the checkpoints or choose another run name",
+        problem = f"has no intact checkpoint: {', '.join(quarantined)}"
+        fix = (
+            "check the disk. To reuse a checkpoint, remove the .damaged suffix; "
+            "to start over, delete the checkpoints or choose another run name"
         )
+        raise UserError("run directory", str(directory.parent), problem, fix)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

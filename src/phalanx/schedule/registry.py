@@ -32,13 +32,12 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
     if layout.schedule_file is not None:
         schedule = load_schedule_csv(layout.schedule_file, layout.pp)
         if schedule.micro_batches != micro_batches:
-            raise UserError(
-                "layout.schedule_file",
-                layout.schedule_file,
-                f"has {schedule.micro_batches} micro-batches, but a step of this run has {micro_batches}",
-                fix="change layout.micro_batch_size or training.tokens_per_step, or create a schedule with "
-                f"--microbatches {micro_batches}",
+            problem = f"has {schedule.micro_batches} micro-batches, but a step of this run has {micro_batches}"
+            fix = (
+                "change layout.micro_batch_size or training.tokens_per_step, or create a schedule with "
+                f"--microbatches {micro_batches}"
             )
+            raise UserError("layout.schedule_file", layout.schedule_file, problem, fix)
         return schedule
     return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
@@ -74,10 +73,7 @@ def load_schedule_csv(path: str, ranks: int) -> Schedule:
         raise UserError(field, path, f"is for {schedule.ranks} ranks", fix=f"set layout.pp = {schedule.ranks}")
     if problems := violations(schedule):
         suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(
-            field,
-            path,
-            f"cannot run: {problems[0]}{suffix}",
-            fix=f"list the violations with phalanx pipeline check {path}",
-        )
+        problem = f"cannot run: {problems[0]}{suffix}"
+        fix = f"list the violations with phalanx pipeline check {path}"
+        raise UserError(field, path, problem, fix)
     return schedule

@@ -208,9 +208,5 @@ def _parse_step(cell: str, location: str) -> ScheduleStep | None:
     if fields := ACTION.match(cell):
         stage, kind, micro = fields.groups()
         return Action(int(stage), cast(ActionKind, kind), int(micro))
-    raise UserError(
-        location,
-        cell,
-        "is not an action",
-        fix="write the stage, one of F, B, I, W, and the micro-batch, such as 2F0; leave idle cells empty",
-    )
+    fix = "write the stage, one of F, B, I, W, and the micro-batch, such as 2F0; leave idle cells empty"
+    raise UserError(location, cell, "is not an action", fix)

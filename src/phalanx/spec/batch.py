@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 MICRO_BATCH_TOKENS = 16_384
@@ -36,19 +35,23 @@ class BatchPlan:
     learning_rate_scale: float = 1.0
     """Factor applied to all learning rates."""
 
+    @property
+    def has_equal_micro_batches(self) -> bool:
+        """True if every rank has the same number of full micro-batches."""
+        return self.global_batch_size % (self.dp_size * self.micro_batch_size) == 0
+
 
 def needs_all_logits(run: RunSpec) -> bool:
     """Return whether the loss needs all logits of a micro-batch, as that of a user's loss or network does."""
     return run.training.loss is not None or run.model.implementation is not None
 
 
-def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
-    """Divide the tokens of a step among the ranks: global batch = micro-batch x ranks x accumulation.
+def plan_batch(run: RunSpec, dp: int) -> BatchPlan:
+    """Divide the tokens of a step among `dp` ranks: global batch = micro-batch x ranks x accumulation.
 
     Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be divided,
     or the layout does not support the division.
     """
-    dp = parallel_dims(run.layout, world_size).dp_size
     training = run.training
     sequences = training.tokens_per_step // training.seq_len
     base_dp = training.base_dp_size or dp

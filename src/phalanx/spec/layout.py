@@ -14,6 +14,7 @@ from phalanx.spec.pipeline_schedules import SCHEDULES, ScheduleName, quote_names
 
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
+TpAttention = Literal["split", "gathered"]
 StrategyName = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 CheckpointingName = Literal["none", "norms", "selective", "full", "offload"]
 OffloadName = Literal["none", "cpu", "nvme"]
@@ -94,7 +95,7 @@ class Layout(Spec):
     apart, and the ranks of a stage, with its experts, are neighbors."""
     sequence_parallel: bool = True
     """Shard the tokens between pairs of matrix products over tensor-parallel ranks: less memory at equal traffic."""
-    tp_attention: Literal["split", "gathered"] = "split"
+    tp_attention: TpAttention = "split"
     """Division of attention between tensor-parallel ranks. split: each rank has some heads. gathered: for a number of
     heads that the degree does not divide; queries and keys are gathered, each rank has some columns of the values, and
     there must be one key/value head per head."""
@@ -271,6 +272,16 @@ def _check_recomputed_blocks(layout: Layout) -> None:
         problem = f"is not one number for each of the {layout.pp} pipeline ranks (layout.pp)"
         fix = f"write {layout.pp} numbers, or one number for all ranks"
         raise UserError("layout.recomputed_blocks", list(layout.recomputed_blocks), problem, fix)
+
+
+def without_inapplicable_options(layout: Layout) -> Layout:
+    """Return the layout without the options that its data-parallel strategy, or a pipeline, does not have."""
+    fields = [field for field, strategies in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in strategies]
+    fields += INVALID_IN_PIPELINE if layout.pp > 1 else ()
+    unset = {field: Layout.model_fields[field].default for field in fields}
+    if "offload" in unset:
+        unset["offload_directory"] = None
+    return layout.model_copy(update=unset)
 
 
 def check_supported(layout: Layout) -> None:

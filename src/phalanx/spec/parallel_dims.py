@@ -67,6 +67,11 @@ class ParallelDims:
         """Number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def expert_dp_size(self) -> int:
+        """Number of ranks of a stage that have the same experts."""
+        return self.dp_size * self.cp * self.tp // self.ep
+
     def with_cp_as_data_parallel(self, layout: Layout) -> ParallelDims:
         """Return these dimensions with context-parallel ranks counted as data-parallel.
 
@@ -143,23 +148,14 @@ def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
     return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
 
 
-def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision) -> StrategyName:
-    """Return the strategy with which a transformer computes (`replica_strategy`).
-
-    `dims` counts the ranks of context parallelism as data-parallel.
-    """
-    strategy = strategy_on_ranks(layout, dims.dp_shard)
-    return replica_strategy(strategy, precision, dp_size=dims.dp_size, ep=layout.ep)
-
-
-def replica_strategy(strategy: StrategyName, precision: Precision, *, dp_size: int, ep: int) -> StrategyName:
+def replica_strategy(strategy: StrategyName, precision: Precision, summed_gradients: int) -> StrategyName:
     """Return the strategy with which the replicas of a transformer compute.
 
-    In bf16 a single replica is ZeRO-1 on one rank: it computes with bf16 parameters and trains an fp32 copy. With
-    expert parallelism, one replica may have several copies of its experts, and adds their gradients. `dp_size` includes
-    the ranks of context parallelism. Only "ddp" has replicas.
+    In bf16 a single replica is ZeRO-1 on one rank: it computes with bf16 parameters and trains an fp32 copy.
+    `summed_gradients` is the product of the ranks of data, context and expert parallelism: with the last, one replica
+    may have several copies of its experts, and adds their gradients. Only "ddp" has replicas.
     """
-    is_alone = strategy == "ddp" and dp_size * ep == 1
+    is_alone = strategy == "ddp" and summed_gradients == 1
     return "zero1" if is_alone and precision in BF16_PRECISIONS else strategy
 
 

@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from math import lcm, prod
+from math import prod
 from typing import Literal
 
-from phalanx.spec.attention_backend import has_window, smallest_window
-from phalanx.spec.base import divisors
-from phalanx.spec.batch import plan_batch
-from phalanx.spec.errors import UserError
 from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import ONE_RANK, Block, blocks, describe_block
 from phalanx.spec.parts.model import model_parameters
-from phalanx.spec.parts.operations import AttentionCore, Core, Cut, GroupedLinear, Linear, Norm, Operation
-from phalanx.spec.run import RunSpec
-
-FP8_MULTIPLE = 16
-"""Divisor of the rows and columns that products in float8 (`torch._scaled_mm`) accept."""
+from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
 
 
 @dataclass(frozen=True)
@@ -104,14 +96,8 @@ def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Return the number of ranks that have the same key/value heads."""
-    cuts = [cut for layer in distinct_layers(spec) for cut in _cuts(layer, ONE_RANK) if cut.copied_below]
-    return max((cut.replication(tp) for cut in cuts), default=1)
-
-
-def _cuts(layer: ModelSpec, layout: Layout) -> dict[Cut, None]:
-    """Return how ranks share the widths of a layer, in the order of its operations."""
-    operations = (operation for branch in describe_block(layer, layout) for operation in branch.part.operations)
-    return {each.writes.cut: None for each in operations if each.writes.cut and each.writes.cut.share == "units"}
+    parts = (branch.part for layer in distinct_layers(spec) for branch in describe_block(layer, ONE_RANK))
+    return max((cut.replication(tp) for part in parts for cut in part.cuts if cut.copied_below), default=1)
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
@@ -145,141 +131,3 @@ def max_shard_elements(shape: tuple[int, ...], ranks: int) -> int:
     """
     axis = data_parallel_axis(shape, ranks)
     return -(-shape[axis] // ranks) * prod(shape[:axis]) * prod(shape[axis + 1 :])
-
-
-def check_divisibility(run: RunSpec, world_size: int) -> None:
-    """Raise UserError for a model that cannot be divided among the ranks.
-
-    Checks heads, widths, vocabulary, experts and tokens.
-    """
-    spec = run.model
-    layout = run.layout
-    if layout.tp > 1:
-        _check_tensor(spec, layout, run.training.seq_len)
-    if run.training.precision == "fp8":
-        for layer in distinct_layers(spec):
-            _check_fp8(layer, layout)
-    if spec.moe is not None and spec.moe.capacity_factor is not None:
-        _check_capacity(layout, spec.moe.capacity_factor)
-    if layout.ep > 1:
-        _check_experts(run, world_size)
-    if layout.tp > 1 and layout.gradient_compression == "powersgd":
-        problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
-        raise UserError("layout.gradient_compression", "powersgd", problem, "remove layout.gradient_compression")
-    if layout.cp > 1:
-        _check_context(spec, layout, run.training.seq_len)
-
-
-def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    tp = layout.tp
-    cuts = {cut: None for layer in distinct_layers(spec) for cut in _cuts(layer, layout)}
-    if layout.tp_attention == "gathered":
-        _check_gathered_heads(spec, layout)
-    for cut in cuts:
-        if cut.is_shared_by(tp):
-            continue
-        problem = f"does not divide {cut.field} ({cut.units})"
-        fix = f"use a tensor-parallel degree that divides {cut.field}"
-        if cut.copied_below:
-            problem = f"neither divides {cut.field} ({cut.units}) nor is a multiple of it"
-            fix = f"use a divisor or a multiple of {cut.field}"
-        alternative = ', or layout.tp_attention = "gathered"' if cut.field == "model.num_heads" else ""
-        raise UserError("layout.tp", tp, problem, fix + alternative)
-    if layout.sequence_parallel and seq_len % tp:
-        fix = "use a tensor-parallel degree that divides training.seq_len, or layout.sequence_parallel = false"
-        raise UserError("layout.tp", tp, f"does not divide training.seq_len ({seq_len})", fix)
-    copied = [cut for cut in cuts if cut.copied_below]
-    if len({cut.replication(tp) for cut in copied}) > 1:
-        fewest = min(cut.units for cut in copied)
-        problem = "exceeds the key/value heads of some kinds of layers, but not of others"
-        raise UserError("layout.tp", tp, problem, f"use {fewest} or less, or kinds with equal num_kv_heads")
-    rows = -(-spec.vocab_size // tp)
-    if (tp - 1) * rows >= spec.vocab_size:
-        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
-        fix = "use a smaller tensor-parallel degree, or a larger vocabulary"
-        raise UserError("layout.tp", tp, problem, fix)
-
-
-def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
-    for layer in distinct_layers(spec):
-        problem = ""
-        if layer.mixer is None and layer.num_kv_heads != layer.num_heads:
-            problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal model.num_heads ({layer.num_heads})"
-        elif layout.cp > 1:
-            problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
-        if problem:
-            fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
-            raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
-
-
-def _check_fp8(layer: ModelSpec, layout: Layout) -> None:
-    """Check the widths of a layer's products in float8, each of which some ranks share."""
-    linears = (linear for branch in describe_block(layer, layout) for linear in branch.part.linears)
-    for value in (value for linear in linears if not linear.is_precise for value in (*linear.reads, linear.writes)):
-        width = value.cut.width_on_rank(layout.tp) if value.cut else value.width
-        if width % FP8_MULTIPLE:
-            ranks = value.width // width
-            field = "model.hidden_size"
-            if value.cut:
-                field = value.cut.field if value.cut.unit == 1 else f"{value.cut.field} x head_dim"
-            per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
-            problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {value.width}"
-            smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
-            fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
-            raise UserError("training.precision", "fp8", problem, fix)
-
-
-def _check_capacity(layout: Layout, capacity_factor: float) -> None:
-    if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
-        sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
-        requirement = ", which layout.ep requires with layout.tp," if layout.cp == 1 < layout.ep else ""
-        problem = f"requires full sequences on each rank, but {sharing_option}{requirement} splits sequences"
-        alternative = ", layout.ep or layout.tp" if requirement else f" or {sharing_option}"
-        fix = f"remove model.moe.capacity_factor{alternative}"
-        raise UserError("model.moe.capacity_factor", capacity_factor, problem, fix)
-
-
-def _check_experts(run: RunSpec, world_size: int) -> None:
-    layout = run.layout
-    ep = layout.ep
-    moe = run.model.moe
-    if moe is None:
-        raise UserError("layout.ep", ep, "cannot be combined with a model without experts", "set layout.ep = 1")
-    if moe.num_experts % ep:
-        problem = f"does not divide model.moe.num_experts ({moe.num_experts})"
-        raise UserError("layout.ep", ep, problem, f"use one of {', '.join(map(str, divisors(moe.num_experts)))}")
-    if layout.tp > 1 and not layout.sequence_parallel:
-        problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
-        raise UserError("layout.ep", ep, problem, "set layout.sequence_parallel = true")
-    # Ranks that exchange tokens for experts must have equal numbers of micro-batches.
-    batch = plan_batch(run, world_size)
-    has_equal_numbers = batch.global_batch_size % (batch.dp_size * batch.micro_batch_size) == 0
-    if (layout.cp * layout.tp) % ep and not has_equal_numbers:
-        problem = f"results in different numbers of micro-batches per rank; layout.ep = {ep} requires equal numbers"
-        fix = "use a multiple of micro-batch size x data-parallel ranks x training.seq_len"
-        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
-
-
-def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    cp = layout.cp
-    num_chunks = cp * (2 if layout.cp_method == "ring" else 1)
-    required_multiple = lcm(num_chunks, cp * (layout.tp if layout.sequence_parallel else 1))
-    if seq_len % required_multiple:
-        problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
-        nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
-        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
-    if layout.cp_method == "ring" and has_window(spec, seq_len):
-        window = smallest_window(spec)
-        problem = f"does not support the windows of model.sliding_window ({window})"
-        fix = f'use "ulysses", or training.seq_len = {window} or less'
-        raise UserError("layout.cp_method", "ring", problem, fix)
-    for core in (core for layer in distinct_layers(spec) for core in describe_block(layer, layout)[0].part.cores):
-        if layout.cp_method == "ring" and not isinstance(core, AttentionCore):
-            problem = "exchanges keys and values, and some layers have another mixer than attention"
-            raise UserError("layout.cp_method", "ring", problem, 'use "ulysses"')
-        for cut in (value.cut for value in core.reads if value.cut and layout.cp_method == "ulysses"):
-            units = cut.units_on_rank(layout.tp)
-            if not cut.is_shared_by(cp, units):
-                problem = f"does not divide the {units} units of a tensor-parallel rank ({cut.field} = {cut.units})"
-                alternative = 'layout.cp_method = "ring", or ' if isinstance(core, AttentionCore) else ""
-                raise UserError("layout.cp", cp, problem, f"use {alternative}a smaller degree")

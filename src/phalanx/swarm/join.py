@@ -20,13 +20,7 @@ from phalanx.cost.exact.swarm import node_share, state_bytes
 from phalanx.data.prepare import PreparedData
 from phalanx.launch.elastic_agent import launch_ranks
 from phalanx.launch.failures import report_and_exit_code
-from phalanx.launch.process import (
-    exit_rank,
-    keep_freed_memory,
-    select_device,
-    select_nproc,
-    set_worker_environment,
-)
+from phalanx.launch.process import exit_rank, keep_freed_memory, select_device, select_nproc, set_worker_environment
 from phalanx.launch.warm_process import start_warm_process
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.fork_server import FIRST_STEP_MODULES
-from phalanx.launch.warm_process import (
-    RANK_MODULES,
-    ForkedProcess,
-    WarmProcess,
-    rank_of_process,
-    start_warm_process,
-)
+from phalanx.launch.warm_process import RANK_MODULES, ForkedProcess, WarmProcess, rank_of_process, start_warm_process
 
 WAIT_SECONDS = 100.0
 """Maximum time for an event, on a machine with a high load."""

@@ -229,9 +229,4 @@ def shared_gpu_environment(rank: int) -> dict[str, str]:
 
     NCCL rejects two ranks of one host on one GPU, so each rank has a host id of its own. The ranks communicate by
     sockets (NCCL 2.28)."""
-    return {
-        "NCCL_HOSTID": f"rank{rank}",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_MAX_NCHANNELS": "2",
-    }
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2"}

@@ -30,12 +30,12 @@ from phalanx.runs.create import (
     run_directory,
     write_run_directory,
 )
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.learning_rate import learning_rate_note
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 from phalanx.train.optim.optimizers import learning_rate_factor
@@ -113,14 +113,10 @@ def _gpu_memory_bytes() -> int | None:
 
 
 def check_and_prepare(
-    run: RunSpec,
-    world_size: int,
-    resume: bool,
-    progress: Callable[..., None] | None = None,
-    step: int | None = None,
+    run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None, step: int | None = None
 ) -> PreparedData:
     """Check a run that may resume, from `step` if given, and prepare its data. Raises UserError if it cannot work."""
-    preflight(run, world_size, resume, step)
+    preflight(ResolvedRun(run, world_size), resume, step)
     saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR, step) if resume else []
     if not saved_checkpoints:
         if resume:
@@ -132,7 +128,7 @@ def check_and_prepare(
         prepared = prepare(run.data, progress)
     _log_note(describe_unchecked_pairs(run.data))
     run = with_absolute_paths(run)
-    sequences = plan_batch(run, world_size).global_batch_size
+    sequences = ResolvedRun(run, world_size).batch.global_batch_size
     _check_tokens(run, prepared, sequences, latest_manifest(saved_checkpoints) if saved_checkpoints else None)
     if saved_checkpoints:
         _log_note(_describe_schedule_change(run, step_of(saved_checkpoints[0])))

@@ -69,7 +69,7 @@ class Learner:
         self.device = device
         self.compiles = run.on_device(device.type).compiles
         """True if blocks are compiled."""
-        self.batch = plan_batch(run, mesh.dims.world_size)
+        self.batch = plan_batch(run, mesh.dims.dp_size)
         self.num_parameters = count_parameters(run.model).total
         """Number of parameters of the full model."""
         self.strategy = self._build_strategy(weights, trained_experts)

@@ -11,6 +11,7 @@ from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, changed_settings, mtime_or_none
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.log import RESULT
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.train.callbacks.callback import build_callbacks
 from phalanx.train.callbacks.standard import build_record_writers, standard_callbacks
 from phalanx.train.guards.collective_log import OrderGuard
@@ -74,8 +75,8 @@ def train_session(
         result_logger = logging.getLogger(RESULT)
         result_logger.info("%s", end_message(trainer, evaluation, sample))
         if options.measure:
-            device_run = run.on_device(trainer.device.type)
-            result_logger.info("%s", write_comparison(device_run, trainer.mesh.dims.world_size, trainer.directory))
+            measured = ResolvedRun(run.on_device(trainer.device.type), trainer.mesh.dims.world_size)
+            result_logger.info("%s", write_comparison(measured, trainer.directory))
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:

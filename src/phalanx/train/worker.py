@@ -58,6 +58,7 @@ from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import load_run, require_run_file, write_effective_layout
 from phalanx.spec.recovery import RecoverySpec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
@@ -204,7 +205,7 @@ class RankSession:
             lock = acquire_run_lock(self.directory, lock_seconds, int(launcher or os.getpid()))
         if reduced is not None:
             run = run.replace(layout=reduced.layout)
-            check_layout(run, reduced.ranks)
+            check_layout(ResolvedRun(run, reduced.ranks))
         if rank == 0:
             write_effective_layout(self.directory, reduced.layout if reduced else None)
             # An earlier start perhaps had more ranks.

@@ -40,7 +40,8 @@ from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError
-from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.parallel_dims import expert_parallel_groups, process_groups
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 from phalanx.train.profiling.step_profiler import StepRecorders, first_steady_step, profile_step
@@ -53,29 +54,27 @@ Traced = dict[str, Any]
 """Memory, traffic and FLOPs of a rank's step (see `profile_step`), and the cost of tracing it."""
 
 
-def check_traceable(run: RunSpec, world_size: int) -> None:
+def check_traceable(resolved: ResolvedRun) -> None:
     """Raise UserError for a run that cannot be traced, cannot run at all, or names code that is not trusted."""
+    run = resolved.run
     for field, component in named_components(run):
         require_trusted(field, component)
-    check_layout(run, world_size)
+    check_layout(resolved)
     if run.layout.max_staleness is not None:
-        raise UserError(
-            "layout.max_staleness",
-            run.layout.max_staleness,
-            "makes the traffic differ from step to step, so it cannot be compared with the plan",
-            fix="remove layout.max_staleness: the traffic of synchronous servers is equal in every step",
-        )
+        problem = "makes the traffic differ from step to step, so it cannot be compared with the plan"
+        fix = "remove layout.max_staleness: the traffic of synchronous servers is equal in every step"
+        raise UserError("layout.max_staleness", run.layout.max_staleness, problem, fix)
 
 
 def trace_ranks(
-    run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2, full: bool = False
+    resolved: ResolvedRun, ranks: Sequence[int], max_workers: int = 2, full: bool = False
 ) -> Iterator[Traced]:
     """Yield the traces of these ranks in order, each from a separate process.
 
     With `full`, all micro-batches, blocks and chunks are traced, also equal ones (`verify.repetition`). Raises
     UserError before a process starts if the run cannot be traced.
     """
-    check_traceable(run, world_size)
+    check_traceable(resolved)
     context = multiprocessing.get_context("forkserver")
     # Import the modules that take seconds once, in the process from which workers fork.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
@@ -85,46 +84,49 @@ def trace_ranks(
     # PyTorch caches meshes and shapes of earlier process groups, so each process traces only one rank.
     with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
-            yield from pool.map(partial(_trace_or_raise, run, world_size, full=full), ranks)
+            yield from pool.map(partial(_trace_or_raise, resolved, full=full), ranks)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
+def corner_ranks(resolved: ResolvedRun) -> list[int]:
     """Return the first and the last rank of every axis.
 
     The result contains the first and the last rank of the world, and for each axis the rank that is last on this axis
     and first on all others. With parameter servers, it contains the first and the last server and worker.
     """
-    sizes = parallel_dims(run.layout, world_size)
+    sizes = resolved.dims
     if sizes.servers:
-        return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
+        return sorted({0, sizes.servers - 1, sizes.servers, resolved.world_size - 1})
     axis_ends = [process_groups(sizes, axis)[0][-1] for axis in sizes.axes]
     expert_ends = [group[-1] for group in expert_parallel_groups(sizes)[:1]]
-    return sorted({0, *axis_ends, *expert_ends, world_size - 1})
+    return sorted({0, *axis_ends, *expert_ends, resolved.world_size - 1})
 
 
 class TraceError(RuntimeError):
     """A failure of a rank's program, as text, because some PyTorch errors cannot be sent between processes."""
 
 
-def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Traced:
+def _trace_or_raise(resolved: ResolvedRun, rank: int, full: bool) -> Traced:
     try:
-        return trace_rank(run, world_size, rank, full)
+        return trace_rank(resolved, rank, full)
     except UserError:
         raise
     except Exception:
         raise TraceError(f"rank {rank}:\n{traceback.format_exc()}") from None
 
 
-def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> Traced:
+def trace_rank(resolved: ResolvedRun, rank: int, full: bool = False) -> Traced:
     """Trace a step of one rank in this process, which must not have a process group.
 
     With `full`, all micro-batches, blocks and chunks are traced, also equal ones.
     """
+    run = resolved.run
+    world_size = resolved.world_size
     started_at = time.perf_counter()
     torch.set_num_threads(1)
-    run = run.replace(training=run.training.replace(compile=False))
+    world_size = resolved.world_size
+    run = resolved.run.replace(training=run.training.replace(compile=False))
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.spec.base import require
 from phalanx.spec.formatting import format_si, plural
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.result_tables import data_frame, html_table
 from phalanx.spec.run import RunSpec
 from phalanx.verify.dry_run import Traced, check_traceable, corner_ranks, trace_ranks
@@ -132,14 +133,15 @@ def dry_run(
         >>> report.ok, list(report.rank_checks)
         (True, [7])
     """
-    check_traceable(run, world_size)
-    traced_ranks = corner_ranks(run, world_size) if ranks is None else list(ranks)
+    resolved = ResolvedRun(run, world_size)
+    check_traceable(resolved)
+    traced_ranks = corner_ranks(resolved) if ranks is None else list(ranks)
     allowed = f"use ranks from 0 to {world_size - 1}"
     valid = bool(traced_ranks) and all(0 <= rank < world_size for rank in traced_ranks)
     require(valid, "ranks", traced_ranks, problem="is not a list of valid ranks", fix=allowed)
     results = []
-    for traced in trace_ranks(run, world_size, traced_ranks, max_workers=max_workers, full=full):
-        checks = compare_with_plan(run, world_size, traced)
+    for traced in trace_ranks(resolved, traced_ranks, max_workers=max_workers, full=full):
+        checks = compare_with_plan(resolved, traced)
         results.append((traced, checks))
         if on_rank_traced is not None:
             on_rank_traced(traced["rank"], all(check.agrees for check in checks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from phalanx.cost.exact.flops import rank_flops
@@ -14,8 +14,9 @@ from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.plan.predicted_vs_measured import STATE
 from phalanx.spec.communication_groups import Group, group_ranks
-from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups, uses_model_parallelism
+from phalanx.spec.parallel_dims import pipeline_stage_groups, uses_model_parallelism
 from phalanx.spec.parameter_shapes import parameter_shapes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives
 
@@ -53,22 +54,22 @@ class PlanCheck:
     """The cause of a difference, if known."""
 
 
-def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+def compare_with_plan(resolved: ResolvedRun, traced: dict[str, Any]) -> list[PlanCheck]:
     """Return the checks of one traced rank (`verify.dry_run`)."""
-    planned_flops = rank_flops(run, world_size, traced["rank"])
+    planned_flops = rank_flops(resolved, traced["rank"])
     agrees = abs(traced["flops"] - planned_flops) <= FLOPS_TOLERANCE * planned_flops
     flops = PlanCheck(
         kind="flops", quantity="step", among="", ranks=1, planned=planned_flops, traced=traced["flops"], agrees=agrees
     )
-    return [*_compare_collectives(run, world_size, traced), *_compare_memory(run, world_size, traced), flops]
+    return [*_compare_collectives(resolved, traced), *_compare_memory(resolved, traced), flops]
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Iterator[PlanCheck]:
+def _compare_collectives(resolved: ResolvedRun, traced: dict[str, Any]) -> Iterator[PlanCheck]:
     """Yield a check per operation and group. Receives are not compared, because the sender's rank compares them."""
-    planned = planned_collectives(run, world_size, traced["rank"])
+    planned = planned_collectives(resolved, traced["rank"])
     executed = defaultdict[tuple[str, Group], list[dict[str, Any]]](list)
     for row in traced["collectives"]:
         if len(row["group"]) > 1 and row["operation"] != "recv":
@@ -91,20 +92,20 @@ def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) 
             planned_calls=planned_calls,
             traced_calls=calls,
             agrees=agrees,
-            explanation="" if agrees else _explain_difference(run, operation),
+            explanation="" if agrees else _explain_difference(resolved.run, operation),
         )
 
 
-def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
+def planned_collectives(resolved: ResolvedRun, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
     """Return the planned traffic of a rank by operation and ranks of the group."""
-    sizes = parallel_dims(run.layout, world_size)
+    sizes = resolved.dims
     rows_by_group = defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:
-        return parameter_server_collectives(run, world_size, rank)
+        return parameter_server_collectives(resolved, rank)
     stage = sizes.coordinates(rank)["pp"]
-    traffic = list(traffic_by_group(run, world_size, rank).values())[stage]
-    for row in [*traffic, *scalar_reduction_traffic(run, world_size, stage)]:
-        rows_by_group[row.operation, group_ranks(run, sizes, row.group_kind, rank=rank)].append(row)
+    traffic = list(traffic_by_group(resolved, rank).values())[stage]
+    for row in [*traffic, *scalar_reduction_traffic(resolved, stage)]:
+        rows_by_group[row.operation, group_ranks(resolved.run, sizes, row.group_kind, rank=rank)].append(row)
     return dict(rows_by_group)
 
 
@@ -119,15 +120,15 @@ def _explain_difference(run: RunSpec, operation: str) -> str:
 # -- memory and FLOPs --------------------------------------------------------------------------------------------------
 
 
-def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Iterator[PlanCheck]:
+def _compare_memory(resolved: ResolvedRun, traced: dict[str, Any]) -> Iterator[PlanCheck]:
     """Yield the checks of a rank's memory.
 
     The plan counts the first rank of each stage, which has the maximum memory; other ranks may have less. Ranks are
     traced as on a CPU, whose kernels save other tensors than CUDA's.
     """
-    if run.cluster.uses_cuda:
-        run = run.on_device("cpu")
-    planned, is_fullest = _find_planned_memory(run, world_size, traced["rank"])
+    if resolved.run.cluster.uses_cuda:
+        resolved = replace(resolved, run=resolved.run.on_device("cpu"))
+    planned, is_fullest = _find_planned_memory(resolved, traced["rank"])
     for part in (*STATE, "total"):
         planned_bytes = getattr(planned, part)
         traced_bytes = traced["peak_bytes" if part == "total" else "held_bytes"].get(part, 0)
@@ -152,13 +153,13 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> It
             )
 
 
-def _find_planned_memory(run: RunSpec, world_size: int, rank: int) -> tuple[RankMemory, bool]:
+def _find_planned_memory(resolved: ResolvedRun, rank: int) -> tuple[RankMemory, bool]:
     """Return the planned memory of a rank's role, and whether no rank of the role needs more."""
-    sizes = parallel_dims(run.layout, world_size)
-    role_memories = list(rank_memory(run, world_size).values())
+    sizes = resolved.dims
+    role_memories = list(rank_memory(resolved).values())
     stage = sizes.coordinates(rank)["pp"]
     if not sizes.servers:
         return role_memories[stage], rank == pipeline_stage_groups(sizes)[stage][0]
-    loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
+    loads = [*server_loads(parameter_shapes(resolved.run.model), sizes.servers), 0]
     is_fullest = loads[min(rank, sizes.servers)] in (0, max(loads))
     return role_memories[rank >= sizes.servers], is_fullest

@@ -9,6 +9,7 @@ from phalanx.plan.advice.compare_rules import advise
 from phalanx.plan.advice.rules_of_thumb import RULES
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers import cli_runner
 
 advise_output = partial(cli_runner.command_output, "advise", width=80)
@@ -43,7 +44,7 @@ def test_advise_json_lists_every_rule_once_with_verdict(run):
     rules = [item["rule"] + item["kind"] for item in (*facts["advice"], *facts["silent"])]
     assert sorted(rules) == sorted(rule.name + rule.kind for rule in RULES)
     run_spec = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc_per_node=8"], environment={})
-    advised = advise(run_spec, 32)
+    advised = advise(ResolvedRun(run_spec, 32))
     assert [item["verdict"] for item in facts["advice"]] == [advice.verdict for advice in advised.advice]
     first = facts["advice"][0]
     assert (first["verdict"], first["layout"]["layout"]["data_parallel"]) == ("costs", "zero2")
@@ -104,7 +105,7 @@ def test_advise_oom_settings_make_run_fit_when_applied(run):
     assert (changed["steps"], changed["needed"]) == ([], [])
     assert "The run fits without changes." in advise_output("oom", run, "--machine", "h100", *settings)
     cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
-    memory = rank_memory(load_run(run, [*cluster, *subset["settings"]], environment={}), 8)["rank"]
+    memory = rank_memory(ResolvedRun(load_run(run, [*cluster, *subset["settings"]], environment={}), 8))["rank"]
     assert memory.total == changed["now"]["memory"]["total"] < 80 * 2**30
 
 

@@ -11,6 +11,7 @@ from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers import cli_runner
 
 memory_output = partial(cli_runner.command_output, "memory", width=80)
@@ -64,7 +65,7 @@ def test_memory_shows_only_fullest_rank_of_each_strategy_without_all(run):
 
 def test_memory_json_equals_rank_memory(run):
     rows = rows_by_strategy_and_role(run, "--ranks", "4")
-    predicted = rank_memory(load_run(run, environment={}), 4)["rank"]
+    predicted = rank_memory(ResolvedRun(load_run(run, environment={}), 4))["rank"]
     row = rows["zero2 rank"]
     assert row["own"]
     assert not rows["ddp rank"]["own"]

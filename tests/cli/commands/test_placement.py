@@ -11,6 +11,7 @@ import pytest
 from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers import cli_runner
 
 placement_output = partial(cli_runner.command_output, "placement")
@@ -61,7 +62,7 @@ def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) 
 def test_placement_bytes_equal_cost_model_traffic(run: Path) -> None:
     """The run has 4 replicas of 2 tensor-parallel ranks on 8 ranks. Only gradients leave a node."""
     facts = placement_json(run, "--ranks", "8", "--nproc", "2", *layout_options(tp=2))
-    traffic = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
+    traffic = traffic_by_role(ResolvedRun(load_run(run, ["layout.tp=2"]), 8))["rank"]
     total = facts["bytes"]["total"]
     assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in traffic))
     gradients = sum(row.bytes for row in traffic if "once per update" in row.purpose)

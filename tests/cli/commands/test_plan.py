@@ -28,6 +28,7 @@ from phalanx.plan.search.result import Plan
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.formatting import GIB, format_duration
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing.processes import run_python, start_python
 from tests.helpers import cli_runner
 from tests.helpers.published_rows import MEGATRON_22B_ROW
@@ -53,7 +54,7 @@ def test_plan_ranks_runnable_layouts_by_step_time(run):
     assert times[-1] >= times[0]
     for option in plan["layouts"]:
         settings = [f"layout.{key}={value}" for key, value in option["layout"].items()]
-        check_layout(load_run(run, [*settings, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16)
+        check_layout(ResolvedRun(load_run(run, [*settings, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16))
     table = plan_output(run, *H100, "--top", 5)
     assert plan["layouts"][0]["candidate"] in table
     assert "llama3-8b on 16 x h100" in table
@@ -70,10 +71,10 @@ def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
     node = Path(__file__).parents[2] / "spec/topology/topologies/h100-nv18.txt"
     topology_file = run.parent / "node.txt"
     topology_file.write_text(node.read_text().replace("NV18", "NV12"))
-    run_spec, ranks = run_on_cluster(run, "h100", 2, None, [], topology_file)
-    assert (run_spec.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
-    run_spec, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], topology_file)
-    assert (run_spec.cluster.link_bytes_per_second, run_spec.cluster.nproc_per_node) == (1e9, 4)
+    resolved = run_on_cluster(run, "h100", 2, None, [], topology_file)
+    assert (resolved.run.cluster.link_bytes_per_second, resolved.world_size) == (12 * 25e9, 16)
+    cluster = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], topology_file).run.cluster
+    assert (cluster.link_bytes_per_second, cluster.nproc_per_node) == (1e9, 4)
     slower, usual = (
         plan_json(run, *H100, *options, "--top", 1)["layouts"][0] for options in (("--topology", topology_file), ())
     )
@@ -352,17 +353,17 @@ def test_plan_explain_memory_parts_add_up_to_table(run):
 
 
 def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(run, monkeypatch):
-    run_spec, world_size = run_on_cluster(run, "h100", 2, 8, [])
-    evaluated = partial(evaluate_layout, run_spec, world_size)
+    resolved = run_on_cluster(run, "h100", 2, 8, [])
+    evaluated = partial(evaluate_layout, resolved)
     option = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
     exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
     plan = Plan(layouts=[option], candidates=[], fitting=1, fastest=option, closest_to_fitting=None)
     monkeypatch.setattr("phalanx.cli.commands.plan_export.rank_layouts", lambda *_: plan)
-    (note,) = _explain_not_best(run_spec, world_size, exported, "torchtitan")
+    (note,) = _explain_not_best(resolved, exported, "torchtitan")
     assert str(option.candidate) in note
     assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
-    assert _explain_not_best(run_spec, world_size, exported, "megatron") == []
-    assert _explain_not_best(run_spec, world_size, option, "torchtitan") == []
+    assert _explain_not_best(resolved, exported, "megatron") == []
+    assert _explain_not_best(resolved, option, "torchtitan") == []
 
 
 def test_plan_export_has_no_verdict_on_the_other_trainer(run):
@@ -509,7 +510,7 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     best = plan_json(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)
     assert planned.cluster.ranks == 16
-    check_layout(planned, 16)
+    check_layout(ResolvedRun(planned, 16))
     assert planned.layout.model_dump(exclude_defaults=True) == best["layout"]
 
 
@@ -749,7 +750,7 @@ def test_plan_and_auto_layout_predict_fp32_on_cpu(tmp_path):
     )
     assert double["step_seconds"] > single["step_seconds"]  # twice the bytes
     config = tomllib.loads(cli_runner.command_output("train", path, "--print-config"))
-    check_layout(run_from_table(config), 2)
+    check_layout(ResolvedRun(run_from_table(config), 2))
     assert config["training"]["precision"] == "fp32"
     with pytest.raises(UserError, match=r"training\.precision = 'fp32'"):
         cli_runner.command_output("plan", path, "--machine", "h100", "--set", "cluster.device=cuda")
@@ -760,7 +761,7 @@ def test_auto_layout_is_planned_for_all_ranks_of_all_nodes(tmp_path):
     path.write_text(AUTO_LAYOUT_RUN.format(text="stdlib") + "nodes = 2\n")
     for nproc in (2, 4):
         text = cli_runner.command_output("train", path, "--print-config", "--nproc", nproc)
-        check_layout(run_from_table(tomllib.loads(text)), 2 * nproc)
+        check_layout(ResolvedRun(run_from_table(tomllib.loads(text)), 2 * nproc))
 
 
 def test_memory_rejects_run_with_auto_layout(tmp_path):
@@ -821,10 +822,10 @@ def test_plan_of_a_range_shows_best_layout_of_each_number_of_nodes(run):
 def test_plan_of_a_range_keeps_going_where_no_layout_fits(run, monkeypatch):
     module = "phalanx.plan.search.explain.plan_or_raise"
 
-    def plan_where_two_ranks_fit(run, ranks, **options):
-        if ranks != 2:
+    def plan_where_two_ranks_fit(resolved, **options):
+        if resolved.world_size != 2:
             raise UserError("layout", None, "cannot be chosen: none of 9 fits")
-        return plan_or_raise(run, ranks, **options)
+        return plan_or_raise(resolved, **options)
 
     monkeypatch.setattr(module, plan_where_two_ranks_fit)
     small = ("--machine", "h100", "--nproc", 1, "--set", "model.num_layers=4")

@@ -138,8 +138,8 @@ def test_with_choices_changes_only_what_was_chosen(run_file):
     same = Choices("", 1, 16, 1024)
     assert with_choices(arguments, same) == arguments
     changed = with_choices(arguments, Choices("b200", 2, 32, 512))
-    run, world_size = changed.load()
-    assert (run.cluster.preset, world_size) == ("b200", 8)
+    run = changed.load().run
+    assert (run.cluster.preset, run.cluster.ranks) == ("b200", 8)
     assert (run.training.seq_len, run.training.tokens_per_step) == (512, 16384)
     assert re.search(r"--machine b200 --nodes 2 --set training.seq_len=512", changed.plan_command("explore"))
 

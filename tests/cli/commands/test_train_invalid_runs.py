@@ -23,7 +23,7 @@ from phalanx.plan.advice import oom
 from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing.processes import run_python
 from phalanx.train import create_run
 
@@ -509,7 +509,7 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
 
     claim_run_directory(run_directory(run))
     free(run.checkpoint.keep.last + 1)
-    preflight.preflight(run, 1, resume=True)
+    preflight.preflight(ResolvedRun(run, 1), resume=True)
     for step in range(run.checkpoint.keep.last):
         directory = run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
@@ -525,10 +525,10 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
         }
         (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
     free(1)
-    preflight.preflight(run, 1, resume=True)
+    preflight.preflight(ResolvedRun(run, 1), resume=True)
     free(0.9)
     with pytest.raises(UserError, match="MB free"):
-        preflight.preflight(run, 1, resume=True)
+        preflight.preflight(ResolvedRun(run, 1), resume=True)
 
 
 def test_train_rejects_invalid_value_from_environment_variable(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -572,7 +572,7 @@ def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> N
 def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
     """The table of invalid runs changes a valid run, so that only the changed value is wrong."""
     run = load_run("run.toml", environment={})
-    preflight.preflight(run, 2, resume=False)
+    preflight.preflight(ResolvedRun(run, 2), resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"
 
 
@@ -628,7 +628,7 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
-    planned_bytes = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
+    planned_bytes = max(memory.device for memory in rank_memory(ResolvedRun(run.on_device(device), 2)).values())
     planned_bytes += CONTEXT_BYTES if device == "cuda" else 0
     check_memory(run, 2, sharing_ranks * planned_bytes, device)
     with pytest.raises(UserError) as error_info:
@@ -644,14 +644,14 @@ def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, mon
     deep = MAX_SEARCHED_LAYERS + 80
     planned_layers: list[int] = []
 
-    def count_layers(run: RunSpec, world_size: int) -> list[RankMemory]:
-        planned_layers.append(run.model.num_layers)
-        return worker_memories(run, world_size)
+    def count_layers(resolved: ResolvedRun) -> list[RankMemory]:
+        planned_layers.append(resolved.run.model.num_layers)
+        return worker_memories(resolved)
 
     for module in (preflight, oom):
         monkeypatch.setattr(module, "worker_memories", count_layers)
     run = load_run(workspace / "run.toml", [f"model.num_layers={deep}"])
-    planned_bytes = max(memory.total for memory in rank_memory(run, 1).values())
+    planned_bytes = max(memory.total for memory in rank_memory(ResolvedRun(run, 1)).values())
     with pytest.raises(UserError, match="planned memory") as error_info:
         check_memory(run, 1, planned_bytes - 1, "cpu")
     assert planned_layers.count(deep) == 2

@@ -15,6 +15,7 @@ from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import peak_activations
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.formatting import GIB
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.job_tables import make_job_row, make_job_table
 
 MEMORY_CONSTANTS = memory_constants()
@@ -117,12 +118,16 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
             "cluster": {"preset": "h100"},
         }
     )
-    estimate = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
+    estimate = estimate_memory(
+        MEMORY_CONSTANTS, candidate_jobs(ResolvedRun(run, ranks), [candidate_from_run(ResolvedRun(run, ranks))])
+    )
     state_bytes = max(estimate.state[0, 0], estimate.state[2, 0])
     blocks = run.model.num_layers
     dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
     state_bytes -= 4 * MEMORY_CONSTANTS.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
-    assert state_bytes == pytest.approx(max(state.total for state in rank_model_states(run, ranks)), rel=0.06)
+    assert state_bytes == pytest.approx(
+        max(state.total for state in rank_model_states(ResolvedRun(run, ranks))), rel=0.06
+    )
 
 
 @pytest.mark.parametrize("offload_target", ["cpu", "nvme"])
@@ -149,9 +154,9 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offloa
             "cluster": {"preset": "h100"},
         }
     )
-    offloading, counts = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
+    offloading, counts = candidate_from_run(ResolvedRun(run, ranks)), rank_memory(ResolvedRun(run, ranks)).values()
     offloaded, resident = (
-        estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate]))
+        estimate_memory(MEMORY_CONSTANTS, candidate_jobs(ResolvedRun(run, ranks), [candidate]))
         for candidate in (offloading, offloading._replace(offload="none", offload_directory=None))
     )
     freed_bytes = max(resident.state[0, 0] - offloaded.state[0, 0], resident.state[2, 0] - offloaded.state[2, 0])
@@ -198,8 +203,10 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
             "cluster": {"preset": "h100", "calibration": measured},
         }
     )
-    estimate = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
-    counted_bytes = max(count.host - count.checkpoint_copy for count in rank_memory(run, 8).values())
+    estimate = estimate_memory(
+        MEMORY_CONSTANTS, candidate_jobs(ResolvedRun(run, 8), [candidate_from_run(ResolvedRun(run, 8))])
+    )
+    counted_bytes = max(count.host - count.checkpoint_copy for count in rank_memory(ResolvedRun(run, 8)).values())
     assert estimate.host_bytes[0] == pytest.approx(counted_bytes, rel=0.06)
 
 
@@ -282,12 +289,12 @@ def test_memory_of_partial_recomputation_is_between_that_of_none_and_all_blocks(
     no_recomputation = run_from_table({**table, "layout": {"micro_batch_size": 1}})
     sizes = []
     for run in (no_recomputation, *runs):
-        jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
+        jobs = candidate_jobs(ResolvedRun(run, 1), [candidate_from_run(ResolvedRun(run, 1))])
         sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[1] == pytest.approx((sizes[1] - sizes[2]) / 7)
     full_recomputation = run_from_table({**table, "layout": layout})
-    jobs = candidate_jobs(full_recomputation, 1, [candidate_from_run(full_recomputation, 1)])
+    jobs = candidate_jobs(ResolvedRun(full_recomputation, 1), [candidate_from_run(ResolvedRun(full_recomputation, 1))])
     assert sizes[-1] == pytest.approx(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
 
 
@@ -296,7 +303,7 @@ def test_recomputed_norms_save_two_tensors_of_the_residual_stream_per_block():
     sizes = []
     for method in ("none", "norms"):
         run = run_from_table({**table, "layout": {"micro_batch_size": 1, "activation_checkpointing": method}})
-        jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
+        jobs = candidate_jobs(ResolvedRun(run, 1), [candidate_from_run(ResolvedRun(run, 1))])
         sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes[0] - sizes[1] == pytest.approx(32 * 2 * 8192 * 4096 * 2)
 
@@ -306,6 +313,6 @@ def test_context_parallel_rank_saves_its_share_of_a_sequence():
     sizes = []
     for cp in (1, 4):
         run = run_from_table({**table, "layout": {"micro_batch_size": 1, "cp": cp}})
-        jobs = candidate_jobs(run, cp, [candidate_from_run(run, cp)])
+        jobs = candidate_jobs(ResolvedRun(run, cp), [candidate_from_run(ResolvedRun(run, cp))])
         sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).activations[0, 0])
     assert sizes[1] == pytest.approx(sizes[0] / 4, rel=0.1)

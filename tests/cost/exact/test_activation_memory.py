@@ -115,7 +115,7 @@ def build_on_rank(spec, precision, autocast, changes):
     layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
     mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
     # Use autocast as with several replicas.
-    with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
+    with mock.patch.object(apply, "replica_strategy", lambda strategy, *_: strategy):
         strategy = apply.apply_layout(spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision)
     for part in strategy.module.modules():
         if isinstance(part, Router):

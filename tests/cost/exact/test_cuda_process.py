@@ -13,6 +13,7 @@ from phalanx.program.rank_tensors import rank_tensors
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.layout import Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 ROWS = recorded_rows()
@@ -58,21 +59,23 @@ def test_cuda_saves_no_mask_where_rows_are_packed():
 
 
 def test_only_cuda_ranks_have_unused_and_nccl_memory():
-    on_cpu, on_gpu = (rank_memory(make_run(machine, data_parallel="zero3"), 8)["rank"] for machine in ("cpu", "h100"))
+    on_cpu, on_gpu = (
+        rank_memory(ResolvedRun(make_run(machine, data_parallel="zero3"), 8))["rank"] for machine in ("cpu", "h100")
+    )
     assert (on_cpu.unused, on_cpu.nccl, on_cpu.device) == (0, 0, on_cpu.total)
     assert on_gpu.device == on_gpu.total + on_gpu.unused + on_gpu.nccl > on_gpu.total
 
 
 def test_nccl_bytes_count_groups_and_peers_within_a_node():
-    assert nccl_bytes(make_run("h100"), 1) == 0
-    assert nccl_bytes(make_run("h100", data_parallel="zero3"), 8) == COLLECTIVE_BYTES
+    assert nccl_bytes(ResolvedRun(make_run("h100"), 1)) == 0
+    assert nccl_bytes(ResolvedRun(make_run("h100", data_parallel="zero3"), 8)) == COLLECTIVE_BYTES
     ulysses = make_run("h100", data_parallel="zero3", cp=16, cp_method="ulysses")
-    assert nccl_bytes(ulysses, 64) == COLLECTIVE_BYTES + 7 * PEER_BYTES, "8 of 16 ranks are on other nodes"
+    assert nccl_bytes(ResolvedRun(ulysses, 64)) == COLLECTIVE_BYTES + 7 * PEER_BYTES, "8 of 16 ranks are on other nodes"
 
 
 def test_nccl_bytes_count_channels_of_pipeline_groups():
     """Eight peers with NCCL's 32 channels would need 4 x 469 MB more."""
-    pipeline_bytes = nccl_bytes(make_run("h100", pp=4), 8) - 2 * COLLECTIVE_BYTES
+    pipeline_bytes = nccl_bytes(ResolvedRun(make_run("h100", pp=4), 8)) - 2 * COLLECTIVE_BYTES
     assert pipeline_bytes == 4 * (PEER_BYTES * MAX_PIPELINE_CHANNELS // PEER_CHANNELS)
 
 
@@ -99,19 +102,19 @@ def test_nccl_bytes_count_peers_of_all_to_alls(optimizer, precision, layout, gro
     training = run.training.model_copy(update={"precision": precision})
     optimizer_spec = run.optimizer.model_copy(update={"name": optimizer})
     run = run.model_copy(update={"training": training, "optimizer": optimizer_spec})
-    assert nccl_bytes(run, 8) == groups * COLLECTIVE_BYTES + peers * PEER_BYTES
+    assert nccl_bytes(ResolvedRun(run, 8)) == groups * COLLECTIVE_BYTES + peers * PEER_BYTES
 
 
 def test_nccl_bytes_count_only_data_parallel_peers_of_one_node():
     """Of 32 data-parallel ranks, 4 are on one node, where each of them has a tensor-parallel peer."""
     run = make_run("h100", data_parallel="zero1", tp=2, sequence_parallel=False)
-    assert nccl_bytes(run, 64) == 3 * COLLECTIVE_BYTES + 3 * PEER_BYTES
+    assert nccl_bytes(ResolvedRun(run, 64)) == 3 * COLLECTIVE_BYTES + 3 * PEER_BYTES
 
 
 def test_step_of_muon_is_planned_as_on_cpu_when_device_is_auto():
     """Everything else in a run with a CPU preset and `cluster.device = "auto"` is planned for a CPU."""
     run = make_run("cpu", data_parallel="zero1")
     run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"name": "muon"})})
-    tensors = rank_tensors(run, 8)[0]
-    steps = [optimizer_step_bytes(run.on_device(device), tensors, "zero1") for device in ("auto", "cpu", "cuda")]
+    resolved = [ResolvedRun(run.on_device(device), 8) for device in ("auto", "cpu", "cuda")]
+    steps = [optimizer_step_bytes(each, rank_tensors(each)[0]) for each in resolved]
     assert steps[0] == steps[1] != steps[2]

@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_divisibility, check_layout
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.tables import set_path
+from phalanx.spec.resolved_run import ResolvedRun
+from phalanx.spec.run import RunSpec
+from tests.helpers.small_runs import DENSE, Table
+from tests.helpers.small_runs import MOE as SMALL_MOE
 
 FULL = {"activation_checkpointing": "full"}
 
@@ -34,7 +38,7 @@ def make_run(**layout):
 def test_check_layout_rejects_number_of_recomputed_blocks(layout, message):
     run = make_run(**layout)
     with pytest.raises(UserError, match=message) as error:
-        check_layout(run, 2)
+        check_layout(ResolvedRun(run, 2))
     assert error.value.field == "layout.recomputed_blocks"
     assert error.value.fix
 
@@ -42,27 +46,27 @@ def test_check_layout_rejects_number_of_recomputed_blocks(layout, message):
 def test_check_layout_rejects_recomputed_norms_that_are_fsdp_units():
     run = make_run(activation_checkpointing="norms", data_parallel="zero3", fsdp_unit="sublayer")
     with pytest.raises(UserError, match=r'layout\.fsdp_unit = "sublayer"') as error:
-        check_layout(run, 2)
+        check_layout(ResolvedRun(run, 2))
     assert error.value.field == "layout.activation_checkpointing"
 
 
 @pytest.mark.parametrize("blocks", [1, 3, [3, 0], [0, 2]])
 def test_check_layout_accepts_recomputed_blocks_of_pipeline_ranks(blocks):
-    check_layout(make_run(**FULL, pp=2, recomputed_blocks=blocks), 2)
+    check_layout(ResolvedRun(make_run(**FULL, pp=2, recomputed_blocks=blocks), 2))
 
 
 def test_check_layout_rejects_unresolved_activation_checkpointing():
     run = make_run(activation_checkpointing="auto")
     with pytest.raises(UserError, match=r"layout\.activation_checkpointing = 'auto' is chosen by the planner"):
-        check_layout(run, 1)
-    check_layout(assume_no_recomputation(run), 1)
+        check_layout(ResolvedRun(run, 1))
+    check_layout(ResolvedRun(assume_no_recomputation(run), 1))
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "schedule": "zb-v"}, {"cp": 2}])
 def test_check_layout_accepts_compilation_of_every_layout(layout):
     run = make_run(**layout)
     run = run.model_copy(update={"training": run.training.model_copy(update={"compile": True})})
-    check_layout(run, 2)
+    check_layout(ResolvedRun(run, 2))
 
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 8}
@@ -97,7 +101,7 @@ def test_proposed_fixes_make_the_run_valid(tables: dict[str, Any], world_size: i
     refused = []
     for _ in range(len(fields) + 1):
         try:
-            check_layout(run_from_table(table), world_size)
+            check_layout(ResolvedRun(run_from_table(table), world_size))
         except UserError as error:
             first = error.errors[0] if isinstance(error, UserErrorGroup) else error
             refused.append(first.field)
@@ -110,3 +114,45 @@ def apply_fix(table: dict[str, Any], error: UserError) -> None:
     proposed = re.search(r"(?:use|set) (?:at most |one of )?(?:([a-z_.]+) = )?(\d+)", error.fix or "")
     assert proposed is not None, str(error)
     set_path(table, (proposed[1] or error.field).split("."), proposed[2], "--set")
+
+
+WIDE: Table = {**DENSE, "hidden_size": 64, "ffn_hidden_size": 96}
+WIDE_MOE: Table = {**SMALL_MOE, "hidden_size": 64, "moe": {**SMALL_MOE["moe"], "expert_ffn_size": 32}}
+
+
+def fp8_run(model: Table, **layout: object) -> RunSpec:
+    training = {"precision": "fp8", "seq_len": 32, "tokens_per_step": 256}
+    return run_from_table({"model": model, "training": training, "layout": layout})
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (WIDE, {}),
+        (WIDE, {"tp": 2}),
+        (WIDE_MOE, {"tp": 2}),
+        (WIDE_MOE, {"ep": 2}),
+        ({**WIDE, "num_kv_heads": 1}, {"tp": 2}),
+    ],
+)
+def test_widths_of_16_per_rank_support_fp8(model: Table, layout: Table) -> None:
+    check_divisibility(ResolvedRun(fp8_run(model, **layout), 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "field"),
+    [
+        ({**WIDE, "hidden_size": 72, "head_dim": 16}, {}, "model.hidden_size is 72"),
+        ({**WIDE, "ffn_hidden_size": 100}, {}, "model.ffn_hidden_size is 100"),
+        (WIDE, {"tp": 4}, "model.ffn_hidden_size is 96"),
+        ({**WIDE, "head_dim": 8}, {"tp": 2}, "model.num_kv_heads x head_dim is 16"),
+        (WIDE_MOE, {"tp": 4}, "model.moe.expert_ffn_size is 32"),
+    ],
+)
+def test_other_widths_are_rejected_in_fp8(model: Table, layout: Table, field: str) -> None:
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8'.*multiples of 16") as error_info:
+        check_divisibility(ResolvedRun(fp8_run(model, **layout), 4))
+    assert field in str(error_info.value)
+    assert ("smaller layout.tp" in error_info.value.fix) == bool(layout)
+    bf16 = fp8_run(model, **layout).training.replace(precision="bf16")
+    check_divisibility(ResolvedRun(fp8_run(model, **layout).model_copy(update={"training": bf16}), 4))

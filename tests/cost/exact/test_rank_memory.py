@@ -20,6 +20,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.layout import MAX_BF16_SUMS, Layout
 from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
 
@@ -61,7 +62,7 @@ def make_run(data: str = "ddp", precision: str = "bf16", model: Any = None, **ta
 
 
 def predict_rank_memory(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
-    return rank_memory(make_run(data, precision, **tables), ranks)["rank"]
+    return rank_memory(ResolvedRun(make_run(data, precision, **tables), ranks))["rank"]
 
 
 # -- the worked examples --------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def test_rank_memory_matches_resnet18_worked_example_with_ten_workers():
 def test_parameter_server_worker_state_is_twice_the_model_for_any_optimizer():
     for optimizer in OPTIMIZERS.values():
         run = make_run("parameter_server", "fp32", optimizer=optimizer)
-        worker = rank_memory(run, 5)["worker"]
+        worker = rank_memory(ResolvedRun(run, 5))["worker"]
         assert worker.state == 2 * 4 * count_parameters(run.model).total
         assert worker.communication == 0
 
@@ -188,9 +189,9 @@ def test_rank_memory_equals_allocated_state_of_data_parallel_strategies(data, wo
     allocated = rank_pool(world_size).run(measure_allocated_state, run)
     copies = [state.pop("checkpoint_copy") for state in allocated]
     servers = run.layout.num_servers if data == "parameter_server" else 0
-    on_gpus = rank_memory(run.on_device("cuda"), world_size)
+    on_gpus = rank_memory(ResolvedRun(run.on_device("cuda"), world_size))
     assert max(copies[servers:]) == on_gpus["worker" if servers else "rank"].checkpoint_copy
-    for role, predicted in rank_memory(run, world_size).items():
+    for role, predicted in rank_memory(ResolvedRun(run, world_size)).items():
         fullest = max(
             allocated[:servers] if role == "server" else allocated[servers:], key=lambda state: sum(state.values())
         )
@@ -246,9 +247,9 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
     copies = [state.pop("checkpoint_copy") for state in allocated]
     inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     pp = changes.get("layout.pp", 1)
-    for stage, on_gpu in enumerate(rank_memory(run.on_device("cuda"), world_size).values()):
+    for stage, on_gpu in enumerate(rank_memory(ResolvedRun(run.on_device("cuda"), world_size)).values()):
         assert max(size for rank, size in enumerate(copies) if rank // inner % pp == stage) == on_gpu.checkpoint_copy
-    for stage, predicted in enumerate(rank_model_states(run, world_size)):
+    for stage, predicted in enumerate(rank_model_states(ResolvedRun(run, world_size))):
         stage_states = [state for rank, state in enumerate(allocated) if rank // inner % pp == stage]
         fullest = max(stage_states, key=lambda state: sum(state.values()))
         parts = ("parameters", "gradients", "optimizer")
@@ -274,14 +275,14 @@ def test_rank_memory_activations_equal_micro_batch_peak():
         == autocast
         > pure
     )
-    assert rank_memory(make_run("parameter_server"), 3)["server"].activations == 0
+    assert rank_memory(ResolvedRun(make_run("parameter_server"), 3))["server"].activations == 0
 
 
 def test_communication_buffers_match_formulas_for_ddp_and_servers():
     run = make_run("parameter_server", "fp32", layout={"max_staleness": 2})
     size = 4 * count_parameters(run.model).total
-    assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
-    assert rank_memory(make_run("parameter_server", "fp32"), 5)["server"].communication == size
+    assert rank_memory(ResolvedRun(run, 5))["server"].communication == (4 + 1) * 3 * size
+    assert rank_memory(ResolvedRun(make_run("parameter_server", "fp32"), 5))["server"].communication == size
     assert predict_rank_memory("ddp", 4).communication == 0
     # The model is smaller than a bucket.
     assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
@@ -391,7 +392,7 @@ def test_checkpoint_copy_is_cpu_memory_of_gpu_ranks_unless_files_are_saved_from(
     count = count_parameters(make_run().model).total
     sizes = {}
     for stage in ZERO_STRATEGIES:
-        memory = rank_memory(make_run(stage, cluster={"device": "cuda"}), 4)["rank"]
+        memory = rank_memory(ResolvedRun(make_run(stage, cluster={"device": "cuda"}), 4))["rank"]
         assert memory.host == memory.checkpoint_copy
         sizes[stage] = memory.checkpoint_copy / count
     assert sizes["ddp"] == 12
@@ -399,23 +400,23 @@ def test_checkpoint_copy_is_cpu_memory_of_gpu_ranks_unless_files_are_saved_from(
     assert predict_rank_memory("ddp", 4).host == 0
     offloaded = {"offload": "nvme", "offload_directory": "/tmp"}
     for layout, copies in (({"offload": "cpu"}, 1), (offloaded, 0)):
-        memory = rank_memory(make_run("zero1", layout=layout, cluster={"device": "cuda"}), 4)["rank"]
+        memory = rank_memory(ResolvedRun(make_run("zero1", layout=layout, cluster={"device": "cuda"}), 4))["rank"]
         assert memory.host == (memory.offloaded + memory.checkpoint_copy if copies else 0)
         assert (memory.checkpoint_copy > 0) == bool(copies)
 
 
 def test_rank_memory_rejects_invalid_rank_count():
     with pytest.raises(UserError, match="leaves no worker"):
-        rank_memory(make_run("parameter_server"), 1)
+        rank_memory(ResolvedRun(make_run("parameter_server"), 1))
     with pytest.raises(UserError, match="ranks cannot divide"):
-        rank_memory(make_run("zero2"), 5)
+        rank_memory(ResolvedRun(make_run("zero2"), 5))
 
 
 @pytest.mark.parametrize("model", [ODD_SHAPES_MODEL, ODD_SHAPES_MOE], ids=["dense", "moe"])
 def test_pipeline_ranks_that_differ_in_block_indices_only_have_one_signature(model):
     """The memory of ranks with one signature is counted once; the first and the last stage have other tensors."""
     run = make_run(model={**model, "num_layers": 8, "vocab_size": 64}, layout={"pp": 4, "micro_batch_size": 1})
-    ranks = rank_tensors(run, 4)
+    ranks = rank_tensors(ResolvedRun(run, 4))
     assert [len({name.split(".")[1] for name in rank.names if name.startswith("blocks.")}) for rank in ranks] == [2] * 4
     signatures = [rank.signature for rank in ranks]
     assert [signatures.index(signature) for signature in signatures] == [0, 1, 1, 3]
@@ -426,14 +427,16 @@ def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
     model = {**ODD_SHAPES_MODEL, "num_layers": 8, "vocab_size": 64}
     memory_by_schedule = {
         schedule: rank_memory(
-            make_run(
-                "ddp",
-                "fp32",
-                model=model,
-                layout={"pp": 4, "schedule": schedule, "micro_batch_size": 1},
-                training={"seq_len": 64, "tokens_per_step": 8 * 64},
+            ResolvedRun(
+                make_run(
+                    "ddp",
+                    "fp32",
+                    model=model,
+                    layout={"pp": 4, "schedule": schedule, "micro_batch_size": 1},
+                    training={"seq_len": 64, "tokens_per_step": 8 * 64},
+                ),
+                4,
             ),
-            4,
         )
         for schedule in ("gpipe", "1f1b")
     }
@@ -455,10 +458,18 @@ def test_disk_offload_bytes_equal_rank_memory_on_disk_with_pp_and_tp() -> None:
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
     staged = make_run("zero1", model=model, layout={"pp": 2, **files})
-    assert disk_offload_bytes(staged, 2) == max(memory.on_disk for memory in rank_memory(staged, 2).values()) > 0
+    assert (
+        disk_offload_bytes(ResolvedRun(staged, 2))
+        == max(memory.on_disk for memory in rank_memory(ResolvedRun(staged, 2)).values())
+        > 0
+    )
     split = make_run("zero1", model=model, layout={"tp": 2, **files})
     gathered = make_run("zero1", model=model, layout={"tp": 2, "tp_attention": "gathered", **files})
-    assert disk_offload_bytes(gathered, 2) == disk_offload_bytes(split, 2) == rank_memory(split, 2)["rank"].on_disk
+    assert (
+        disk_offload_bytes(ResolvedRun(gathered, 2))
+        == disk_offload_bytes(ResolvedRun(split, 2))
+        == rank_memory(ResolvedRun(split, 2))["rank"].on_disk
+    )
 
 
 @pytest.mark.parametrize(
@@ -473,5 +484,5 @@ def test_rank_memory_rejects_layouts_that_the_model_cannot_run(
     model: dict[str, Any], layout: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(UserError) as error_info:
-        rank_memory(make_run("zero3", model=model, layout=layout), 2)
+        rank_memory(ResolvedRun(make_run("zero3", model=model, layout=layout), 2))
     assert error_info.value.field == field

@@ -20,6 +20,7 @@ from phalanx.data.packing import Batch
 from phalanx.parallel.data.parameter_server import ParameterServer, ParameterServerWorker, build_parameter_server
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, assign_parameters_to_servers
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
@@ -153,7 +154,7 @@ def test_async_parameter_server_traffic_matches_formula(text: Path, tmp_path: Pa
     model = {**DENSE, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024}
     run = small_run(text, tmp_path, {**PARAMETER_SERVER, "layout.max_staleness": 1, "model": model})
     server, *workers = rank_pool(3).run(measure_traffic_bytes, run)
-    predicted = traffic_by_role(run, 3)
+    predicted = traffic_by_role(ResolvedRun(run, 3))
     for traffic_bytes, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
         for traffic in predicted[role]:
             ahead = 2 * traffic.bytes if (role, traffic.operation) == ("server", "recv") else 0  # posted, not yet sent

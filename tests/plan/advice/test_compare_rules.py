@@ -22,6 +22,7 @@ from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.search.search import UNCERTAIN_GAIN, rank_fitting, runnable_layouts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 GIB = 2**30
@@ -60,12 +61,12 @@ def advice_for_rule(advised: AdviceReport, name: str) -> Advice:
 
 @pytest.fixture(scope="module")
 def llama3_8b_report() -> AdviceReport:
-    return advise(make_run("llama3-8b", nodes=4), 32)
+    return advise(ResolvedRun(make_run("llama3-8b", nodes=4), 32))
 
 
 @pytest.fixture(scope="module")
 def llama3_70b_report() -> AdviceReport:
-    return advise(make_run("llama3-70b", nodes=16), 128)
+    return advise(ResolvedRun(make_run("llama3-70b", nodes=16), 128))
 
 
 DATA_ONLY = {"tp": "1", "pp": "1", "cp": "1", "ep": "1"}
@@ -202,13 +203,15 @@ def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
     """Compared with the layouts themselves: the fastest 1F1B pipeline, and the same layout with ZB-H2."""
     roomy = make_run("llama3-70b", "b300", nodes=64, sequence=4096)
     for run, advised, spare in (
-        (roomy, advise(roomy, 512), True),
+        (roomy, advise(ResolvedRun(roomy, 512)), True),
         (make_run("llama3-70b", nodes=16), llama3_70b_report, False),
     ):
         ranks = advised.situation.ranks
-        pipelines = [c for c in enumerate_layouts(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
-        fastest = next(runnable_layouts(run, ranks, rank_fitting(run, ranks, pipelines))).candidate
-        zb_h2 = evaluate(run, ranks, [fastest._replace(schedule="zb-h2")])[0]
+        pipelines = [c for c in enumerate_layouts(ResolvedRun(run, ranks)) if c.pp > 1 and c.schedule == "1f1b"]
+        fastest = next(
+            runnable_layouts(ResolvedRun(run, ranks), rank_fitting(ResolvedRun(run, ranks), pipelines))
+        ).candidate
+        zb_h2 = evaluate(ResolvedRun(run, ranks), [fastest._replace(schedule="zb-h2")])[0]
         assert advised.situation.fits_with_zb_h2 == spare == (zb_h2.p_oom < MAX_OOM_PROBABILITY)
 
 
@@ -249,7 +252,7 @@ def test_advice_warns_when_tp_leaves_fast_link_domain(llama3_70b_report):
 
 
 def test_advice_reports_excess_memory_when_rule_does_not_fit():
-    advised = advise(make_run("llama3-8b", "l4"), 8)
+    advised = advise(ResolvedRun(make_run("llama3-8b", "l4"), 8))
     advice = advice_for_rule(advised, "1B to 10B parameters")
     assert advice.verdict == "does not fit"
     assert advice.evaluated is not None
@@ -266,7 +269,7 @@ def test_advice_reports_excess_memory_when_rule_does_not_fit():
 
 def test_advice_reports_rule_without_any_valid_layout():
     """With one sequence per step, data-parallel ranks have no work."""
-    advised = advise(make_run("llama3-8b", tokens=8192), 8)
+    advised = advise(ResolvedRun(make_run("llama3-8b", tokens=8192), 8))
     assert advice_for_rule(advised, "compute inside layers").verdict in ("agrees", "costs")
     impossible = advice_for_rule(advised, "1B to 10B parameters")
     assert (impossible.verdict, impossible.evaluated) == ("does not run", None)
@@ -278,8 +281,8 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
         (make_run("llama3-8b", nodes=4), llama3_8b_report),
         (make_run("llama3-70b", nodes=16), llama3_70b_report),
     ):
-        layouts = enumerate_layouts(run, advised.situation.ranks)
-        assert advised.best == plan_or_raise(run, advised.situation.ranks, keep=1).layouts[0]
+        layouts = enumerate_layouts(ResolvedRun(run, advised.situation.ranks))
+        assert advised.best == plan_or_raise(ResolvedRun(run, advised.situation.ranks), keep=1).layouts[0]
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
         for advice in advised.advice:
             assert advice.reason
@@ -289,14 +292,16 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
             assert (advice.slower < AGREEMENT_TOLERANCE) == (advice.verdict == "agrees")
             # In a sample of layouts that obey the rule, none is faster by more than the tolerance for simpler layouts.
             others = [c for c in layouts[::97] if advice.rule.is_satisfied_by(c, 8)]
-            fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < MAX_OOM_PROBABILITY]
+            fit = [
+                o for o in evaluate(ResolvedRun(run, advised.situation.ranks), others) if o.p_oom < MAX_OOM_PROBABILITY
+            ]
             assert all((1 + UNCERTAIN_GAIN) * o.step_seconds > 0.998 * advice.evaluated.step_seconds for o in fit)
         assert len(advised.advice) + len(advised.inapplicable_rules) == len(RULES)
 
 
 def test_advise_raises_with_memory_suggestion_when_nothing_fits():
     with pytest.raises(UserError, match="advise oom") as error_info:
-        advise(make_run("llama3-70b", "l4", nproc=4), 4)
+        advise(ResolvedRun(make_run("llama3-70b", "l4", nproc=4), 4))
     assert "GiB" in error_info.value.fix
 
 

@@ -31,10 +31,10 @@ from phalanx.plan.advice.oom_remedies import REMEDIES
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY as RISK
 from phalanx.program.pipeline_split import layers_per_rank
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.layout import Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 GIB = 2**30
@@ -79,7 +79,7 @@ def effects_by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
 
 def max_rank_bytes(run: RunSpec) -> int:
     """Return the device bytes of the fullest rank."""
-    return max(memory.device for memory in rank_memory(run, run.cluster.ranks).values())
+    return max(memory.device for memory in rank_memory(ResolvedRun(run, run.cluster.ranks)).values())
 
 
 def reload_with_settings(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
@@ -123,7 +123,7 @@ def test_diagnose_steps_fit_when_their_settings_are_applied(run, diagnosis, tmp_
 
 
 def test_single_remedy_effects_match_memory_of_applied_settings(run, tmp_path):
-    batch_plan = plan_batch(run, run.cluster.ranks)
+    batch_plan = ResolvedRun(run, run.cluster.ranks).batch
     for effect in evaluate_single_remedies(run):
         if effect.new_footprint:
             changed = reload_with_settings(
@@ -319,14 +319,17 @@ def test_remedy_step_seconds_equal_planner_times_or_none():
     recomputed = effects["recompute blocks"]
     assert recomputed.run is not None
     assert recomputed.new_footprint
-    planned_seconds = evaluate_layout(run, 8, recomputed.run.layout).step_seconds
+    planned_seconds = evaluate_layout(ResolvedRun(run, 8), recomputed.run.layout).step_seconds
     assert recomputed.new_footprint.step_seconds == planned_seconds
     seconds_before = run_footprint(run).step_seconds
     assert seconds_before is not None
     assert 0.2 < planned_seconds / seconds_before - 1 < 0.4, "about a third"
     offloaded = effects["offload to CPU memory"].new_footprint
     assert offloaded
-    assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data_parallel="zero1", offload="cpu")).step_seconds
+    assert (
+        offloaded.step_seconds
+        == evaluate_layout(ResolvedRun(run, 8), Layout(data_parallel="zero1", offload="cpu")).step_seconds
+    )
     assert offloaded.step_seconds > seconds_before
     assert run_footprint(make_run_with_memory_limit(7, training={"precision": "fp32"})).step_seconds is None
 
@@ -463,7 +466,7 @@ def test_run_footprint_agrees_with_planner_on_calibrated_machine():
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
         run = make_calibrated_run(room)
         assert limit_bytes(run) == pytest.approx(room)
-        planned = evaluate_layout(run, 8, run.layout)
+        planned = evaluate_layout(ResolvedRun(run, 8), run.layout)
         assert run_footprint(run).fits is fit is (planned.p_oom < RISK)
         assert run_footprint(run).step_seconds == planned.step_seconds
 

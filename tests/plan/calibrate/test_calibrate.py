@@ -16,6 +16,7 @@ from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.synthetic_machine import (
     MACHINE,
     SYNTHETIC_MACHINE,
@@ -105,7 +106,7 @@ def test_calibration_interval_widens_for_inconsistent_runs():
 def test_search_uses_constants_of_calibrated_machine(calibration):
     run = make_run(4)
     run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 4})})
-    best = search_layouts(run, 4).layouts[0]
+    best = search_layouts(ResolvedRun(run, 4)).layouts[0]
     best_run = MeasuredRun(
         name="best",
         run=run.model_copy(update={"layout": best.candidate.layout()}),
@@ -153,14 +154,14 @@ def test_search_rejects_unknown_calibration_constant(calibration):
         update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 2, "calibration": wrong})}
     )
     with pytest.raises(UserError, match="did you mean 'gemm_"):
-        search_layouts(run, 2)
+        search_layouts(ResolvedRun(run, 2))
 
 
 def test_search_rejects_precision_other_than_calibrated(calibration):
     run = make_run(2, precision="bf16")
     run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 2})})
     with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
-        search_layouts(run, 2)
+        search_layouts(ResolvedRun(run, 2))
 
 
 def test_calibrate_error_names_run_with_unsupported_layout():
@@ -204,7 +205,8 @@ def test_calibrate_ignores_waiting_time_without_predicted_communication():
 def predict_step_time(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
     run_spec = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc_per_node": run.ranks})})
     return step_seconds(
-        time_constants_for(machine), candidate_jobs(run_spec, run.ranks, [candidate_from_run(run_spec, run.ranks)])
+        time_constants_for(machine),
+        candidate_jobs(ResolvedRun(run_spec, run.ranks), [candidate_from_run(ResolvedRun(run_spec, run.ranks))]),
     )
 
 

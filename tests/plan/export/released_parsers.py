@@ -28,6 +28,7 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.plan.export.common import RELEASES, Trainer
 from phalanx.plan.export.export import export
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from tests.plan.export.test_export import EXPORT_CASES, QWEN, SMALL, WORLD_SIZE, make_run
 
@@ -126,7 +127,7 @@ def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeyp
 
 def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) -> Any:
     """Return torchtitan's configuration after its command line has named the export."""
-    (folder / "phalanx_run.py").write_text(export(run, WORLD_SIZE, "torchtitan").text)
+    (folder / "phalanx_run.py").write_text(export(ResolvedRun(run, WORLD_SIZE), "torchtitan").text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "phalanx_run", raising=False)
     return manager.parse_args(["--module", "phalanx_run", "--config", "run", "--dataloader.dataset", "c4"])
@@ -140,7 +141,9 @@ def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
         monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
     from megatron.training.arguments import parse_args, validate_args
 
-    script_words = shlex.split(export(run, WORLD_SIZE, "megatron").text.replace("\\\n", " "), comments=True)
+    script_words = shlex.split(
+        export(ResolvedRun(run, WORLD_SIZE), "megatron").text.replace("\\\n", " "), comments=True
+    )
     start = script_words.index("pretrain_gpt.py")
     for argument in script_words[: script_words.index("torchrun")]:
         monkeypatch.setenv(*argument.split("="))
@@ -198,7 +201,7 @@ def test_deepspeed_reads_every_key_of_export(run: RunSpec) -> None:
         def get_data_parallel_world_size() -> int:
             return WORLD_SIZE // (run.layout.tp * run.layout.pp)
 
-    table = RecordingTable(json.loads(export(run, WORLD_SIZE, "deepspeed").text))
+    table = RecordingTable(json.loads(export(ResolvedRun(run, WORLD_SIZE), "deepspeed").text))
     config = DeepSpeedConfig(table, mpu=ModelRanks if run.layout.tp * run.layout.pp > 1 else None)
     assert table.keys() - table.read == {"_comment"}
     assert config.zero_optimization_stage == table["zero_optimization"]["stage"]
@@ -208,7 +211,9 @@ def test_deepspeed_reads_every_key_of_export(run: RunSpec) -> None:
 
 @pytest.mark.parametrize("run", cases("nanotron"))
 def test_nanotron_reads_export(run: RunSpec) -> None:
-    config = nanotron_config_package().get_config_from_dict(yaml.safe_load(export(run, WORLD_SIZE, "nanotron").text))
+    config = nanotron_config_package().get_config_from_dict(
+        yaml.safe_load(export(ResolvedRun(run, WORLD_SIZE), "nanotron").text)
+    )
     sizes = parallel_dims(run.layout, WORLD_SIZE)
     assert (config.parallelism.dp, config.parallelism.tp, config.parallelism.pp) == (sizes.dp_size, sizes.tp, sizes.pp)
     assert type(config.model.model_config).__name__ == "LlamaConfig"

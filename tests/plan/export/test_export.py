@@ -20,10 +20,10 @@ from phalanx.plan.export.export import export
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import to_csv
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 Table = dict[str, Any]
@@ -272,7 +272,7 @@ EXPORT_CASES: list[tuple[str, RunSpec]] = [
 
 @pytest.mark.parametrize("run", [run for trainer, run in EXPORT_CASES if trainer == "torchtitan"])
 def test_torchtitan_export_imports_only_what_it_uses(run: RunSpec) -> None:
-    nodes = list(ast.walk(ast.parse(export(run, WORLD_SIZE, "torchtitan").text)))
+    nodes = list(ast.walk(ast.parse(export(ResolvedRun(run, WORLD_SIZE), "torchtitan").text)))
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [alias.asname or alias.name for node in imports for alias in node.names]
     assert [name for name in names if name not in {node.id for node in nodes if isinstance(node, ast.Name)}] == []
@@ -280,11 +280,11 @@ def test_torchtitan_export_imports_only_what_it_uses(run: RunSpec) -> None:
 
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run: RunSpec) -> None:
-    exported = export(run, WORLD_SIZE, trainer)
+    exported = export(ResolvedRun(run, WORLD_SIZE), trainer)
     exported_values, sizes, batch_plan, spec = (
         READERS[trainer](exported),
         parallel_dims(run.layout, WORLD_SIZE),
-        plan_batch(run, WORLD_SIZE),
+        ResolvedRun(run, WORLD_SIZE).batch,
         run.model,
     )
     expected = {
@@ -314,7 +314,7 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_writes_the_options_that_the_release_has_read(trainer: Trainer) -> None:
-    exports = [export(run, WORLD_SIZE, name) for name, run in EXPORT_CASES if name == trainer]
+    exports = [export(ResolvedRun(run, WORLD_SIZE), name) for name, run in EXPORT_CASES if name == trainer]
     assert set().union(
         *(exported_option_names(exported_run, trainer) for exported_run in exports)
     ) == known_option_names(trainer)
@@ -322,7 +322,7 @@ def test_export_writes_the_options_that_the_release_has_read(trainer: Trainer) -
 
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_begins_with_the_version_it_is_for(trainer: Trainer, run: RunSpec) -> None:
-    exported = export(run, WORLD_SIZE, trainer)
+    exported = export(ResolvedRun(run, WORLD_SIZE), trainer)
     assert exported.notes[0] == f"For {RELEASES[trainer]}."
     assert exported.notes[0] in exported.text.splitlines()[0]
     if trainer != "deepspeed":
@@ -403,7 +403,7 @@ def test_export_rejects_options_unsupported_by_the_trainer(
 ) -> None:
     world_size = WORLD_SIZE + (run.layout.data_parallel == "parameter_server")
     with pytest.raises(UserError) as error:
-        export(run, world_size, trainer)
+        export(ResolvedRun(run, world_size), trainer)
     assert error.value.field == field
     change, others = error.value.fix.split("; trainers for the unchanged run: ")
     assert fix in change
@@ -411,16 +411,16 @@ def test_export_rejects_options_unsupported_by_the_trainer(
     assert others == (", ".join(TRAINER_NAMES[other] for other in suggested) or "none of the four")
     for other in TRAINERS:
         if other in suggested:
-            assert export(run, world_size, other).text
+            assert export(ResolvedRun(run, world_size), other).text
         else:
             with pytest.raises(UserError):
-                export(run, world_size, other)
+                export(ResolvedRun(run, world_size), other)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_rejects_batch_not_divisible_by_data_parallel_size(trainer: Trainer) -> None:
     with pytest.raises(UserError, match=r"unequal shares \(67 sequences per step\)"):
-        export(make_run(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD_SIZE, trainer)
+        export(ResolvedRun(make_run(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD_SIZE), trainer)
 
 
 MEGATRON_OVERLAP = {"overlap-grad-reduce", "overlap-param-gather"}
@@ -436,11 +436,13 @@ MEGATRON_OVERLAP = {"overlap-grad-reduce", "overlap-param-gather"}
     ],
 )
 def test_megatron_export_has_flags_that_the_predicted_time_assumes(layout: Table, overlap: set[str]) -> None:
-    names = exported_option_names(export(make_run(micro_batch_size=1, **layout), WORLD_SIZE, "megatron"), "megatron")
+    names = exported_option_names(
+        export(ResolvedRun(make_run(micro_batch_size=1, **layout), WORLD_SIZE), "megatron"), "megatron"
+    )
     assert names & MEGATRON_OVERLAP == overlap
     assert "cross-entropy-loss-fusion" in names
     assert "moe-permute-fusion" not in names
-    experts = export(make_run(EXPERTS, micro_batch_size=1, data_parallel="zero1"), WORLD_SIZE, "megatron")
+    experts = export(ResolvedRun(make_run(EXPERTS, micro_batch_size=1, data_parallel="zero1"), WORLD_SIZE), "megatron")
     assert "moe-permute-fusion" in exported_option_names(experts, "megatron")
 
 
@@ -449,7 +451,9 @@ def test_megatron_export_has_flags_that_the_predicted_time_assumes(layout: Table
 )
 def test_deepspeed_export_overlaps_reductions_outside_pipelines(layout: Table, overlaps: bool) -> None:
     for pp in (1, 2):
-        zero = json.loads(export(make_run(micro_batch_size=1, pp=pp, **layout), WORLD_SIZE, "deepspeed").text)
+        zero = json.loads(
+            export(ResolvedRun(make_run(micro_batch_size=1, pp=pp, **layout), WORLD_SIZE), "deepspeed").text
+        )
         assert zero["zero_optimization"].get("overlap_comm", False) == (overlaps and pp == 1)
 
 
@@ -466,7 +470,7 @@ def test_deepspeed_export_overlaps_reductions_outside_pipelines(layout: Table, o
 )
 def test_export_says_what_the_other_trainer_keeps_in_addition(trainer: Trainer, layout: Table, state: str) -> None:
     model = {**SMALL, "rope": {"theta": 10_000.0}}
-    exported = export(make_run(model, micro_batch_size=1, **layout), WORLD_SIZE, trainer)
+    exported = export(ResolvedRun(make_run(model, micro_batch_size=1, **layout), WORLD_SIZE), trainer)
     (note,) = (note for note in exported.notes if "in addition to" in note)
     assert note.startswith(f"{TRAINER_NAMES[trainer]} keeps in addition to what Phalanx does: ")
     assert state in note
@@ -478,7 +482,7 @@ def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> 
     layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
-    exported = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
+    exported = export(ResolvedRun(run_from_table({**table, "training": batch}), WORLD_SIZE), trainer)
     for expected in (
         "optimizer.learning_rate = 0.003: not set",
         "training.steps = 1000: a default of Phalanx",
@@ -489,12 +493,12 @@ def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> 
     assert any(note.startswith("checkpoint.every = 500: ") for note in exported.notes) == (trainer == "nanotron")
     tuned = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
     tuned["checkpoint"] = {"every": 3}
-    assert not any("default" in note for note in export(run_from_table(tuned), WORLD_SIZE, trainer).notes)
+    assert not any("default" in note for note in export(ResolvedRun(run_from_table(tuned), WORLD_SIZE), trainer).notes)
 
 
 def test_export_rejects_unknown_trainer() -> None:
     with pytest.raises(UserError, match="is not known"):
-        export(make_run(), WORLD_SIZE, "accelerate")  # type: ignore[arg-type]
+        export(ResolvedRun(make_run(), WORLD_SIZE), "accelerate")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}])
@@ -502,10 +506,10 @@ def test_exported_pipeline_split_equals_layers_per_stage(layout: Table) -> None:
     run = make_run(data_parallel="zero1", micro_batch_size=1, **layout)
     lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
-    split = parse_megatron_flags(export(run, WORLD_SIZE, "megatron"))["pipeline-model-parallel-layout"]
+    split = parse_megatron_flags(export(ResolvedRun(run, WORLD_SIZE), "megatron"))["pipeline-model-parallel-layout"]
     assert (split[0], split[-1]) == ("E", "L")
     assert [stage.count("t") for stage in split.split("|")] == lengths
-    exported = export(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD_SIZE, "torchtitan")
+    exported = export(ResolvedRun(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD_SIZE), "torchtitan")
     parts = parse_torchtitan_calls(exported)["ParallelismConfig"]["module_fqns_per_model_part"]
     blocks = [f"layers.{layer}" for layer in range(run.model.num_layers)]
     assert [name for part in parts for name in part] == ["tok_embeddings", *blocks, "norm", "lm_head"]
@@ -538,7 +542,7 @@ SHARDING_CASES: list[tuple[Trainer, RunSpec, Table]] = [
 def test_exported_sharding_options_match_data_parallel_strategy(
     trainer: Trainer, run: RunSpec, expected: Table
 ) -> None:
-    exported = export(run, WORLD_SIZE, trainer)
+    exported = export(ResolvedRun(run, WORLD_SIZE), trainer)
     if trainer == "megatron":
         table = parse_megatron_flags(exported)
     elif trainer == "torchtitan":
@@ -552,8 +556,8 @@ def test_exported_sharding_options_match_data_parallel_strategy(
 
 def test_torchtitan_export_local_batch_contains_all_micro_batches() -> None:
     run = make_run(pp=4, data_parallel="zero3", micro_batch_size=2)
-    training = parse_torchtitan_calls(export(run, WORLD_SIZE, "torchtitan"))["TrainingConfig"]
-    batch_plan = plan_batch(run, WORLD_SIZE)
+    training = parse_torchtitan_calls(export(ResolvedRun(run, WORLD_SIZE), "torchtitan"))["TrainingConfig"]
+    batch_plan = ResolvedRun(run, WORLD_SIZE).batch
     assert batch_plan.gradient_accumulation_steps > 1
     assert training["local_batch_size"] == 2 * batch_plan.gradient_accumulation_steps
     assert training["local_batch_size"] * batch_plan.dp_size == batch_plan.global_batch_size
@@ -565,11 +569,12 @@ def test_torchtitan_export_local_batch_contains_all_micro_batches() -> None:
 def test_megatron_export_uses_tp_pp_dp_mapping_only_when_supported(layout: Table, uses_mapping: bool) -> None:
     model = EXPERTS if "ep" in layout else SMALL
     run = make_run(model, pp=2, data_parallel="zero1", **layout)
-    exported = export(run, WORLD_SIZE, "megatron")
+    exported = export(ResolvedRun(run, WORLD_SIZE), "megatron")
     assert ("use-tp-pp-dp-mapping" in parse_megatron_flags(exported)) == uses_mapping
     assert any("closer to each other than pipeline ranks" in note for note in exported.notes) != uses_mapping
     outside = export(
-        make_run(model, pp=2, data_parallel="zero1", rank_order="pipeline_outer", **layout), WORLD_SIZE, "megatron"
+        ResolvedRun(make_run(model, pp=2, data_parallel="zero1", rank_order="pipeline_outer", **layout), WORLD_SIZE),
+        "megatron",
     )
     assert "use-tp-pp-dp-mapping" not in parse_megatron_flags(outside)
     assert not any("closer to each other than pipeline ranks" in note for note in outside.notes)
@@ -582,7 +587,7 @@ def test_megatron_export_asks_for_all_to_all_only_with_enough_key_value_heads(
     kv_heads: int, tp: int, comm_type: str
 ) -> None:
     run = make_run({**SMALL, "num_kv_heads": kv_heads}, tp=tp, cp=4, cp_method="ulysses", data_parallel="zero1")
-    exported = export(run, WORLD_SIZE, "megatron")
+    exported = export(ResolvedRun(run, WORLD_SIZE), "megatron")
     assert parse_megatron_flags(exported)["cp-comm-type"] == comm_type
     assert any("in a ring (p2p)" in note for note in exported.notes) == (comm_type == "p2p")
 
@@ -591,7 +596,10 @@ def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
     model = {**SMALL, "vocab_size": 256, "num_layers": 64}
     flags = parse_megatron_flags(
         export(
-            make_run(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD_SIZE, "megatron"
+            ResolvedRun(
+                make_run(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD_SIZE
+            ),
+            "megatron",
         )
     )
     assert flags["num-virtual-stages-per-pipeline-rank"] == "2"
@@ -600,14 +608,14 @@ def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
 
 def test_megatron_export_sets_expert_parallel_sizes() -> None:
     for ep, split in ((4, "1"), (1, "2")):
-        flags = parse_megatron_flags(export(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE, "megatron"))
+        flags = parse_megatron_flags(export(ResolvedRun(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE), "megatron"))
         assert (flags["expert-model-parallel-size"], flags["expert-tensor-parallel-size"]) == (str(ep), split)
         assert (flags["num-experts"], flags["moe-router-topk"]) == ("8", "2")
         assert flags["moe-shared-expert-intermediate-size"] == "128"
 
 
 def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:
-    exported = export(make_run(pp=4, tp=2, data_parallel="zero1"), WORLD_SIZE, "megatron")
+    exported = export(ResolvedRun(make_run(pp=4, tp=2, data_parallel="zero1"), WORLD_SIZE), "megatron")
     script = tmp_path / "megatron.sh"
     script.write_text(exported.text)
     subprocess.run(["bash", "-n", script], check=True)
@@ -625,25 +633,27 @@ def test_torchtitan_export_schedule_names_exist_in_pytorch() -> None:
 
 
 def test_torchtitan_export_accepts_schedule_files_except_v_shaped(tmp_path: Path) -> None:
-    micro_batches = plan_batch(
+    micro_batches = ResolvedRun(
         make_run(pp=4, data_parallel="zero3", micro_batch_size=2), WORLD_SIZE
-    ).gradient_accumulation_steps
+    ).batch.gradient_accumulation_steps
     for name in ("zb-h1", "zb-v"):
         (tmp_path / name).write_text(to_csv(build_schedule(name, 4, micro_batches)))
     run = make_run(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-h1"))
-    axes = parse_torchtitan_calls(export(run, WORLD_SIZE, "torchtitan"))["ParallelismConfig"]
+    axes = parse_torchtitan_calls(export(ResolvedRun(run, WORLD_SIZE), "torchtitan"))["ParallelismConfig"]
     assert axes["pipeline_parallel_schedule"] == "PipelineScheduleMulti"
     assert axes["pipeline_parallel_schedule_csv"] == str(tmp_path / "zb-h1")
     with pytest.raises(UserError, match="stage s on rank s mod pp"):
         export(
-            make_run(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-v")),
-            WORLD_SIZE,
+            ResolvedRun(
+                make_run(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-v")),
+                WORLD_SIZE,
+            ),
             "torchtitan",
         )
 
 
 def test_nanotron_export_writes_small_floats_as_yaml_numbers() -> None:
-    table = yaml.safe_load(export(make_run(SMALL, optimizer={"eps": 1e-8}), WORLD_SIZE, "nanotron").text)
+    table = yaml.safe_load(export(ResolvedRun(make_run(SMALL, optimizer={"eps": 1e-8}), WORLD_SIZE), "nanotron").text)
     assert table["optimizer"]["adam_eps"] == 1e-8
 
 

@@ -9,11 +9,9 @@ import pytest
 from phalanx.plan.export.common import TRAINER_SPECIFIC, ExportJob, Trainer
 from phalanx.plan.export.export import WRITERS
 from phalanx.spec.base import Spec
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import OptimizerSpec, TrainingSpec
 from tests.helpers.choices import choice_fields, with_unknown_value
 from tests.plan.export.test_export import EXPERTS, SMALL, make_run
@@ -45,7 +43,7 @@ class WiderModelSpec(ModelSpec):
 @pytest.mark.parametrize("trainer", [trainer for trainer in WRITERS if trainer != "deepspeed"])
 def test_export_refuses_a_field_of_the_model_that_the_exporter_does_not_name(trainer: Trainer) -> None:
     run = make_run(SMALL)
-    job = ExportJob(run, parallel_dims(run.layout, 16), plan_batch(run, 16), stages=[range(run.model.num_layers)])
+    job = ExportJob(run, 16)
     model = WiderModelSpec(**run.model.__dict__)
     WRITERS[trainer](dataclasses.replace(job, run=run.model_copy(update={"model": model})))
     wider_run = run.model_copy(update={"model": model.replace(logit_softcap=30.0)})
@@ -60,7 +58,7 @@ def test_choices_include_nested_tables() -> None:
 @pytest.mark.parametrize(("trainer", "field"), REFUSING_EXPORTERS)
 def test_export_refuses_a_value_that_the_exporter_does_not_name(trainer: Trainer, field: str) -> None:
     run = make_run(EXPERTS if ".moe." in field else SMALL)
-    job = ExportJob(run, parallel_dims(run.layout, 16), plan_batch(run, 16), stages=[range(run.model.num_layers)])
+    job = ExportJob(run, 16)
     with pytest.raises(UserError, match="cannot be written for") as error:
         WRITERS[trainer](dataclasses.replace(job, run=with_unknown_value(run, field)))
     assert f"{field}.".startswith(f"{error.value.field}.")

@@ -20,6 +20,7 @@ from phalanx.plan.placement.traffic_matrix import TrafficMatrix, traffic_matrice
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import parse_topology, read_topology
 from tests.helpers.placement_runs import DENSE, MOE, make_node_layout, make_run, matrix_entries
@@ -103,7 +104,7 @@ def findings_by_axis(
     layout: dict[str, Any], world_size: int, nproc: int, model: dict[str, Any] = DENSE, **cluster: Any
 ) -> dict[str, str]:
     run, node_layout = make_run(layout, model), make_node_layout(nproc)
-    parts = traffic_matrices(run, world_size, node_layout.ranks_per_island)
+    parts = traffic_matrices(ResolvedRun(run, world_size), node_layout.ranks_per_island)
     findings = placement_findings(parallel_dims(run.layout, world_size), parts, node_layout, ClusterSpec(**cluster))
     return {f"{finding.verdict} {finding.axis}": f"{finding.message}; {finding.fix}" for finding in findings}
 
@@ -138,7 +139,7 @@ def test_placement_findings_flag_partial_nodes_and_oversubscribed_spine() -> Non
     on another rail. Gradients stay on their rail."""
     assert findings_by_axis({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
     run = make_run({"ep": 8}, MOE)
-    parts = [bytes_by_link(part, make_node_layout(4)) for part in traffic_matrices(run, 8, 4).values()]
+    parts = [bytes_by_link(part, make_node_layout(4)) for part in traffic_matrices(ResolvedRun(run, 8), 4).values()]
     rail, spine = (sum(part[link] for part in parts) for link in ("rail", "spine"))
     share = spine / (rail + spine)
     assert 0.5 < share < 0.75

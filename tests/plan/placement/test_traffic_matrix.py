@@ -27,6 +27,7 @@ from phalanx.plan.placement.traffic_matrix import (
 )
 from phalanx.spec.communication_groups import communication_groups
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.placement_runs import DENSE, MOE, make_node_layout, make_run, matrix_entries
 
 
@@ -34,9 +35,9 @@ def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
     """Tensor parallelism stays on a node (0-1, 2-3), and gradients stay on rails (0-2, 1-3). Each rank reduces half
     of them, and an all-reduce of two ranks sends it once."""
     run = make_run({"tp": 2})
-    matrices = traffic_matrices(run, 4, island=2)
+    matrices = traffic_matrices(ResolvedRun(run, 4), island=2)
     assert set(matrices) == {"tp", "dp"}
-    rows = traffic_by_group(run, 4)["rank"]
+    rows = traffic_by_group(ResolvedRun(run, 4))["rank"]
     products = sum(row.bytes for row in rows if row.group_kind in ("tp", "copies"))
     (gradients,) = (row.bytes for row in rows if row.group_kind == "data")
     assert matrix_entries(matrices["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
@@ -52,7 +53,7 @@ def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
 def test_traffic_matrix_of_two_data_parallel_ranks_matches_hand_count() -> None:
     run = make_run({})
     size = 4 * count_parameters(run.model).total
-    assert matrix_entries(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
+    assert matrix_entries(traffic_matrices(ResolvedRun(run, 2), island=1)["dp"]) == {(0, 1): size, (1, 0): size}
 
 
 def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
@@ -60,7 +61,7 @@ def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
     its half of the tokens, and receives its gradient."""
     run = make_run({"pp": 2, "tp": 2}, tokens=8 * 32)
     message = 4 * 32 * 32 / 2
-    matrix = traffic_matrices(run, 4, island=2)["pp"]
+    matrix = traffic_matrices(ResolvedRun(run, 4), island=2)["pp"]
     assert matrix_entries(matrix) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
     assert bytes_by_link(matrix, make_node_layout(2))["rail"] == pytest.approx(matrix.total)
 
@@ -69,7 +70,7 @@ def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
     """With 2 x 3 stages, the last rank of a round sends to the first, so that all three pairs communicate."""
     run = make_run({"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32)
     message = 4 * 32 * 32
-    sent = matrix_entries(traffic_matrices(run, 3, island=1)["pp"])
+    sent = matrix_entries(traffic_matrices(ResolvedRun(run, 3), island=1)["pp"])
     forward = {(0, 1): 2, (1, 2): 2, (2, 0): 1}
     backward = {(b, a): count for (a, b), count in forward.items()}
     assert sent == {pair: 3 * count * message for pair, count in {**forward, **backward}.items()}
@@ -77,8 +78,8 @@ def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
 
 def test_expert_all_to_all_traffic_is_even() -> None:
     run = make_run({"ep": 4}, MOE)
-    matrix = traffic_matrices(run, 4, island=2)["ep"]
-    pair_bytes = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
+    matrix = traffic_matrices(ResolvedRun(run, 4), island=2)["ep"]
+    pair_bytes = sum(row.bytes for row in traffic_by_group(ResolvedRun(run, 4))["rank"] if row.group_kind == "ep") / 3
     assert matrix_entries(matrix) == {(a, b): pytest.approx(pair_bytes) for a in range(4) for b in range(4) if a != b}
     assert bytes_by_link(matrix, make_node_layout(2)) == pytest.approx(
         {"fast": 4 * pair_bytes, "node": 0, "rail": 4 * pair_bytes, "spine": 4 * pair_bytes}
@@ -110,8 +111,8 @@ def test_traffic_matrix_row_sums_equal_counted_traffic(
 ) -> None:
     """Each rank sends the bytes that `traffic_by_role` counts for its position, and none to itself."""
     run = make_run(layout, model, tokens=48 * 32)
-    sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(run, world_size)
-    total = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
+    sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(ResolvedRun(run, world_size))
+    total = merge_matrices(world_size, list(traffic_matrices(ResolvedRun(run, world_size), nproc).values()))
     sent = np.bincount(total.source, total.bytes, world_size)
     for rank in range(world_size):
         stage = sizes.coordinates(rank)["pp"]
@@ -130,7 +131,7 @@ def test_communicating_groups_partition_all_ranks(
     """The traffic was counted for these group sizes: every rank is in one group, with at least one other rank."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes = parallel_dims(run.layout, world_size)
-    for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):
+    for row in (row for rows in traffic_by_group(ResolvedRun(run, world_size)).values() for row in rows):
         if row.group_kind not in ("pp", "ends"):
             members = np.array(communication_groups(run, sizes, row.group_kind))
             assert sorted(members.ravel()) == list(range(world_size))
@@ -166,7 +167,7 @@ def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
 def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(staleness: int | None) -> None:
     """W workers send and receive the model W times. With synchronous steps, a chain distributes it."""
     run = make_run({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
-    sent = matrix_entries(traffic_matrices(run, 5, island=5)["servers"])
+    sent = matrix_entries(traffic_matrices(ResolvedRun(run, 5), island=5)["servers"])
     size = 4 * count_parameters(run.model).total
     assert sum(sent.values()) == pytest.approx(2 * 3 * size)
     assert sum(sent[worker, server] for worker in (2, 3, 4) for server in (0, 1)) == pytest.approx(3 * size)
@@ -223,7 +224,7 @@ def test_ring_traffic_uses_one_ring_for_uneven_node_groups() -> None:
 
 
 def test_traffic_matrix_is_empty_for_one_rank() -> None:
-    assert traffic_matrices(make_run({}), 1, 1) == {}
+    assert traffic_matrices(ResolvedRun(make_run({}), 1), 1) == {}
     nothing = merge_matrices(1, [])
     assert nothing.total == 0
     assert nic_loads(nothing, make_node_layout(1))[0].sent_bytes == 0
@@ -231,9 +232,15 @@ def test_traffic_matrix_is_empty_for_one_rank() -> None:
 
 def test_traffic_by_group_separates_expert_gradients() -> None:
     """Gradients of experts go to ranks with the same experts, other gradients to all ranks."""
-    rows = [row for row in traffic_by_group(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
+    rows = [
+        row
+        for row in traffic_by_group(ResolvedRun(make_run({"ep": 2}, MOE), 4))["rank"]
+        if "gradients, summed" in row.purpose
+    ]
     assert [row.group_kind for row in rows] == ["data", "same_experts"]
-    (merged,) = [r for r in traffic_by_role(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]
+    (merged,) = [
+        r for r in traffic_by_role(ResolvedRun(make_run({"ep": 2}, MOE), 4))["rank"] if "gradients, summed" in r.purpose
+    ]
     assert merged == Traffic(
         operation="all_reduce", bytes=rows[0].bytes + rows[1].bytes, purpose=rows[0].purpose, calls=2
     )

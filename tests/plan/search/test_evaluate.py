@@ -8,6 +8,7 @@ from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate_layout, layout_to_text, parse_layout
 from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.planned_runs import make_run
 
 ULYSSES = "cp_method=ulysses,micro_batch_size=1"
@@ -37,10 +38,10 @@ def test_all_to_all_across_nodes_takes_bytes_of_busiest_card(model, sequence, te
     def exchange_seconds(bytes_per_second: float) -> float:
         cluster = {"nodes": nodes, "network_bytes_per_second": bytes_per_second}
         run = make_run(model, sequence=sequence, sequences=2 * ranks, cluster=cluster)
-        return evaluate_layout(run, ranks, layout).parts["exchange"]
+        return evaluate_layout(ResolvedRun(run, ranks), layout).parts["exchange"]
 
     run = make_run(model, sequence=sequence, sequences=2 * ranks, cluster={"nodes": nodes})
-    matrices = traffic_matrices(run.model_copy(update={"layout": layout}), ranks, island=8)
+    matrices = traffic_matrices(ResolvedRun(run.model_copy(update={"layout": layout}), ranks), island=8)
     matrix = matrices["cp" if layout.cp > 1 else "ep"]
     leaves_node = matrix.source // 8 != matrix.target // 8
     card_bytes = np.bincount(matrix.source[leaves_node], matrix.bytes[leaves_node]).max()
@@ -56,7 +57,7 @@ def test_ulysses_across_nodes_sends_what_arithmetic_says():
     sent_bytes = 4096 * (32 + 2 * 16 + 32) * 128 * 2 / 2 * 2 * 32 * 32
     cluster = {"nodes": 2, "network_bytes_per_second": 2e9}
     run = make_run(sequence=65536, sequences=32, cluster=cluster)
-    exchange = evaluate_layout(run, 16, parse_layout(f"cp=16,{ULYSSES}")).parts["exchange"]
+    exchange = evaluate_layout(ResolvedRun(run, 16), parse_layout(f"cp=16,{ULYSSES}")).parts["exchange"]
     assert exchange == pytest.approx(sent_bytes / (2e9 * time_constants_for(run.cluster).network), rel=0.01)
 
 
@@ -66,10 +67,10 @@ def test_ring_attention_across_nodes_takes_bytes_of_the_card_between_nodes():
     layout = parse_layout("cp=16,cp_method=ring,micro_batch_size=1")
     cluster = {"nodes": 2, "network_bytes_per_second": 1e8}
     run = make_run(sequence=65536, sequences=32, cluster=cluster).model_copy(update={"layout": layout})
-    matrix = traffic_matrices(run, 16, island=8)["cp"]
+    matrix = traffic_matrices(ResolvedRun(run, 16), island=8)["cp"]
     home_bytes = 32 * 32 * 4096 * 2 * 8 * 128 * 4
     card_bytes = matrix.bytes[matrix.source // 8 != matrix.target // 8].max() - home_bytes
-    option = evaluate_layout(run, 16, layout)
+    option = evaluate_layout(ResolvedRun(run, 16), layout)
     card_seconds = card_bytes / (1e8 * time_constants_for(run.cluster).network)
     assert option.parts["exchange"] == pytest.approx(card_seconds - 0.8 * option.parts["compute"], rel=0.1)
 
@@ -86,10 +87,12 @@ def test_parse_layout_reads_number_of_recomputed_blocks_per_pipeline_rank():
 )
 def test_compilation_speeds_up_blocks_of_one_graph_and_elementwise_functions_of_others(text, is_one_graph):
     run = make_run(training={"compile": True})
-    columns = candidate_jobs(run, 8, [candidate_from_run(run.model_copy(update={"layout": parse_layout(text)}), 8)])
+    columns = candidate_jobs(
+        ResolvedRun(run, 8), [candidate_from_run(ResolvedRun(run.model_copy(update={"layout": parse_layout(text)}), 8))]
+    )
     assert (columns.compiled[0], columns.fused_elementwise[0]) == (is_one_graph, not is_one_graph)
     eager, compiled = (
-        evaluate_layout(make_run(training={"compile": compile}), 8, parse_layout(text)).step_seconds
+        evaluate_layout(ResolvedRun(make_run(training={"compile": compile}), 8), parse_layout(text)).step_seconds
         for compile in (False, True)
     )
     assert compiled < eager

@@ -16,6 +16,7 @@ from phalanx.plan.search.oom_risk import (
 from phalanx.plan.search.recomputation import choose_recomputation, with_recomputation
 from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.resolved_run import ResolvedRun
 
 METHODS = ("norms", "selective", "full")
 LLAMA = {"preset": "llama3-8b"}
@@ -54,19 +55,19 @@ def make_run(model, machine, memory_bytes, layout):
     )
 
 
-def predict(run):
+def predict(resolved):
     """Return the seconds of a step, and the device bytes of the fullest rank."""
-    seconds = evaluate(run, 8, [candidate_from_run(run, 8)])[0].step_seconds
-    return seconds, device_and_host_bytes(run.cluster, worker_memories(run, 8))[0]
+    seconds = evaluate(resolved, [candidate_from_run(resolved)])[0].step_seconds
+    return seconds, device_and_host_bytes(resolved.run.cluster, worker_memories(resolved))[0]
 
 
-def fastest_mix(run):
+def fastest_mix(resolved):
     """Return the seconds of the fastest mix that fits, of blocks that recompute nothing, norms, attention or all.
 
     Time and memory are linear in the numbers of blocks, except for the peak of recomputation, which is left out."""
-    seconds, size = predict(with_recomputation(run, "none", [0]))
-    one_block = {method: predict(with_recomputation(run, method, [1])) for method in METHODS}
-    limit, layers = safe_capacity_bytes(run.cluster), run.model.num_layers
+    seconds, size = predict(with_recomputation(resolved, "none", [0]))
+    one_block = {method: predict(with_recomputation(resolved, method, [1])) for method in METHODS}
+    limit, layers = safe_capacity_bytes(resolved.run.cluster), resolved.run.model.num_layers
 
     def mixed(counts, part, base):
         return base + sum(count * (one_block[method][part] - base) for method, count in counts.items())
@@ -82,24 +83,26 @@ def fastest_mix(run):
 @pytest.mark.parametrize(("model", "machine", "memory_bytes", "layout", "tolerance"), FULL_DEPTH_CASES)
 def test_auto_recomputation_is_almost_as_fast_as_best_mix_of_methods(model, machine, memory_bytes, layout, tolerance):
     run = make_run(model, machine, memory_bytes, layout)
-    choice = choose_recomputation(run, 8)
+    resolved = ResolvedRun(run, 8)
+    choice = choose_recomputation(resolved)
     assert choice.p_oom < SAFE_OOM_PROBABILITY
-    assert predict(run.model_copy(update={"layout": choice.layout}))[1] <= safe_capacity_bytes(run.cluster)
-    assert choice.step_seconds <= (1 + tolerance) * fastest_mix(run)
+    assert predict(resolved.with_layout(choice.layout))[1] <= safe_capacity_bytes(run.cluster)
+    assert choice.step_seconds <= (1 + tolerance) * fastest_mix(resolved)
 
 
 @pytest.mark.parametrize(("model", "machine", "memory_bytes", "layout"), PIPELINE_CASES)
 def test_auto_recomputation_equals_exhaustive_search_in_pipelines(model, machine, memory_bytes, layout):
     run = make_run(model, machine, memory_bytes, layout)
+    resolved = ResolvedRun(run, 8)
     blocks = [range(len(layers) + 1) for layers in layers_per_rank(run)]
-    variants = [with_recomputation(run, method, counts) for method in METHODS for counts in product(*blocks)]
+    variants = [with_recomputation(resolved, method, counts) for method in METHODS for counts in product(*blocks)]
     fitting = [
         variant
         for variant in variants
-        if ranks_oom_probability(run.cluster, worker_memories(variant, 8)) < SAFE_OOM_PROBABILITY
+        if ranks_oom_probability(run.cluster, worker_memories(variant)) < SAFE_OOM_PROBABILITY
     ]
-    choice = choose_recomputation(run, 8)
-    assert run.model_copy(update={"layout": choice.layout}) in fitting
+    choice = choose_recomputation(resolved)
+    assert resolved.with_layout(choice.layout) in fitting
     assert 0 < len(fitting) < len(variants)
     assert choice.step_seconds == pytest.approx(min(predict(variant)[0] for variant in fitting))
 
@@ -107,14 +110,14 @@ def test_auto_recomputation_equals_exhaustive_search_in_pipelines(model, machine
 def test_auto_recomputation_of_machine_without_speeds_recomputes_fewest_flops():
     run = make_run(LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 2})
     unknown = run.model_copy(update={"cluster": run.cluster.model_copy(update={"peak_flops": None})})
-    choice = choose_recomputation(unknown, 8)
+    choice = choose_recomputation(ResolvedRun(unknown, 8))
     assert choice.step_seconds is None
     assert choice.p_oom < SAFE_OOM_PROBABILITY
     assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("norms", 8)
 
 
 def test_auto_recomputation_recomputes_all_blocks_if_nothing_fits():
-    choice = choose_recomputation(make_run(LLAMA, "h100", 20e9, ZERO1), 8)
+    choice = choose_recomputation(ResolvedRun(make_run(LLAMA, "h100", 20e9, ZERO1), 8))
     assert choice.p_oom > SAFE_OOM_PROBABILITY
     assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("full", None)
     assert not choice.layout.auto_checkpointing

@@ -6,6 +6,7 @@ from phalanx.plan.search.evaluate import evaluate_layout_text
 from phalanx.plan.search.table_rows import layout_of_row
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import CheckpointingName
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.planned_runs import make_run
 
 SLOW_NETWORK = {"nodes": 2, "network_bytes_per_second": 4e9}
@@ -18,7 +19,7 @@ def without_directory(candidate: CandidateLayout) -> CandidateLayout:
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
 def test_row_of_every_candidate_is_read_as_its_layout(model: str) -> None:
     run = make_run(model, cluster=SLOW_NETWORK, layout={"offload_directory": "/local", "offload": "nvme"})
-    enumerated = enumerate_layouts(run, 16)
+    enumerated = enumerate_layouts(ResolvedRun(run, 16))
     candidates = [*enumerated, *(variant for larger in enumerated[::7] for variant in smaller_variants(run, larger))]
     texts = {str(candidate): candidate for candidate in candidates}
     for text, candidate in texts.items():
@@ -33,7 +34,7 @@ def test_row_with_partial_recomputation_is_read_as_its_layout(
     counts: int | tuple[int, ...], method: CheckpointingName
 ) -> None:
     run = make_run(cluster=SLOW_NETWORK)
-    pipeline = next(candidate for candidate in enumerate_layouts(run, 16) if candidate.pp == 2)
+    pipeline = next(candidate for candidate in enumerate_layouts(ResolvedRun(run, 16)) if candidate.pp == 2)
     candidate = pipeline._replace(activation_checkpointing=method, recomputed_blocks=counts)
     assert layout_of_row(str(candidate)) == candidate.layout()
 
@@ -68,15 +69,15 @@ def test_row_is_read_wherever_a_terminal_breaks_it() -> None:
 def test_row_of_a_plan_with_other_ranks_or_batch_is_rejected() -> None:
     run = make_run(cluster=SLOW_NETWORK)
     row = "zero3 dp 16, micro-batch 2 x 2, recompute full"
-    assert str(evaluate_layout_text(run, 16, row).candidate) == row
+    assert str(evaluate_layout_text(ResolvedRun(run, 16), row).candidate) == row
     for other in (row.replace("dp 16", "dp 64"), row.replace("2 x 2", "2 x 4")):
         with pytest.raises(UserError, match="other ranks or another batch: here, the layout is " + row):
-            evaluate_layout_text(run, 16, other)
+            evaluate_layout_text(ResolvedRun(run, 16), other)
     with pytest.raises(UserError, match="is not of the form KEY=VALUE"):
-        evaluate_layout_text(run, 16, "zero3 on all")
+        evaluate_layout_text(ResolvedRun(run, 16), "zero3 on all")
 
 
 def test_row_with_offload_to_files_uses_directory_of_the_run() -> None:
     run = make_run(cluster=SLOW_NETWORK, layout={"offload_directory": "/local", "offload": "nvme"})
     row = "zero3 dp 16, micro-batch 2 x 2, recompute full, offload nvme"
-    assert evaluate_layout_text(run, 16, row).candidate.offload_directory == "/local"
+    assert evaluate_layout_text(ResolvedRun(run, 16), row).candidate.offload_directory == "/local"

@@ -13,6 +13,7 @@ from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.report.explorer import details as details_module
 from phalanx.report.explorer.details import layout_details
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.explorations import small_exploration
 
 
@@ -34,16 +35,16 @@ PIPELINES.append({"pp": 2, "schedule": "interleaved", "virtual_stages": 2})
 @pytest.mark.parametrize("fields", [{"pp": 1, "data_parallel": "zero3"}, *PIPELINES])
 def test_layout_details_equal_what_the_planner_says(fields):
     exploration, candidate = small_exploration(), layout_of(**fields)
-    run, world_size = exploration.run, exploration.world_size
-    details = layout_details(run, world_size, candidate)
-    option = evaluate_layout(run, world_size, candidate.layout())
+    run, world_size = exploration.resolved.run, exploration.resolved.world_size
+    details = layout_details(ResolvedRun(run, world_size), candidate)
+    option = evaluate_layout(ResolvedRun(run, world_size), candidate.layout())
     assert details["name"] == str(candidate)
     assert details["parts"] == option.parts
     assert (details["step_seconds"], details["p_oom"]) == (option.step_seconds, option.p_oom)
     assert details["counted_bytes"] == option.memory_bytes
     assert (details["node_host_bytes"], details["host_use"]) == (8 * option.host_bytes, "checkpoint copies")
     layout_run = run.model_copy(update={"layout": candidate.layout()})
-    memories = rank_memory(layout_run, world_size)
+    memories = rank_memory(ResolvedRun(layout_run, world_size))
     assert list(details["memory"]) == list(memories)
     for role, memory in memories.items():
         role_details = details["memory"][role]
@@ -53,15 +54,15 @@ def test_layout_details_equal_what_the_planner_says(fields):
     site = node_layout(run.cluster, 8)
     assert details["traffic"] == {
         axis: bytes_by_link(matrix, site)
-        for axis, matrix in traffic_matrices(layout_run, world_size, site.ranks_per_island).items()
+        for axis, matrix in traffic_matrices(ResolvedRun(layout_run, world_size), site.ranks_per_island).items()
     }
 
 
 @pytest.mark.parametrize("fields", PIPELINES)
 def test_timeline_starts_follow_from_order_durations_and_waits(fields):
     exploration, candidate = small_exploration(), layout_of(**fields)
-    timeline = simulate_candidate(exploration.run, exploration.world_size, candidate)
-    described_timeline = layout_details(exploration.run, exploration.world_size, candidate)["timeline"]
+    timeline = simulate_candidate(exploration.resolved, candidate)
+    described_timeline = layout_details(exploration.resolved, candidate)["timeline"]
     assert described_timeline["makespan"] == timeline.makespan
     expected = sorted((rank, span.start, span.end, str(span.action)) for rank, span in executed_spans(timeline))
     rebuilt = []
@@ -81,7 +82,8 @@ def test_timeline_starts_follow_from_order_durations_and_waits(fields):
 def test_layout_details_name_offload_where_there_is_some():
     exploration = small_exploration()
     details = layout_details(
-        exploration.run, exploration.world_size, layout_of(data_parallel="zero3", pp=1)._replace(offload="cpu")
+        exploration.resolved,
+        layout_of(data_parallel="zero3", pp=1)._replace(offload="cpu"),
     )
     assert details["host_use"] == "checkpoint copies and offload"
 
@@ -89,7 +91,7 @@ def test_layout_details_name_offload_where_there_is_some():
 def test_layout_details_say_why_a_layout_cannot_be_trained():
     exploration = small_exploration()
     candidate = layout_of(pp=4, micro_batches=2)._replace(schedule="interleaved", virtual_stages=2)
-    details = layout_details(exploration.run, exploration.world_size, candidate)
+    details = layout_details(exploration.resolved, candidate)
     assert "interleaved" in details["problem"]
     assert "memory" not in details
     assert details["host_use"] == "offloaded state, estimated; checkpoint copies are not included"
@@ -99,5 +101,5 @@ def test_layout_details_leave_out_a_timeline_of_too_many_passes(monkeypatch):
     monkeypatch.setattr(details_module, "MAX_ACTIONS", 10)
     exploration, candidate = small_exploration(), layout_of(pp=4, schedule="1f1b")
     passes = 3 * candidate.pp * candidate.micro_batches
-    timeline = layout_details(exploration.run, exploration.world_size, candidate)["timeline"]
+    timeline = layout_details(exploration.resolved, candidate)["timeline"]
     assert timeline == {"note": f"The schedule has {passes} passes; a page can show at most 10."}

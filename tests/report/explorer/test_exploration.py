@@ -11,13 +11,14 @@ from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.search.result import pareto_front
 from phalanx.report.explorer.exploration import explore, formula_front
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.explorations import NUM_FIRST_CHOICES, small_exploration
 from tests.helpers.planned_runs import make_run
 
 
 def test_explore_ranks_layouts_as_plan_does():
     exploration = small_exploration()
-    plan = plan_or_raise(exploration.run, exploration.world_size, NUM_FIRST_CHOICES)
+    plan = plan_or_raise(exploration.resolved, NUM_FIRST_CHOICES)
     assert list(exploration.ranked.values()) == plan.layouts
     assert [exploration.layouts[index] for index in exploration.ranked] == [option.candidate for option in plan.layouts]
     assert exploration.layouts[: plan.searched] == plan.candidates
@@ -26,7 +27,7 @@ def test_explore_ranks_layouts_as_plan_does():
 def test_explore_predicts_every_layout_as_evaluate_does():
     exploration = small_exploration()
     sample = range(0, len(exploration.layouts), 97)
-    options = evaluate(exploration.run, exploration.world_size, [exploration.layouts[index] for index in sample])
+    options = evaluate(exploration.resolved, [exploration.layouts[index] for index in sample])
     for index, option in zip(sample, options, strict=True):
         columns = (
             exploration.predictions.time.total,
@@ -53,9 +54,7 @@ def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
         exploration.column(exploration.predictions.memory.allocated_bytes),
         exploration.column(exploration.predictions.p_oom),
     )
-    options = formula_front(
-        exploration.run, exploration.world_size, exploration.layouts, predictions=exploration.predictions
-    )
+    options = formula_front(exploration.resolved, exploration.layouts, predictions=exploration.predictions)
     front = list(options)
     assert len(front) > 3
     assert (np.diff(seconds[front]) >= 0).all()
@@ -64,20 +63,19 @@ def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
         beaten = (seconds[front] <= seconds[index]) & (memory[front] <= memory[index])
         if not beaten.any():
             candidate = exploration.layouts[index]
-            assert not can_run(exploration.run, exploration.world_size, candidate) or (
+            assert not can_run(exploration.resolved, candidate) or (
                 with_exact_memory(
-                    exploration.run,
-                    exploration.world_size,
-                    evaluate(exploration.run, exploration.world_size, [candidate])[0],
+                    exploration.resolved,
+                    evaluate(exploration.resolved, [candidate])[0],
                 ).p_oom
                 >= MAX_OOM_PROBABILITY
             )
     for option in options.values():
         assert option.p_oom < MAX_OOM_PROBABILITY
-        assert can_run(exploration.run, exploration.world_size, option.candidate)
+        assert can_run(exploration.resolved, option.candidate)
 
 
 def test_explore_raises_the_planners_error_when_nothing_fits():
     run = make_run("llama3-405b", sequences=8)
     with pytest.raises(UserError, match=r"layout cannot be chosen: none of [\d,]+ fits"):
-        explore(run, run.cluster.ranks, 1)
+        explore(ResolvedRun(run, run.cluster.ranks), 1)

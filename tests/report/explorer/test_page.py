@@ -10,6 +10,7 @@ import pytest
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.report.explorer.exploration import explore
 from phalanx.report.explorer.page import CHOICE_COLUMNS, PageContext, details_of, packed_details, page, page_facts
+from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.explorations import small_exploration, unpack_columns, unpack_json
 from tests.helpers.planned_runs import make_run
 from tests.helpers.report_page import parse_embedded_json
@@ -36,7 +37,7 @@ def test_progress_covers_every_part_of_the_work():
         tasks.setdefault(task, []).append((done, total))
 
     run = make_run(sequences=16)
-    exploration = explore(run, 8, 5, report=report)
+    exploration = explore(ResolvedRun(run, 8), 5, report=report)
     packed_details(exploration, report)
     assert list(tasks) == [
         "evaluating layouts",

@@ -3,7 +3,6 @@ import json
 import pytest
 
 from phalanx.spec.base import parse_table
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import (
     load_machine,
@@ -17,6 +16,7 @@ from phalanx.spec.files.load import (
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.layout import check_inapplicable_options
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 def write_run_file(tmp_path, text):
@@ -382,7 +382,7 @@ def test_model_spec_replace_validates_new_values():
 )
 def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, batch_plan):
     layout = {} if micro_batch is None else {"micro_batch_size": micro_batch}
-    computed = plan_batch(run_from_table({"layout": layout}), world_size)
+    computed = ResolvedRun(run_from_table({"layout": layout}), world_size).batch
     assert (computed.dp_size, computed.micro_batch_size, computed.gradient_accumulation_steps) == batch_plan
     assert (
         computed.global_batch_size
@@ -398,7 +398,7 @@ def test_plan_batch_limits_default_micro_batch_by_tokens_and_logit_bytes(vocab, 
     """A custom loss needs all logits."""
     training = {"seq_len": sequence, "tokens_per_step": 128 * sequence, "loss": "my_loss:smoothed"}
     run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
-    assert plan_batch(run, 1).micro_batch_size == micro_batch
+    assert ResolvedRun(run, 1).batch.micro_batch_size == micro_batch
     assert micro_batch == 1 or micro_batch * sequence <= 16_384
     assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
 
@@ -409,16 +409,16 @@ def test_plan_batch_limits_default_micro_batch_by_tokens_and_logit_bytes(vocab, 
 def test_default_micro_batch_may_have_twice_the_tokens_if_loss_is_in_chunks(vocab, sequence, micro_batch):
     training = {"seq_len": sequence, "tokens_per_step": 128 * sequence}
     run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
-    assert plan_batch(run, 1).micro_batch_size == micro_batch
+    assert ResolvedRun(run, 1).batch.micro_batch_size == micro_batch
 
 
 def test_plan_batch_rejects_indivisible_step_and_suggests_valid_size():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
-        plan_batch(run_from_table({"layout": {"data_parallel": "zero3"}}), 3)
+        _ = ResolvedRun(run_from_table({"layout": {"data_parallel": "zero3"}}), 3).batch
 
 
 def test_plan_batch_allows_uneven_batches_for_ddp():
-    batch_plan = plan_batch(run_from_table({}), 3)
+    batch_plan = ResolvedRun(run_from_table({}), 3).batch
     assert (
         batch_plan.global_batch_size,
         batch_plan.dp_size,
@@ -431,7 +431,7 @@ def test_plan_batch_allows_uneven_batches_for_ddp():
         1,
     )
     with pytest.raises(UserError, match="100 data-parallel ranks cannot divide"):
-        plan_batch(run_from_table({}), 100)
+        _ = ResolvedRun(run_from_table({}), 100).batch
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_plan_batch_applies_batch_scaling_rule_to_other_rank_counts(scaling, ran
     """Tokens per update are those of 2 ranks with 64 sequences."""
     base = {} if scaling == "keep" else {"base_dp_size": 2}
     run = run_from_table({"training": {"batch_scaling": scaling, **base}, "layout": {"micro_batch_size": 4}})
-    batch_plan = plan_batch(run, ranks)
+    batch_plan = ResolvedRun(run, ranks).batch
     assert (batch_plan.global_batch_size, batch_plan.learning_rate_scale) == (sequences, learning_rate)
     assert (
         batch_plan.global_batch_size

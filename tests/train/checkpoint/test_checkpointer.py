@@ -28,6 +28,7 @@ from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.fault_injection import truncate_file
@@ -384,7 +385,7 @@ def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkp
         with pytest.raises(UserError, match=r"no intact checkpoint: step-00000002.damaged, step-00000004.damaged"):
             make_trainer(run).resume()
     with pytest.raises(UserError, match="no intact checkpoint"):
-        preflight(run, 1, resume=True)
+        preflight(ResolvedRun(run, 1), resume=True)
     for quarantined in directory.glob("*.damaged"):
         shutil.rmtree(quarantined)
     assert make_trainer(run).resume() == (0, {})

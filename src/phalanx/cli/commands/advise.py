@@ -52,12 +52,12 @@ def advise(
         from phalanx.cli.views.advise import advice_to_json, print_advice
         from phalanx.plan.advice.compare_rules import advise as compare_rules
 
-        run, world_size = run_on_cluster(path, machine, nodes, nproc, set_ or [])
-        advice = compare_rules(run, world_size)
+        resolved = run_on_cluster(path, machine, nodes, nproc, set_ or [])
+        advice = compare_rules(resolved)
         if json_:
-            print(json.dumps(advice_to_json(run, advice), indent=2))
+            print(json.dumps(advice_to_json(resolved.run, advice), indent=2))
         else:
-            print_advice(run, advice)
+            print_advice(resolved.run, advice)
         return
     from phalanx.cli.views.oom import oom_to_json, print_oom_advice
     from phalanx.cost.exact.layout_checks import require_planned_layout
@@ -66,8 +66,8 @@ def advise(
     from phalanx.spec.files.load import load_run
 
     require_planned_layout(load_run(path, set_ or []))
-    run, world_size = run_on_cluster(path, machine, nodes, nproc, set_ or [])
-    run = resolve_recomputation(run, world_size)
+    resolved = run_on_cluster(path, machine, nodes, nproc, set_ or [])
+    run = resolve_recomputation(resolved.run, resolved.world_size)
     diagnosis = diagnose(run)
     if json_:
         print(json.dumps(oom_to_json(run, diagnosis), indent=2))

@@ -6,6 +6,7 @@ import sys
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
@@ -21,15 +22,14 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.views.plan_json import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 
-    manual_run = run.replace(auto_layout=False)
-    ranks = run.cluster.ranks
-    with search_progress(ranks) as report:
-        plan = plan_or_raise(manual_run, ranks, report=report)
+    resolved = ResolvedRun.on_cluster(run.replace(auto_layout=False))
+    with search_progress(resolved.world_size) as report:
+        plan = plan_or_raise(resolved, report=report)
     best = plan.best
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.searched:,}; {seconds})", file=sys.stderr)
-    resolved = manual_run.replace(layout=best.candidate.layout())
-    return resolved, json.dumps(plan_to_json(resolved, ranks, plan, top=10, tokens=None), indent=2)
+    resolved = ResolvedRun.on_cluster(resolved.run.replace(layout=best.candidate.layout()))
+    return resolved.run, json.dumps(plan_to_json(resolved, plan, top=10, tokens=None), indent=2)
 
 
 def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
@@ -65,7 +65,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     if ranks > cluster.fast_link_domain_size:
         speeds.append(cluster.network_bytes_per_second)
     if None in speeds:
-        check_layout(run, ranks)
+        check_layout(ResolvedRun(run, ranks))
         return run.layout
     training = run.training
     if training.precision not in known_precisions(cluster):

@@ -15,6 +15,7 @@ from phalanx.cli.common.options import Json, Overrides
 from phalanx.cli.common.output_file import check_replaceable, write_file
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import WRITTEN_BY
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
@@ -125,7 +126,7 @@ def _measure_run(run: RunSpec, nproc: int | None, largest: int, options: list[st
     run = assume_no_recomputation(run)
     # Before the import of torch, which takes a second
     if known_nproc is not None:
-        check_layout(run, known_nproc)
+        check_layout(ResolvedRun(run, known_nproc))
     check_torch_supports(run.layout)
     if run.training.precision == "fp8":
         problem = "is not measured: calibrations do not support it"
@@ -137,7 +138,7 @@ def _measure_run(run: RunSpec, nproc: int | None, largest: int, options: list[st
     from phalanx.parallel.comm.device_memory import device_memory_bytes
 
     ranks = select_nproc(run, nproc)
-    check_layout(run, ranks)
+    check_layout(ResolvedRun(run, ranks))
     # Each rank has an input and an output: on a GPU in its memory, else all ranks in that of the machine.
     device_type = select_device(run)
     memory_bytes = device_memory_bytes(torch.device(device_type))

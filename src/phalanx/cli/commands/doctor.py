@@ -18,6 +18,7 @@ from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import COMMAND_SECONDS, Machine
 from phalanx.doctor.subprocesses import run_command as run_child
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 def doctor(
@@ -186,12 +187,8 @@ def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> li
     run_spec = load_run(run, overrides)
     if run_spec.cluster.nodes > 1:
         fix = "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1"
-        raise UserError(
-            "cluster.nodes",
-            run_spec.cluster.nodes,
-            "is more than the one node whose ranks --collectives starts",
-            fix=fix,
-        )
+        problem = "is more than the one node whose ranks --collectives starts"
+        raise UserError("cluster.nodes", run_spec.cluster.nodes, problem, fix)
     if run_spec.auto_layout:
         run_spec, _ = choose_layout_for(run_spec, nproc or run_spec.cluster.nproc_per_node)
     run_spec = assume_no_recomputation(run_spec)
@@ -201,5 +198,5 @@ def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> li
     ranks = select_nproc(run_spec, nproc)
     if ranks == 1:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
-    check_layout(run_spec, ranks)
+    check_layout(ResolvedRun(run_spec, ranks))
     return launch_check(run_spec, ranks)

@@ -17,6 +17,7 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -62,12 +63,13 @@ def dryrun(
     from phalanx.launch.recomputation import resolve_recomputation
 
     run_spec = resolve_recomputation(run_spec, world_size)
-    check_layout(run_spec, world_size)  # before the import of torch, which takes a second
+    resolved = ResolvedRun(run_spec, world_size)
+    check_layout(resolved)  # before the import of torch, which takes a second
     from phalanx.verify.dry_run import check_traceable, corner_ranks
     from phalanx.verify.dry_run_report import dry_run
 
-    check_traceable(run_spec, world_size)
-    traced_ranks = _parse_ranks(trace, world_size, lambda: corner_ranks(run_spec, world_size))
+    check_traceable(resolved)
+    traced_ranks = _parse_ranks(trace, world_size, lambda: corner_ranks(resolved))
     with _show_tracing_progress(len(traced_ranks), jobs) as done:
         report = dry_run(run_spec, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
     if json_:

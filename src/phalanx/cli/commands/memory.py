@@ -28,13 +28,12 @@ from phalanx.plan.search.oom_risk import (
     ranks_oom_probability,
 )
 from phalanx.spec.base import divisors
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import GIB, format_si, plural
-from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout, describe_recomputation
+from phalanx.spec.layout import Layout, describe_recomputation, without_inapplicable_options
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
@@ -106,21 +105,23 @@ def memory(
     # CPU ranks share a node's memory.
     cluster = cluster.replace(nproc_per_node=-(-world_size // cluster.nodes))
     run_spec = resolve_recomputation(run_spec.replace(cluster=cluster), world_size)
-    rows = memory_rows(run_spec, world_size)
+    resolved = ResolvedRun(run_spec, world_size)
+    rows = memory_rows(resolved)
     if json_:
-        print(json.dumps(memory_to_json(run_spec, world_size, rows), indent=2))
+        print(json.dumps(memory_to_json(resolved, rows), indent=2))
     else:
-        _print_memory(run_spec, world_size, ranks_source, rows=rows if all_ else fullest_ranks(rows))
+        _print_memory(resolved, ranks_source, rows=rows if all_ else fullest_ranks(rows))
 
 
-def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
-    """Return the memory of the run under every strategy that `world_size` ranks permit."""
+def memory_rows(resolved: ResolvedRun) -> list[MemoryRow]:
+    """Return the memory of the run under every strategy that the ranks permit."""
+    own = resolved.layout
     rows = []
     for strategy in get_args(Strategy):
-        is_own = strategy == run.layout.data_parallel
-        layout = run.layout if is_own else _replace_strategy(run.layout, strategy, world_size)
+        is_own = strategy == own.data_parallel
+        layout = own if is_own else _replace_strategy(own, strategy, resolved.world_size)
         if layout is not None:
-            strategy_rows = _count_layout_memory(run.replace(layout=layout), world_size, is_own)
+            strategy_rows = _count_layout_memory(replace(resolved, run=resolved.run.replace(layout=layout)), is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -138,29 +139,20 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
 
 def _replace_strategy(layout: Layout, strategy: Strategy, world_size: int) -> Layout | None:
     """Return the layout with another strategy, without inapplicable options; None if it cannot exist."""
-    unset = {
-        field: Layout.model_fields[field].default
-        for field, strategies in VALID_DATA_STRATEGIES.items()
-        if strategy not in strategies
-    }
-    if unset.get("offload"):
-        unset["offload_directory"] = None
-    shards = [
-        size
-        for size in divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
-        if size * layout.cp * layout.tp % layout.ep == 0
-    ]
-    if strategy == "hsdp":
-        return layout.replace(**unset, data_parallel=strategy, dp_shard=shards[-1]) if shards else None
-    return layout.replace(**unset, data_parallel=strategy)
+    layout = without_inapplicable_options(layout.model_copy(update={"data_parallel": strategy}))
+    if strategy != "hsdp":
+        return layout
+    sizes = divisors(world_size // (layout.pp * layout.cp * layout.tp))[1:-1]
+    shards = [size for size in sizes if size * layout.cp * layout.tp % layout.ep == 0]
+    return layout.model_copy(update={"dp_shard": shards[-1]}) if shards else None
 
 
-def _count_layout_memory(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
-    strategy = run.layout.data_parallel
-    cluster = run.cluster
+def _count_layout_memory(resolved: ResolvedRun, is_own: bool) -> list[MemoryRow]:
+    strategy = resolved.layout.data_parallel
+    cluster = resolved.run.cluster
     try:
-        memory_by_role = rank_memory(run, world_size)
-        micro_batch = plan_batch(run, world_size).micro_batch_size
+        memory_by_role = rank_memory(resolved)
+        micro_batch = resolved.batch.micro_batch_size
     except UserError as error:
         return [MemoryRow(data=strategy, own=is_own, problem=str(error).partition("\n")[0])]
     rows = []
@@ -176,11 +168,12 @@ def _count_layout_memory(run: RunSpec, world_size: int, is_own: bool) -> list[Me
     return rows
 
 
-def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
+def memory_to_json(resolved: ResolvedRun, rows: list[MemoryRow]) -> dict[str, Any]:
     """Return the output of `phalanx memory --json` for the rows of the table."""
+    run = resolved.run
     return {
         "model": run.model.source_name,
-        "ranks": world_size,
+        "ranks": resolved.world_size,
         "precision": run.training.precision,
         "optimizer": run.optimizer.name,
         "sequence": run.training.seq_len,
@@ -195,7 +188,8 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
     }
 
 
-def _print_memory(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
+def _print_memory(resolved: ResolvedRun, ranks_source: str, rows: list[MemoryRow]) -> None:
+    run = resolved.run
     console = Terminal(width=max(Terminal().width, WIDTH))
     console.print(run.model_name, style="bold", end="  ", highlight=False)
     print_line(console, describe(run.model))
@@ -203,14 +197,14 @@ def _print_memory(run: RunSpec, world_size: int, ranks_source: str, rows: list[M
     tokens = f"{run.training.seq_len} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
-    ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
+    ranks = ", ".join([f"{plural(resolved.world_size, 'rank')} ({ranks_source})", *shared])
     arithmetic = f"{run.training.precision}, {run.optimizer.name}"
     print_line(console, f"{ranks}, {arithmetic}, {batch}, {describe_recomputation(run.layout)}")
     console.print()
-    console.print(_build_memory_table(run, world_size, rows), soft_wrap=True)
+    console.print(_build_memory_table(resolved, rows), soft_wrap=True)
     for row in rows:
         if row.problem:
-            print_line(console, f"{_row_label(row, world_size)}: {row.problem}", "yellow")
+            print_line(console, f"{_row_label(row, resolved.world_size)}: {row.problem}", "yellow")
     console.print()
     notes = [*NOTES, CUDA_NOTE if run.cluster.uses_cuda else "not counted: allocator, libraries"]
     if run.cluster.rank_memory_bytes is not None:
@@ -222,15 +216,15 @@ def _print_memory(run: RunSpec, world_size: int, ranks_source: str, rows: list[M
         print_line(console, note, "dim")
 
 
-def _build_memory_table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
-    parts = (*PARTS, *(CUDA_PARTS if run.cluster.uses_cuda else ()))
+def _build_memory_table(resolved: ResolvedRun, rows: list[MemoryRow]) -> Table:
+    parts = (*PARTS, *(CUDA_PARTS if resolved.run.cluster.uses_cuda else ()))
     offloads = any(row.memory and _offloaded_bytes(row.memory) for row in rows)
     differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
     columns = [*parts, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""]
     table = text_table(Column("bytes per rank", no_wrap=True), numbers=columns)
     for row in rows:
         if row.memory is None:
-            table.add_row(_row_label(row, world_size), *["-"] * len(parts))
+            table.add_row(_row_label(row, resolved.world_size), *["-"] * len(parts))
             continue
         cells = [f"{format_si(getattr(row.memory, part))}B" for part in parts]
         cells += [f"{format_si(_offloaded_bytes(row.memory))}B"] if offloads else []
@@ -238,7 +232,7 @@ def _build_memory_table(run: RunSpec, world_size: int, rows: list[MemoryRow]) ->
         verdict = "" if row.p_oom is None or row.fits else describe_fit(row.p_oom)
         color = "red" if verdict == "does not fit" else "yellow"
         style = color if row.fits is False else "bold" if row.own else ""
-        table.add_row(_row_label(row, world_size), *cells, verdict, style=style)
+        table.add_row(_row_label(row, resolved.world_size), *cells, verdict, style=style)
     return table
 
 

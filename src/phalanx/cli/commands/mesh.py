@@ -9,11 +9,11 @@ from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunOrModel
 from phalanx.cli.common.text import print_line
-from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
-from phalanx.spec.errors import UserError
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, layout_error
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
-from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.parallel_dims import expert_parallel_groups, process_groups
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
 
 AXIS_MEANINGS = {
@@ -40,7 +40,8 @@ def mesh(run: RunOrModel, ranks: Ranks = None, set_: Overrides = None, json_: Js
     run_spec = load_run(run, set_ or [])
     world_size = ranks or run_spec.cluster.ranks
     per_node = run_spec.cluster.nproc_per_node or world_size
-    sizes = parallel_dims(run_spec.layout, world_size)
+    resolved = ResolvedRun(assume_no_recomputation(run_spec), world_size)
+    sizes = resolved.dims
     groups_by_axis = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
     axes = [
         {
@@ -54,11 +55,9 @@ def mesh(run: RunOrModel, ranks: Ranks = None, set_: Overrides = None, json_: Js
         for axis, axis_groups in groups_by_axis.items()
         if getattr(sizes, axis) > 1
     ]
-    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
-    try:
-        check_layout(assume_no_recomputation(run_spec), world_size)
-    except UserError as error:
-        facts["problem"] = str(error)
+    error = layout_error(resolved)
+    facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes}
+    facts["problem"] = None if error is None else str(error)
     if json_:
         print(json.dumps(facts, indent=2))
     else:

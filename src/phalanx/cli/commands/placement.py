@@ -31,8 +31,8 @@ from phalanx.report.drawing.heatmap import Heatmap, save_picture
 from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import format_bytes, format_seconds, plural
-from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES, parallel_dims
-from phalanx.spec.run import RunSpec
+from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
@@ -87,12 +87,13 @@ def placement(
     per_node = nproc or run_spec.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
     world_size = ranks or per_node * run_spec.cluster.nodes
     site = node_layout(run_spec.cluster, per_node, node)
-    traffic = traffic_matrices(run_spec, world_size, site.ranks_per_island)
+    resolved = ResolvedRun(run_spec, world_size)
+    traffic = traffic_matrices(resolved, site.ranks_per_island)
     if pxn:
         traffic = {axis: with_pxn(matrix, site) for axis, matrix in traffic.items()}
-    heat = traffic_heatmap(run_spec, world_size, traffic, site)
+    heat = traffic_heatmap(resolved, traffic, site)
     cells = [[a, b, float(heat.bytes[a, b])] for a, b in np.argwhere(heat.bytes > 0).tolist()]
-    facts = placement_to_json(run_spec, world_size, traffic, site, node)
+    facts = placement_to_json(resolved, traffic, site, node)
     facts |= {"pxn": pxn, "sent": {"unit": heat.unit, "cells": cells}}
     if out is not None:
         check_replaceable("--out", out, out.suffix[1:])
@@ -105,18 +106,18 @@ def placement(
 
 
 def placement_to_json(
-    run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
+    resolved: ResolvedRun, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
     """Return the output of `phalanx placement --json` without the matrix; bytes are per optimizer update.
 
     `parts` is the traffic per axis of the layout. `node` is the topology of a node, None without a file.
     """
-    sizes = parallel_dims(run.layout, world_size)
-    total_traffic = merge_matrices(world_size, list(parts.values()))
+    sizes = resolved.dims
+    total_traffic = merge_matrices(resolved.world_size, list(parts.values()))
     links = bytes_by_link(total_traffic, site)
     network = links["rail"] + links["spine"]
     loads = nic_loads(total_traffic, site)
-    cluster = run.cluster
+    cluster = resolved.run.cluster
     # Bytes per second of each device: the topology's if known, else the run file's
     speed = cluster.network_bytes_per_second
     if node is not None:
@@ -126,13 +127,13 @@ def placement_to_json(
         busiest_bytes = max(max(load.sent_bytes, load.received_bytes) for load in loads)
         busiest_seconds = busiest_bytes * len({name for nics in site.nics for name in nics}) / (speed * site.nproc)
     return {
-        "run": _describe_layout(run, world_size),
-        "ranks": world_size,
+        "run": _describe_layout(resolved),
+        "ranks": resolved.world_size,
         "nproc": site.nproc,
-        "nodes": -(-world_size // site.nproc),
+        "nodes": -(-resolved.world_size // site.nproc),
         "site": asdict(site),
         "numa_nodes": node.numa_nodes[: site.nproc] if node else None,
-        "ranks_by_node": coordinates_by_node(run, world_size, site.nproc),
+        "ranks_by_node": coordinates_by_node(resolved, site.nproc),
         "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
         "share_of_all": {
             link: links[link] / total_traffic.total if total_traffic.total else 0.0 for link in LINK_KINDS
@@ -140,19 +141,21 @@ def placement_to_json(
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
         "busiest_nic_seconds": busiest_seconds,
-        "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
-        "nccl_latencies": {} if cluster.uses_cpu else nccl_latencies(world_size, site),
+        "fabric_loads": fabric_loads(resolved.world_size, site, speed, cluster.oversubscription),
+        "nccl_latencies": {} if cluster.uses_cpu else nccl_latencies(resolved.world_size, site),
         "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
     }
 
 
-def coordinates_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
+def coordinates_by_node(resolved: ResolvedRun, nproc: int) -> list[str]:
     """Return the coordinates of every node's ranks on each axis: "dp_shard 0, pp 0-1, tp 0-3"."""
-    sizes = parallel_dims(run.layout, world_size)
+    sizes = resolved.dims
     shape = [getattr(sizes, axis) for axis in sizes.axes]
     nodes = []
-    for first_rank in range(0, world_size, nproc):
-        node_ranks = np.arange(max(first_rank, sizes.servers), min(first_rank + nproc, world_size)) - sizes.servers
+    for first_rank in range(0, resolved.world_size, nproc):
+        node_ranks = (
+            np.arange(max(first_rank, sizes.servers), min(first_rank + nproc, resolved.world_size)) - sizes.servers
+        )
         num_servers = max(0, min(first_rank + nproc, sizes.servers) - first_rank)
         descriptions = [plural(num_servers, "server")] if num_servers else []
         for axis, coordinates in zip(sizes.axes, np.unravel_index(node_ranks, shape), strict=True):
@@ -164,26 +167,26 @@ def coordinates_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     return nodes
 
 
-def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
+def traffic_heatmap(resolved: ResolvedRun, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
     """Return the matrix of all traffic between ranks, nodes or groups of nodes, summed over the axes of the layout."""
-    total_traffic = merge_matrices(world_size, list(parts.values()))
-    nodes = -(-world_size // site.nproc)
-    name = f"{_describe_layout(run, world_size)}, on {nodes} x {site.nproc}"
-    if world_size <= MAX_HEATMAP_CELLS:
+    total_traffic = merge_matrices(resolved.world_size, list(parts.values()))
+    nodes = -(-resolved.world_size // site.nproc)
+    name = f"{_describe_layout(resolved)}, on {nodes} x {site.nproc}"
+    if resolved.world_size <= MAX_HEATMAP_CELLS:
         return Heatmap(name, total_traffic.to_dense(), node=site.nproc if nodes > 1 else 0)
     nodes_per_cell = -(-nodes // MAX_HEATMAP_CELLS)
     unit = "node" if nodes_per_cell == 1 else f"block of {nodes_per_cell} nodes"
     return Heatmap(name, total_traffic.aggregated(site.nproc * nodes_per_cell).to_dense(), unit)
 
 
-def _describe_layout(run: RunSpec, world_size: int) -> str:
-    layout = run.layout
-    axes = [f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"]
+def _describe_layout(resolved: ResolvedRun) -> str:
+    layout = resolved.layout
+    axes = [f"{layout.data_parallel} dp {resolved.dims.dp_size}"]
     for axis in MODEL_PARALLEL_AXES:
         if getattr(layout, axis) > 1:
             is_outer = axis == "pp" and layout.rank_order == "pipeline_outer"
             axes.append(f"{axis} {getattr(layout, axis)}{' (outer)' if is_outer else ''}")
-    return f"{run.model_name}, {', '.join(axes)}"
+    return f"{resolved.run.model_name}, {', '.join(axes)}"
 
 
 def _print_placement(facts: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from phalanx.cli.common.options import (
 )
 from phalanx.cli.common.output_file import RUN_FILE, check_output_file
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from phalanx.plan.search.result import EvaluatedLayout
@@ -136,26 +137,27 @@ def plan(
                 raise UserError("--nodes", nodes, problem, fix=f"remove {option}, or give one number of nodes")
         show_node_counts(load, [num_nodes, *more_counts], as_json=json_)
         return
-    run_spec, world_size = load(num_nodes)
+    resolved = load(num_nodes)
     if mtbf is not None:
         node_failures_per_hour = 3600 / _parse_duration("--mtbf", mtbf)
-        rate = node_failures_per_hour / (run_spec.cluster.nproc_per_node or 1)
-        run_spec = run_spec.replace(cluster=run_spec.cluster.replace(failures_per_device_hour=rate))
+        cluster = resolved.run.cluster
+        cluster = cluster.replace(failures_per_device_hour=node_failures_per_hour / (cluster.nproc_per_node or 1))
+        resolved = ResolvedRun.on_cluster(resolved.run.replace(cluster=cluster))
     num_shown = top or DEFAULT_TOP
-    ranked = rank_layouts(run_spec, world_size, num_shown, all_schedules=all_)
+    ranked = rank_layouts(resolved, num_shown, all_schedules=all_)
     # Before any output, which a pager may cut off
     if out is not None:
-        _write_planned_run(run_spec, ranked.best, out, source=run)
+        _write_planned_run(resolved.run, ranked.best, out, source=run)
     if json_:
         import json
 
         from phalanx.cli.views.plan_json import plan_to_json
 
-        print(json.dumps(plan_to_json(run_spec, world_size, ranked, top=num_shown, tokens=tokens), indent=2))
+        print(json.dumps(plan_to_json(resolved, ranked, top=num_shown, tokens=tokens), indent=2))
     else:
         from phalanx.cli.views.plan import print_layout_table
 
-        print_layout_table(run_spec, world_size, ranked, top=num_shown, tokens=tokens)
+        print_layout_table(resolved, ranked, top=num_shown, tokens=tokens)
 
 
 app.command()(explain)
@@ -232,7 +234,7 @@ def _with_best_checkpoint_interval(run: RunSpec, planned: EvaluatedLayout) -> tu
     is_decided = "every" in checkpoint.model_fields_set or checkpoint.keep.every or checkpoint.keep.best
     if is_decided or not run.cluster.failures_per_device_hour:
         return run, None
-    cost = estimate_training_cost(run, run.cluster.ranks, planned)
+    cost = estimate_training_cost(ResolvedRun.on_cluster(run), planned)
     note = (
         f"checkpoint.every = {cost.interval_steps}: the best goodput ({cost.goodput:.1%}) with a failure every "
         f"{format_duration(cost.mtbf_seconds)} needs a checkpoint every {format_duration(cost.interval_seconds)}"

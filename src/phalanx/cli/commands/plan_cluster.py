@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.common.progress import search_progress
+from phalanx.spec.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from phalanx.plan.search.result import Plan
     from phalanx.spec.cluster import ClusterSpec
-    from phalanx.spec.run import RunSpec
 
 MIN_SEARCHED = 10
 """Minimum number of layouts to search, so that a safer one than the first can be found."""
 
 
-def rank_layouts(run: RunSpec, world_size: int, num_layouts: int = MIN_SEARCHED, all_schedules: bool = False) -> Plan:
+def rank_layouts(resolved: ResolvedRun, num_layouts: int = MIN_SEARCHED, all_schedules: bool = False) -> Plan:
     """Return at least `num_layouts` layouts in the order of the table of `phalanx plan`."""
     from phalanx.plan.search.explain import plan_or_raise
 
-    with search_progress(world_size) as report:
+    with search_progress(resolved.world_size) as report:
         keep = max(num_layouts, MIN_SEARCHED)
-        return plan_or_raise(run, world_size, keep, report, group_schedules=not all_schedules)
+        return plan_or_raise(resolved, keep, report, group_schedules=not all_schedules)
 
 
 def run_on_cluster(
@@ -33,8 +33,8 @@ def run_on_cluster(
     nproc: int | None,
     overrides: list[str],
     topology: Path | None = None,
-) -> tuple[RunSpec, int]:
-    """Return the run on the machines that the options name, and its number of ranks.
+) -> ResolvedRun:
+    """Return the run on the machines that the options name.
 
     An option that is None leaves the run file's value; without one, a node has as many ranks as cores or devices. A
     topology overrides the run file and the machine except for nproc; --set overrides the topology.
@@ -56,7 +56,7 @@ def run_on_cluster(
     if not is_given:
         # A plan then lists it among its assumptions.
         cluster.model_fields_set.discard("nproc_per_node")
-    return run_spec.replace(cluster=cluster, auto_layout=False), cluster.ranks
+    return ResolvedRun.on_cluster(run_spec.replace(cluster=cluster, auto_layout=False))
 
 
 def _infer_topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:

@@ -45,8 +45,8 @@ def explain(
         check_picture_file(picture, "--picture")
         check_output_file("--picture", picture, run, picture.suffix[1:])
     _check_number("K", number)
-    run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
-    ranked = rank_layouts(run_spec, world_size, number, all_schedules=all_)
+    resolved = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    ranked = rank_layouts(resolved, number, all_schedules=all_)
     _check_number("K", number, ranked.layouts)
     from phalanx.cli.views.plan import print_explanation
 
@@ -54,9 +54,9 @@ def explain(
         from phalanx.cli.views.plan_picture import breakdown
         from phalanx.report.drawing.step_breakdown import save_picture
 
-        save_picture(breakdown(run_spec, world_size, ranked, index=number - 1), picture)
+        save_picture(breakdown(resolved, ranked, index=number - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
-    print_explanation(run_spec, world_size, ranked, index=number - 1)
+    print_explanation(resolved, ranked, index=number - 1)
 
 
 def compare(
@@ -84,12 +84,12 @@ def compare(
     numbers = {text: int(digits) for text in texts if (digits := text.strip().rstrip("*")).isdecimal()}
     for number in numbers.values():
         _check_number("layout", number)
-    run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    resolved = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     from phalanx.cli.views.plan import print_comparison
     from phalanx.plan.search.candidates import describe_other_strategy
     from phalanx.plan.search.evaluate import evaluate_layout_text, parse_layout
 
-    layouts_by_text = {text: evaluate_layout_text(run_spec, world_size, text) for text in texts if text not in numbers}
+    layouts_by_text = {text: evaluate_layout_text(resolved, text) for text in texts if text not in numbers}
     names = [f"layout {numbers[text]}" if text in numbers else letter for text, letter in zip(texts, "AB", strict=True)]
     if other is None:
         names = [names[0] if layout in numbers else "yours", "best"]
@@ -100,12 +100,12 @@ def compare(
         ):
             notes.append(f"{name}: {reason}")
     if numbers:
-        ranked = rank_layouts(run_spec, world_size, max(numbers.values()), all_schedules=all_).layouts
+        ranked = rank_layouts(resolved, max(numbers.values()), all_schedules=all_).layouts
         for text, number in numbers.items():
             _check_number("layout", number, ranked)
             layouts_by_text[text] = ranked[number - 1]
     first_layout, second_layout = (layouts_by_text[text] for text in texts)
-    print_comparison(run_spec, world_size, first_layout, second_layout, names=(names[0], names[1]), notes=notes)
+    print_comparison(resolved, first_layout, second_layout, names=(names[0], names[1]), notes=notes)
 
 
 def _check_number(argument: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:

@@ -33,6 +33,7 @@ from phalanx.report.explorer.exploration import Exploration, explore
 from phalanx.report.explorer.page import PageContext, packed_details, page, page_facts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import model_source, preset_names
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 NUM_FIRST_CHOICES = 100
@@ -56,8 +57,8 @@ class PlanArguments:
     topology: Path | None
     all_schedules: bool
 
-    def load(self) -> tuple[RunSpec, int]:
-        """Return the run and its number of ranks. Raises UserError if it cannot be planned."""
+    def load(self) -> ResolvedRun:
+        """Return the run on its cluster. Raises UserError if it cannot be planned."""
         return run_on_cluster(self.run, self.machine, self.nodes, self.nproc, list(self.overrides), self.topology)
 
     def as_json(self) -> dict[str, object]:
@@ -145,7 +146,7 @@ def parse_choices(
 
 def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
     """Return the arguments that plan for other choices; unchanged choices keep their arguments."""
-    run, _ = arguments.load()
+    run = arguments.load().run
     current = choices_of(run)
     training = {"seq_len": choices.seq_len, "tokens_per_step": choices.batch * choices.seq_len}
     changed = (choices.batch, choices.seq_len) != (current.batch, current.seq_len)
@@ -160,7 +161,7 @@ def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
 def write_page(arguments: PlanArguments, file: Path) -> None:
     """Write the explorer as one file."""
     exploration, facts = explore_arguments(arguments)
-    with search_progress(exploration.world_size) as report:
+    with search_progress(exploration.resolved.world_size) as report:
         details = packed_details(exploration, report)
     write_file("--html", file, page(facts | {"details": details, "web": False}))
     print(f"wrote {file}", file=sys.stderr)
@@ -189,7 +190,7 @@ class ExplorerServer:
         self._lock = Lock()
         self._plans: dict[Choices, PlanProcess] = {}
         """Plans of other choices than those of the command line, the last used one last."""
-        run, _ = arguments.load()
+        run = arguments.load().run
         self._first_choices = choices_of(run)
         self._first_plan = PlanProcess(arguments.as_json(), is_limited=False)
         try:
@@ -287,10 +288,11 @@ def choices_form(choices: Choices, machine: str) -> str:
 
 def explore_arguments(arguments: PlanArguments) -> tuple[Exploration, dict[str, Any]]:
     """Return the plan of some arguments with the data of a page, without details."""
-    run, world_size = arguments.load()
-    with search_progress(world_size) as report:
-        exploration = explore(run, world_size, NUM_FIRST_CHOICES, not arguments.all_schedules, report)
-    assumed = "; ".join(list_assumptions(run, world_size, list(exploration.ranked.values())))
+    resolved = arguments.load()
+    run = resolved.run
+    with search_progress(resolved.world_size) as report:
+        exploration = explore(resolved, NUM_FIRST_CHOICES, not arguments.all_schedules, report)
+    assumed = "; ".join(list_assumptions(resolved, list(exploration.ranked.values())))
     notes = [calibration_note(run.cluster), describe_memory_limit(run.cluster)]
     notes += [f"assumed: {assumed}"] if assumed else []
     commands = {name: arguments.plan_command(name) for name in ("compare", "explore")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -10,11 +11,11 @@ from typer import Option
 from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
 from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
 from phalanx.cli.common.progress import search_progress
+from phalanx.spec.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from phalanx.plan.export.common import Trainer
     from phalanx.plan.search.result import EvaluatedLayout
-    from phalanx.spec.run import RunSpec
 
 
 def export_layout(
@@ -37,13 +38,13 @@ def export_layout(
     from phalanx.spec.errors import UserError
     from phalanx.spec.formatting import format_gib
 
-    run_spec, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    resolved = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     trainer = require_known_trainer(to, "--to")
-    check_run(run_spec, trainer)
-    with search_progress(world_size) as report:
-        evaluated = search_exportable(run_spec, world_size, trainer, keep=MIN_SEARCHED, report=report).best
+    check_run(resolved.run, trainer)
+    with search_progress(resolved.world_size) as report:
+        evaluated = search_exportable(resolved, trainer, keep=MIN_SEARCHED, report=report).best
     try:
-        exported = export(run_spec.replace(layout=evaluated.candidate.layout()), world_size, trainer)
+        exported = export(replace(resolved, run=resolved.run.replace(layout=evaluated.candidate.layout())), trainer)
     except UserError as error:
         problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--to", trainer, problem, fix=error.fix) from None
@@ -51,20 +52,20 @@ def export_layout(
     figures = f"{evaluated.step_seconds:.3f} s a step and {format_gib(evaluated.memory_bytes)} a rank"
     note = f"are Phalanx's figures for this layout; those of {TRAINER_NAMES[trainer]} are not predicted"
     print(f"{evaluated.candidate}: {figures} {note}", file=sys.stderr)
-    for note in (*exported.notes, *_explain_not_best(run_spec, world_size, evaluated, trainer)):
+    for note in (*exported.notes, *_explain_not_best(resolved, evaluated, trainer)):
         print(f"note: {note}", file=sys.stderr)
 
 
-def _explain_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trainer: Trainer) -> list[str]:
+def _explain_not_best(resolved: ResolvedRun, exported: EvaluatedLayout, trainer: Trainer) -> list[str]:
     """Explain why the exported layout is not the planner's best, if the trainer cannot express that."""
     from phalanx.plan.export.export import export
     from phalanx.spec.errors import UserError
 
-    best = rank_layouts(run, world_size).best
+    best = rank_layouts(resolved).best
     if best.candidate == exported.candidate:
         return []
     try:
-        export(run.replace(layout=best.candidate.layout()), world_size, trainer)
+        export(replace(resolved, run=resolved.run.replace(layout=best.candidate.layout())), trainer)
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
         return [f"The best layout for Phalanx is {best.candidate} ({best.step_seconds:.3f} s): {reason}."]

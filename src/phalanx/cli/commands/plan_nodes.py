@@ -10,10 +10,10 @@ from phalanx.cli.common.progress import search_progress
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from phalanx.spec.run import RunSpec
+    from phalanx.spec.resolved_run import ResolvedRun
 
-    LoadRun = Callable[[int | None], tuple[RunSpec, int]]
-    """Return the run on a number of nodes, and its number of ranks."""
+    LoadRun = Callable[[int | None], ResolvedRun]
+    """Return the run on a number of nodes."""
 
 MAX_NODE_COUNTS = 16
 """Maximum number of node counts that are all planned; of more, the minimum, its doublings and the maximum."""
@@ -40,16 +40,18 @@ def show_node_counts(load: LoadRun, counts: Sequence[int | None], as_json: bool)
     loaded = [load(nodes) for nodes in counts]
     planned = []
     error = None
-    for run, ranks in loaded:
+    for resolved in loaded:
+        num_nodes = resolved.run.cluster.nodes
+        ranks = resolved.world_size
         try:
             with search_progress(ranks) as report:
-                planned.append(NodeCount(run.cluster.nodes, ranks, plan_or_raise(run, ranks, report=report).best))
+                planned.append(NodeCount(num_nodes, ranks, plan_or_raise(resolved, report=report).best))
         except UserError as caught:
             error = caught
-            planned.append(NodeCount(run.cluster.nodes, ranks, problem=f"{caught.field} {caught.problem}"))
+            planned.append(NodeCount(num_nodes, ranks, problem=f"{caught.field} {caught.problem}"))
     if error is not None and not any(count.best for count in planned):
         raise error
-    run, _ = loaded[0]
+    run = loaded[0].run
     if as_json:
         print(json.dumps(node_counts_to_json(run, planned), indent=2))
     else:

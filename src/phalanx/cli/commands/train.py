@@ -32,6 +32,7 @@ from phalanx.spec.base import require
 from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run, require_run_file
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -265,7 +266,6 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     from phalanx.launch.process import select_nproc
     from phalanx.schedule.registry import layout_compiles_whole_blocks
     from phalanx.spec.attention_backend import describe_attention
-    from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.learning_rate import describe_learning_rate
     from phalanx.train.create_run import offer_recorded_tokens
@@ -275,7 +275,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     run, _ = decide_and_check(run, ranks, start, layout_ranks)
     with offer_recorded_tokens(run, start.resume):
         check_sources(run.data)
-    batch_plan = plan_batch(run, ranks * run.cluster.nodes)
+    batch_plan = ResolvedRun(run, ranks * run.cluster.nodes).batch
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comments = [f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"]
     if run.model.implementation is None:

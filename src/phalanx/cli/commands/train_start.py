@@ -15,6 +15,7 @@ from typing import IO
 
 from phalanx.cli.commands.auto_layout import choose_layout_for, replan_layout
 from phalanx.spec.errors import LocalNodeError, UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -89,9 +90,9 @@ def decide_and_check(
     run = decide_recomputation(run, ranks * run.cluster.nodes)
     # Of several nodes, only the rendezvous host checks the run directory.
     if run.cluster.nodes == 1:
-        preflight(run, ranks, start.resume, start.step)
+        preflight(ResolvedRun(run, ranks), start.resume, start.step)
     else:
-        check_settings(run, ranks * run.cluster.nodes)
+        check_settings(ResolvedRun(run, ranks * run.cluster.nodes))
     if not start.force:
         check_machine_memory(run, ranks)
     return run, plan
@@ -110,7 +111,7 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
         run, plan = choose_layout_for(decide_choices(run, start.resume), nproc)
     # Before the import of torch, which takes a second; the warm process imports it in the meantime.
     if nproc is not None and not run.layout.auto_checkpointing:
-        preflight(run, nproc, start.resume, start.step)
+        preflight(ResolvedRun(run, nproc), start.resume, start.step)
     has_launcher = nproc != 1 or run.recovery.restarts_ranks
     with warm_process() if has_launcher else nullcontext() as warm:
         from phalanx.launch.process import select_nproc

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from phalanx.cli.common.text import text_table
 from phalanx.spec.formatting import format_si
-from phalanx.spec.parallel_dims import AXES, parallel_dims
+from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 from phalanx.verify.dry_run_report import DryRunReport
@@ -26,6 +26,7 @@ UNITS = {"collective": "B", "memory": "B", "flops": "FLOP"}
 
 def dry_run_to_json(run: RunSpec, report: DryRunReport) -> dict[str, Any]:
     """Return the full report as JSON."""
+    sizes = parallel_dims(run.layout, report.world_size)
     return {
         "world_size": report.world_size,
         "layout": run.layout.model_dump(mode="json", exclude_none=True),
@@ -34,7 +35,7 @@ def dry_run_to_json(run: RunSpec, report: DryRunReport) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": traced["rank"],
-                "place": _mesh_coordinates(run, report.world_size, traced["rank"]),
+                "place": _mesh_coordinates(sizes, traced["rank"]),
                 "agrees": all(check.agrees for check in checks),
                 "lines": [asdict(check) for check in checks],
                 "peak_bytes": traced["peak_bytes"],
@@ -99,7 +100,7 @@ def _build_overview_table(run: RunSpec, report: DryRunReport) -> Table:
         flops = next(check for check in checks if check.kind == "flops")
         calls = sum(check.traced_calls for check in collectives)
         all_agree = all(check.agrees for check in collectives)
-        coordinates = _mesh_coordinates(run, report.world_size, traced["rank"]).items()
+        coordinates = _mesh_coordinates(parallel_dims(run.layout, report.world_size), traced["rank"]).items()
         coordinate_text = "".join(f" {axis} {coordinate}" for axis, coordinate in coordinates)
         table.add_row(
             Text(f"{traced['rank']}") + Text(coordinate_text, "dim"),
@@ -149,9 +150,8 @@ def _format_deviation(check: PlanCheck) -> str:
     return f"{100 * difference / check.planned:+.1f}%, {sign}{format_si(abs(difference))}{UNITS[check.kind]}"
 
 
-def _mesh_coordinates(run: RunSpec, world_size: int, rank: int) -> dict[str, int]:
+def _mesh_coordinates(sizes: ParallelDims, rank: int) -> dict[str, int]:
     """Return a rank's coordinates on axes of more than one rank; none for a server."""
-    sizes = parallel_dims(run.layout, world_size)
     if rank < sizes.servers:
         return {}
     coordinates = sizes.coordinates(rank)

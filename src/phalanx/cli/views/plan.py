@@ -39,7 +39,7 @@ from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB, format_gib
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
 
 WIDTH = 100
@@ -51,13 +51,14 @@ BATCH_TRAINERS = (
 )
 
 
-def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
+def print_layout_table(resolved: ResolvedRun, plan: Plan, top: int, tokens: float | None) -> None:
     """Print the `top` fastest layouts, the Pareto front of time and memory, and the cost of a full training.
 
     The plan has at least one layout. `tokens` are those of a full training; None for those of the run.
     """
+    run = resolved.run
     console = plan_console()
-    _print_plan_summary(console, run, world_size, plan)
+    _print_plan_summary(console, resolved, plan)
     table = plan_table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, layout in enumerate(plan.layouts[:top], 1):
@@ -68,7 +69,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
     if (fastest := plan.layouts[0]).p_oom >= SAFE_OOM_PROBABILITY:
         print_line(console, describe_safer_layout(plan, fastest), "yellow")
-    if (faster := find_faster_layout(run, world_size, plan)) is not None:
+    if (faster := find_faster_layout(resolved, plan)) is not None:
         for note in describe_faster_layout(faster):
             print_line(console, note, "yellow")
     console.print(f"*: on the Pareto front of time and memory. All layouts shown have {limit}.", style="dim")
@@ -85,19 +86,20 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         console, "--out FILE writes a run file with these settings and the first layout; --set changes them.", "dim"
     )
     console.print()
-    for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens)):
+    for line in format_training(run, estimate_training_cost(resolved, plan.layouts[0], tokens)):
         print_line(console, line)
-    print_assumptions(console, run, world_size, plan.layouts[:top])
+    print_assumptions(console, resolved, plan.layouts[:top])
 
 
-def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
+def print_explanation(resolved: ResolvedRun, plan: Plan, index: int) -> None:
     """Print the parts of a layout's time and memory, why others are slower, and what would improve it.
 
     `index` is that of the layout in `plan.layouts`.
     """
+    run = resolved.run
     console = plan_console()
     layout = plan.layouts[index]
-    _print_plan_summary(console, run, world_size, plan)
+    _print_plan_summary(console, resolved, plan)
     console.print(f"{index + 1}. {layout.candidate}", style="bold", highlight=False)
     print_line(
         console,
@@ -114,10 +116,10 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print(table)
     # The simulation assigns a core to each rank.
     if layout.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:
-        seconds = float(simulate_candidate(run, world_size, layout.candidate).makespan)
+        seconds = float(simulate_candidate(resolved, layout.candidate).makespan)
         compared = f"{layout.schedule_seconds:.3f} s in the table above"
         print_line(console, f"simulated schedule: {seconds:.3f} s of compute, transfers and bubble; {compared}", "dim")
-        command = show_command(run, world_size, layout.candidate)
+        command = show_command(resolved, layout.candidate)
         print_line(console, f"draw it, with all ranks as slow as the slowest: {command}", "dim")
     console.print()
     _print_memory_parts(console, run.cluster, layout)
@@ -131,11 +133,11 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         for other in others:
             print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, layout)}")
     console.print("\nwhat if, compared with the fastest layout", style="bold")
-    for idea in evaluate_what_ifs(run, world_size, plan.fastest or layout):
+    for idea in evaluate_what_ifs(resolved, plan.fastest or layout):
         outcome = f"{idea.speedup - 1:+.1%} tokens/s with {idea.best.candidate}" if idea.best else "no layout fits"
         print_line(console, f"  {idea.change}: {outcome}")
     console.print()
-    print_assumptions(console, run, world_size, [layout, *others])
+    print_assumptions(console, resolved, [layout, *others])
 
 
 def _print_memory_parts(console: Terminal, cluster: ClusterSpec, layout: EvaluatedLayout) -> None:
@@ -159,8 +161,7 @@ def _print_memory_parts(console: Terminal, cluster: ClusterSpec, layout: Evaluat
 
 
 def print_comparison(
-    run: RunSpec,
-    world_size: int,
+    resolved: ResolvedRun,
     first: EvaluatedLayout,
     second: EvaluatedLayout,
     names: tuple[str, str],
@@ -171,7 +172,7 @@ def print_comparison(
     `notes` are lines on layouts that are not evaluated as they were written.
     """
     console = plan_console()
-    print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}")
+    print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(resolved)}")
     named = list(zip(names, (first, second), strict=True))
     for name, layout in named:
         console.print(f"{name}: {layout.candidate}", style="bold", highlight=False)
@@ -187,12 +188,14 @@ def print_comparison(
     table.add_row(
         *_format_comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB")
     )
-    first_host, second_host = (node_host_bytes(run.cluster, layout.host_bytes) / GIB for layout in (first, second))
+    first_host, second_host = (
+        node_host_bytes(resolved.run.cluster, layout.host_bytes) / GIB for layout in (first, second)
+    )
     if first_host or second_host:
         table.add_row(*_format_comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB"))
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
-    print_assumptions(console, run, world_size, [first, second])
+    print_assumptions(console, resolved, [first, second])
     console.print()
     for name, layout in named:
         if layout.p_oom >= MAX_OOM_PROBABILITY:
@@ -200,7 +203,7 @@ def print_comparison(
     conclusion = f"{slow} and {fast} are equally fast"
     if not equally_fast(slower, faster):
         longer = slower.step_seconds / faster.step_seconds - 1
-        conclusion = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
+        conclusion = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(resolved.run, slower, faster)}"
     print_line(console, conclusion)
 
 
@@ -234,13 +237,12 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
     console.print(table)
 
 
-def _print_plan_summary(console: Terminal, run: RunSpec, world_size: int, plan: Plan) -> None:
+def _print_plan_summary(console: Terminal, resolved: ResolvedRun, plan: Plan) -> None:
     print_line(
         console,
-        f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}; {plan.searched:,} layouts, {plan.fitting:,} "
-        "likely to fit",
+        f"{PREDICTED_TRAINER}: {describe_setup(resolved)}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
     )
-    print_line(console, calibration_note(run.cluster), "dim")
+    print_line(console, calibration_note(resolved.run.cluster), "dim")
     console.print()
 
 

@@ -11,23 +11,24 @@ from phalanx.plan.search.oom_risk import node_host_bytes, safe_capacity_bytes
 from phalanx.plan.search.result import Plan
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.plan.training_cost import estimate_training_cost
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
-def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
+def plan_to_json(resolved: ResolvedRun, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     """Return the output of `phalanx plan --json` with the `top` first layouts; the plan has at least one.
 
     `tokens` are those of a full training; None for those of the run.
     """
-    faster = find_faster_layout(run, world_size, plan)
+    run = resolved.run
+    faster = find_faster_layout(resolved, plan)
     front = plan.pareto_front
     return {
         "trainer": "Phalanx",
         "model": run.model.source_name,
-        "devices": world_size,
+        "devices": resolved.world_size,
         **training_to_json(run),
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
-        "assumed": list_assumptions(run, world_size, plan.layouts[:top]),
+        "assumed": list_assumptions(resolved, plan.layouts[:top]),
         "rank_limit_bytes": safe_capacity_bytes(run.cluster),
         "node_host_memory_bytes": node_host_bytes(run.cluster, host_memory(run.cluster)),
         "considered": plan.searched,
@@ -42,5 +43,5 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
         "taken": str(plan.best.candidate),
-        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens)),
+        "training": asdict(estimate_training_cost(resolved, plan.layouts[0], tokens)),
     }

@@ -10,6 +10,7 @@ from phalanx.cli.common.text import print_line
 from phalanx.cli.views.plan import calibration_note, format_figures, plan_console, plan_table
 from phalanx.cli.views.plan_notes import PREDICTED_TRAINER, describe_batch, print_assumptions, training_to_json
 from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
@@ -48,7 +49,7 @@ def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
     note = "per rank: tokens/s per rank, relative to the first row that fits. --nodes N shows all layouts of N nodes."
     print_line(console, f"\n{note}", "dim")
     best = [count.best for count in fitting if count.best is not None]
-    print_assumptions(console, run, fitting[-1].ranks, best)
+    print_assumptions(console, ResolvedRun(run, fitting[-1].ranks), best)
 
 
 def _tokens_per_rank(count: NodeCount) -> float:

@@ -14,6 +14,7 @@ from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.training_cost import TrainingCost
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import format_duration, format_gib, format_si, plural
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 
@@ -21,10 +22,11 @@ PREDICTED_TRAINER = "Phalanx's own trainer"
 """Trainer whose time and memory a plan predicts. Other trainers differ by tens of GiB."""
 
 
-def describe_setup(run: RunSpec, world_size: int) -> str:
+def describe_setup(resolved: ResolvedRun) -> str:
     """Describe the model, the machine and the batch."""
+    run = resolved.run
     name = run.model_name
-    return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}, {describe_batch(run)}"
+    return f"{name} on {resolved.world_size:,} x {run.cluster.preset or 'the cluster'}, {describe_batch(run)}"
 
 
 def describe_batch(run: RunSpec) -> str:
@@ -43,8 +45,9 @@ def training_to_json(run: RunSpec) -> dict[str, object]:
     }
 
 
-def list_assumptions(run: RunSpec, world_size: int, layouts: Sequence[EvaluatedLayout]) -> list[str]:
+def list_assumptions(resolved: ResolvedRun, layouts: Sequence[EvaluatedLayout]) -> list[str]:
     """List the assumptions of predictions of these layouts."""
+    run = resolved.run
     offload_targets = {layout.candidate.offload for layout in layouts}
     balanced = ["evenly loaded experts"] if run.model.moe else []
     offloads_activations = any(layout.candidate.activation_checkpointing == "offload" for layout in layouts)
@@ -56,13 +59,13 @@ def list_assumptions(run: RunSpec, world_size: int, layouts: Sequence[EvaluatedL
         if field not in training.model_fields_set
     ]
     unset += [] if "name" in run.optimizer.model_fields_set else [f"optimizer.name = {run.optimizer.name}"]
-    machine = describe_assumptions(run.cluster, world_size, offload_targets, precision, offloads_activations)
+    machine = describe_assumptions(run.cluster, resolved.world_size, offload_targets, precision, offloads_activations)
     return [*unset, *machine, *balanced]
 
 
-def print_assumptions(console: Terminal, run: RunSpec, world_size: int, layouts: Sequence[EvaluatedLayout]) -> None:
+def print_assumptions(console: Terminal, resolved: ResolvedRun, layouts: Sequence[EvaluatedLayout]) -> None:
     """Print the assumptions of predictions of these layouts."""
-    line = f"assumed: {'; '.join(list_assumptions(run, world_size, layouts)) or 'nothing about the machine'}"
+    line = f"assumed: {'; '.join(list_assumptions(resolved, layouts)) or 'nothing about the machine'}"
     print_line(console, line, "dim")
 
 

@@ -6,13 +6,13 @@ from phalanx.cli.views.plan_notes import describe_setup
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.plan.search.result import Plan
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 MAX_OTHER_LAYOUTS = 4
 """Number of layouts in a picture in addition to the explained one."""
 
 
-def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
+def breakdown(resolved: ResolvedRun, plan: Plan, index: int) -> Breakdown:
     """Return the picture of the explanation of `plan.layouts[index]`."""
     layout = plan.layouts[index]
     others = [(number, other) for number, other in enumerate(plan.layouts, 1) if number != index + 1]
@@ -20,12 +20,12 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
     if layout.candidate.pp == 1:
         stages = {"every rank": layout.stages["last"]}
     return Breakdown(
-        title=f"{describe_setup(run, world_size)}, layout {index + 1}",
+        title=f"{describe_setup(resolved)}, layout {index + 1}",
         layout=str(layout.candidate),
         meaning=PART_DESCRIPTIONS,
         seconds=layout.parts,
         other_layouts={number: Bar(str(other.candidate), other.parts) for number, other in others[:MAX_OTHER_LAYOUTS]},
         bytes=[Bar(name, parts) for name, parts in stages.items()],
         counted_bytes=layout.memory_bytes,
-        memory_bytes=float(run.cluster.rank_memory_bytes or 0),
+        memory_bytes=float(resolved.run.cluster.rank_memory_bytes or 0),
     )

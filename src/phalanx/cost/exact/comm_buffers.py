@@ -14,81 +14,69 @@ from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
-from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.buckets import ddp_bucket_names, may_reduce_together, zero_bucket_names
 from phalanx.program.messages import count_message_buffers
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
-from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.parameter_shapes import Shapes, num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.tensor_sharding import max_shard_elements
 
 
-def comm_buffer_peaks(
-    rank: RankTensors, run: RunSpec, strategy: Strategy, dims: ParallelDims, accumulation: int
-) -> list[CommBufferPeak]:
+def comm_buffer_peaks(resolved: ResolvedRun, rank: RankTensors) -> list[CommBufferPeak]:
     """Return the communication buffers of a worker at the times at which its memory can peak.
 
     A parameter server's worker has none: it sends its gradients and receives its parameters in place, or on a GPU in
     CPU memory.
-
-    Args:
-        rank: Tensors of the rank. Experts can have data-parallel ranks of their own.
-        strategy: Effective strategy of the layout.
-        dims: Parallel dimensions of the run.
-        accumulation: Micro-batches per step.
     """
-    layout = run.layout
-    precision = run.training.precision
-    on_gpu = run.cluster.uses_cuda
-    num_full_buffers = 1 if on_gpu and run.training.precision not in BF16_PRECISIONS else 2
-    match strategy:
+    layout = resolved.layout
+    precision = resolved.run.training.precision
+    on_gpu = resolved.run.cluster.uses_cuda
+    num_full_buffers = 1 if on_gpu and precision not in BF16_PRECISIONS else 2
+    has_replicas = resolved.data_dims.dp_size > 1
+    match resolved.strategy:
         case "ddp":
-            other_shapes = (
-                rank.expert if layout.pp == 1 else rank.all
-            )  # at the end of the step, all of these are in transit
-            peaks = (
-                ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
-            )
+            # At the end of the step, all of these are in transit.
+            other_shapes = rank.expert if layout.pp == 1 else rank.all
+            peaks = ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and has_replicas else []
             end_peak = CommBufferPeak(
                 backward_fraction=1.0,
                 bytes=STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values())),
                 moment="inside_block",
             )
-            return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
+            return [*peaks, end_peak] if other_shapes and (has_replicas or rank.expert) else peaks
         case "zero1" | "zero2":
             return zero_buffers(
                 rank,
                 layout,
                 COMPUTE_BYTES[precision],
-                full_gradients=strategy == "zero1",
+                full_gradients=resolved.strategy == "zero1",
                 num_full_buffers=num_full_buffers,
             )
         case "zero3" | "hsdp":
-            return fsdp_buffer_peaks(rank, run, accumulation, has_replicas=dims.dp_replicate > 1)
+            return fsdp_buffer_peaks(resolved, rank)
         case "parameter_server":
             return []
 
 
-def cuda_exchange_bytes(run: RunSpec, batch: int) -> int:
-    """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks on CUDA.
+def cuda_exchange_bytes(resolved: ResolvedRun) -> int:
+    """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks on CUDA, else 0.
 
     Tensor-parallel ranks reserve as much as four tensors of all tokens, without sequence parallelism two: a gathered
     input, and a term of the sum before and after the exchange. Rows of experts exist before sorting, and as input and
     output of an all-to-all.
-
-    Args:
-        batch: Sequences of a micro-batch.
     """
+    run = resolved.run
     layout = run.layout
+    if not run.cluster.uses_cuda:
+        return 0
     shape = ForwardShape(
-        batch=batch,
+        batch=resolved.batch.micro_batch_size,
         sequence=run.training.seq_len,
         precision=run.training.precision,
         layout=layout,
@@ -107,19 +95,13 @@ def cuda_exchange_bytes(run: RunSpec, batch: int) -> int:
     return exchanged_bytes
 
 
-def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank: int, strategy: Strategy) -> int:
-    """Return the bytes of messages between pipeline stages: posted receives on every link, and one send.
-
-    Args:
-        batch: Sequences of a micro-batch.
-        schedule: Schedule of a step.
-        pp_rank: Pipeline rank.
-        strategy: Effective strategy of the layout.
-    """
+def pipeline_buffer_bytes(resolved: ResolvedRun, schedule: Schedule, pp_rank: int) -> int:
+    """Return the bytes of messages between pipeline stages: posted receives on every link, and one send."""
+    run = resolved.run
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     # Under autocast the residual stream is in the parameters' fp32.
-    message_bytes = max(4, compute_bytes) if strategy == "ddp" else compute_bytes
-    tokens = batch * run.training.seq_len // run.layout.cp
+    message_bytes = max(4, compute_bytes) if resolved.strategy == "ddp" else compute_bytes
+    tokens = resolved.batch.micro_batch_size * run.training.seq_len // run.layout.cp
     residual_tokens = tokens // run.layout.tp if run.layout.sequence_parallel else tokens
     return message_bytes * count_message_buffers(schedule, pp_rank) * residual_tokens * run.model.hidden_size
 
@@ -129,10 +111,6 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
 
     With compression to bf16, a bucket of fp32 has a copy of half its size during its all-reduce; one copy is counted.
     PowerSGD saves the compression error, and a copy of a bucket; its thin matrices are small.
-
-    Args:
-        shapes: Parameters of the rank.
-        bytes_per_element: Bytes of a number of the gradients.
     """
     if layout.gradient_compression == "none":
         return []
@@ -161,7 +139,6 @@ def zero_buffers(
     update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket.
 
     Args:
-        rank: Tensors of the rank.
         bytes_per_element: Bytes of a number of parameters and gradients.
         full_gradients: True for ZeRO-1, False for ZeRO-2.
         num_full_buffers: Full buffers of a reduce-scatter: two on a CPU and in bf16, else one.
@@ -225,12 +202,7 @@ def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | No
     """Return the bytes of a server's buffers.
 
     They contain one worker's gradients. Asynchronously they contain s + 1 gradients of every worker, and s + 1 copies
-    of the weights in transit.
-
-    Args:
-        owned_bytes: Bytes of the server's parameters.
-        workers: Number of workers.
-        staleness: s, or None for synchronous training.
+    of the weights in transit. `staleness` is s, or None for synchronous training.
     """
     return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
 

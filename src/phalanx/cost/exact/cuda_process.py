@@ -11,9 +11,9 @@ from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import ZERO_STRATEGIES
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.precision import BF16_PRECISIONS
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 CONTEXT_BYTES = 426 * 2**20
 """Memory of an idle process whose kernels are loaded at first use.
@@ -41,81 +41,65 @@ The value is the best fit to the 54 ranks of docs/results/accuracy.md ("Memory o
 """
 
 
-def nccl_bytes(run: RunSpec, world_size: int) -> int:
+def nccl_bytes(resolved: ResolvedRun) -> int:
     """Return the bytes of NCCL's communicators on a rank: of all groups, and of peers on fast links.
 
     Between nodes, sends share one small buffer (NVIDIA/nccl issue 1450), which is not counted.
     """
-    if world_size == 1:
+    if resolved.world_size == 1:
         return 0
-    dims = parallel_dims(run.layout, world_size)
-    return (
-        _num_collective_groups(run, dims) * COLLECTIVE_BYTES
-        + _num_peers(run, dims) * PEER_BYTES
-        + _num_pipeline_peers(run, dims) * PIPELINE_PEER_BYTES
-    )
+    dims = resolved.dims
+    sizes = [resolved.data_dims.dp_shard, resolved.data_dims.dp_replicate, dims.tp]
+    if dims.ep > 1:
+        sizes.append(dims.expert_dp_size)
+    # All ranks, and smaller groups of every axis, reduce or gather.
+    num_groups = 1 + sum(1 < size < dims.world_size for size in sizes)
+    # A pipeline has two groups, one per direction, each with two neighbors, or one in a pipeline of two stages.
+    num_neighbors = 2 * min(2, dims.pp - 1, resolved.run.cluster.fast_link_domain_size - 1)
+    return num_groups * COLLECTIVE_BYTES + _num_peers(resolved) * PEER_BYTES + num_neighbors * PIPELINE_PEER_BYTES
 
 
-def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> int:
+def gap_bytes(resolved: ResolvedRun, rank: RankTensors, largest_sum: int) -> int:
     """Return the bytes that the allocator reserves on the compute stream beyond its allocated peak.
 
     They are a fraction of the largest temporary tensor, which does not fit into the gaps of smaller ones. Segments must
-    be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
-
-    Args:
-        batch: Sequences of a micro-batch.
-        rank: Tensors of the rank.
-        largest_sum: Bytes of the largest buffer of a gradient reduction.
+    be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`. `largest_sum` is the
+    largest buffer of a gradient reduction, in bytes.
     """
+    run = resolved.run
     has_head = "norm.weight" in rank.dense
     precision = run.training.precision
     vocab = -(-run.model.vocab_size // run.layout.tp)
-    rows = batch * run.training.seq_len // run.layout.cp
+    rows = resolved.batch.micro_batch_size * run.training.seq_len // run.layout.cp
     if not needs_all_logits(run):
         rows = logits_chunk_rows(rows, vocab, COMPUTE_BYTES[precision])
     logits_bytes = COMPUTE_BYTES[precision] * rows * vocab
     return round(LOST_SHARE * max(largest_sum, logits_bytes if has_head else 0))
 
 
-def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
-    """Return the number of groups that reduce or gather: all ranks, and smaller groups of every axis."""
-    data_dims = dims.with_cp_as_data_parallel(run.layout)
-    sizes = [data_dims.dp_shard, data_dims.dp_replicate, dims.tp]
-    if dims.ep > 1:
-        sizes.append(dims.dp_size * dims.cp * dims.tp // dims.ep)
-    return 1 + sum(1 < size < dims.world_size for size in sizes)
-
-
-def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
+def _num_peers(resolved: ResolvedRun) -> int:
     """Return the number of fast-link peers that a rank sends to in rings and all-to-alls, over all groups.
 
     A reduce-scatter of bf16 is an all-to-all (`parallel.comm.collectives.ReduceScatter`), and Muon exchanges its
     matrices by all-to-alls.
     """
+    run = resolved.run
     layout = run.layout
+    dims = resolved.dims
     domain = run.cluster.fast_link_domain_size
     in_stage = _stage_ranks_in_domain(dims, domain)
     is_bf16 = run.training.precision in BF16_PRECISIONS
     has_muon = run.optimizer.name == "muon"
     reduces_bf16 = is_bf16 and layout.data_parallel in ZERO_STRATEGIES
-    data_dims = dims.with_cp_as_data_parallel(layout)
     cp_peers = _peers(dims.cp, domain // dims.tp)
     peers = (min(2, cp_peers) if layout.cp_method == "ring" else cp_peers) + _peers(dims.ep, in_stage)
     if reduces_bf16 or has_muon:
-        peers += _peers(data_dims.dp_shard, in_stage // dims.tp)
+        peers += _peers(resolved.data_dims.dp_shard, in_stage // dims.tp)
     if reduces_bf16 and dims.ep > 1:
-        peers += _peers(dims.dp_size * dims.cp * dims.tp // dims.ep, in_stage // dims.ep)
+        peers += _peers(dims.expert_dp_size, in_stage // dims.ep)
     if (is_bf16 and layout.sequence_parallel) or has_muon:
         peers += _peers(dims.tp, domain)
     return peers
-
-
-def _num_pipeline_peers(run: RunSpec, dims: ParallelDims) -> int:
-    """Return the number of neighbors in a pipeline's two groups, one per direction.
-
-    Each group has two neighbors, or one in a pipeline of two stages.
-    """
-    return 2 * min(2, dims.pp - 1, run.cluster.fast_link_domain_size - 1)
 
 
 def _peers(group_size: int, num_in_domain: int) -> int:

@@ -10,13 +10,12 @@ from phalanx.cost.kinds import Recomputation
 from phalanx.program.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.schedule.registry import representative_schedule
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.flops import core_flops, product_flops, tokens_through
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Shape
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35
@@ -130,22 +129,19 @@ def run_recomputed_flops_per_token(run: RunSpec) -> float:
     return fraction * recomputed_flops_per_token(run.model, run.training.seq_len, method)
 
 
-def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
+def rank_flops(resolved: ResolvedRun, rank: int) -> float:
     """Return the FLOPs of a rank's forward and backward passes in one update, including recomputation.
 
     They are those of the rank's shards of tensors and attention, with balanced experts. Attention has half of the pairs
-    of a sequence's tokens, as if it were one document.
-
-    Args:
-        world_size: Number of ranks.
-        rank: Global rank. Parameter servers compute nothing.
+    of a sequence's tokens, as if it were one document. Parameter servers compute nothing.
     """
-    dims = parallel_dims(run.layout, world_size)
+    run = resolved.run
+    dims = resolved.dims
     if rank < dims.servers:
         return 0.0
     coordinates = dims.coordinates(rank)
-    tokens = _rank_tokens(run, world_size, coordinates)
-    tensors = rank_tensors(run, world_size, coordinates["tp"])[coordinates["pp"]]
+    tokens = _rank_tokens(resolved, coordinates)
+    tensors = rank_tensors(resolved, coordinates["tp"])[coordinates["pp"]]
     layers = sorted(layers_per_rank(run)[coordinates["pp"]])
     products = _block_product_flops(run, tensors, tokens, layers=layers)
     core = _attention_core_flops(run, layers, tokens)
@@ -163,13 +159,12 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     return 3 * (products.total + core) + recomputed + head
 
 
-def _rank_tokens(run: RunSpec, world_size: int, coordinates: Mapping[str, int]) -> float:
+def _rank_tokens(resolved: ResolvedRun, coordinates: Mapping[str, int]) -> float:
     """Return the tokens that a rank processes in an update; the first data-parallel ranks get the remaining rows."""
-    dims = parallel_dims(run.layout, world_size)
-    batch_plan = plan_batch(run, world_size)
+    dims = resolved.dims
     dp_rank = coordinates["dp_replicate"] * dims.dp_shard + coordinates["dp_shard"]
-    rows, remainder = divmod(batch_plan.global_batch_size, batch_plan.dp_size)
-    return (rows + (dp_rank < remainder)) * run.training.seq_len / dims.cp
+    rows, remainder = divmod(resolved.batch.global_batch_size, resolved.batch.dp_size)
+    return (rows + (dp_rank < remainder)) * resolved.run.training.seq_len / dims.cp
 
 
 @dataclass(frozen=True)

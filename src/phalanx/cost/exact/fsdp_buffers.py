@@ -16,28 +16,24 @@ from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
-def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_replicas: bool) -> list[CommBufferPeak]:
-    """Return the communication buffers at the times of a step's last micro-batch.
-
-    Args:
-        rank: Tensors of the rank. Experts can have data-parallel ranks of their own.
-        accumulation: Micro-batches per step.
-        has_replicas: True if other ranks have a copy of the same shards (hsdp).
-    """
-    layout = run.layout
-    precision = run.training.precision
-    if run.cluster.uses_cuda:
+def fsdp_buffer_peaks(resolved: ResolvedRun, rank: RankTensors) -> list[CommBufferPeak]:
+    """Return the communication buffers at the times of a step's last micro-batch."""
+    layout = resolved.layout
+    precision = resolved.run.training.precision
+    accumulates = resolved.micro_batches > 1
+    if resolved.run.cluster.uses_cuda:
         if layout.pp == 1:
-            return cuda_buffer_peaks(rank, layout, precision, accumulates=accumulation > 1)
+            return cuda_buffer_peaks(rank, layout, precision, accumulates=accumulates)
         kept = layout.model_copy(update={"reshard_after_forward": False})  # parameters stay gathered for the step
         return cuda_buffer_peaks(rank, kept, precision, accumulates=False)
     units = fsdp_units(rank, layout)
     if layout.pp > 1:
         return _pipeline_peaks(units, precision)
-    backward = _CpuBackwardPass(units, layout, precision, accumulates=accumulation > 1, is_deferred=not has_replicas)
+    is_deferred = resolved.data_dims.dp_replicate == 1
+    backward = _CpuBackwardPass(units, layout, precision, accumulates=accumulates, is_deferred=is_deferred)
     return list(backward.peaks())
 
 

@@ -12,7 +12,7 @@ from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 NO_UNIT = FsdpUnit(name=ROOT, ranks=1, shapes={})
 
@@ -71,10 +71,6 @@ def cuda_buffer_peaks(
     one (`accumulates`; it is freed after the last only, `_root_post_backward_final_callback`). The first reduction is
     that of the head's unit, or of a block if the root has the head. Experts with ranks of their own are units in
     blocks.
-
-    Args:
-        rank: Tensors of the rank.
-        accumulates: True if a step has several micro-batches.
     """
     units = CudaUnits(rank, layout)
     compute = COMPUTE_BYTES[precision]
@@ -152,14 +148,9 @@ class StreamBuffers:
     """Largest buffer of a reduction, on the compute stream."""
 
 
-def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> StreamBuffers:
-    """Return the peak bytes per stream.
-
-    Args:
-        rank: Tensors of the rank.
-        run: Run whose layout and precision apply.
-        accumulation: Micro-batches per step.
-    """
+def fsdp_stream_buffers(resolved: ResolvedRun, rank: RankTensors) -> StreamBuffers:
+    """Return the peak bytes per stream."""
+    run = resolved.run
     state_bytes = STATE_BYTES[run.training.precision]
     units = CudaUnits(rank, run.layout)
     outside = _largest([units.root, units.embedding, units.head])
@@ -173,7 +164,7 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     # A step's gradients, and one unit's that are added or copied to the CPU.
     offloads = run.layout.offload != "none"
     gradients = 0 if offloads else sum(unit.owned for unit in units.all)
-    largest_unit = max(outside.owned, block.owned, expert.owned) if accumulation > 1 or offloads else 0
+    largest_unit = max(outside.owned, block.owned, expert.owned) if resolved.micro_batches > 1 or offloads else 0
     return StreamBuffers(
         side_streams=COMPUTE_BYTES[run.training.precision] * (gathered + copied_shard)
         + state_bytes * (gradients + largest_unit),

@@ -21,12 +21,11 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.buckets import PIECE_BYTES, chunk_by_bytes, zero_bucket_names
 from phalanx.program.rank_tensors import RankTensors
-from phalanx.spec.batch import BatchPlan
 from phalanx.spec.layout import FSDP_STRATEGIES, MAX_BF16_SUMS, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import is_muon_parameter, num_elements
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements
 
 
@@ -55,26 +54,19 @@ class PersistentMemory:
         return self.parameters_and_optimizer + self.inputs
 
 
-def split_persistent_memory(
-    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, batch_plan: BatchPlan, num_replicas: int
-) -> PersistentMemory:
-    """Split a rank's state by the time at which it exists.
+def split_persistent_memory(resolved: ResolvedRun, rank: RankTensors, state: StateBytes) -> PersistentMemory:
+    """Split a rank's state on its device by the time at which it exists.
 
     DDP's buckets exist all the time, and a parameter server's worker accumulates in place. Other strategies free
     gradients after use. If a step leaves parts unused, DDP frees their gradients, and all micro-batches before the last
     allocate them outside the buckets. In a pipeline, ZeRO-3 accumulates full gradients.
-
-    Args:
-        rank: Tensors of the rank.
-        strategy: Effective strategy of the layout.
-        state: State of the rank on its device.
-        batch_plan: Sizes of the run's batches.
-        num_replicas: Number of data-parallel ranks.
     """
+    run = resolved.run
     layout = run.layout
-    accumulation = batch_plan.gradient_accumulation_steps
+    strategy = resolved.strategy
+    accumulation = resolved.micro_batches
     gradients = state.gradients
-    has_buckets = strategy == "ddp" and num_replicas > 1 and layout.pp == 1
+    has_buckets = strategy == "ddp" and resolved.data_dims.dp_size > 1 and layout.pp == 1
     num_gradient_sets = max(has_buckets, accumulation > 1) + (
         has_buckets and layout.ddp_find_unused_parameters and accumulation > 1
     )
@@ -88,31 +80,33 @@ def split_persistent_memory(
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
         parameters_and_optimizer=state.parameters + state.optimizer,
-        inputs=_input_bytes(run, batch_plan),
+        inputs=_input_bytes(resolved),
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
-        weight_gradient=weight_gradients(run, strategy).own,
-        optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
-        + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
+        weight_gradient=weight_gradients(resolved).own,
+        optimizer_workspace=optimizer_step_bytes(resolved, rank) + gradient_cast_bytes(resolved, rank),
     )
 
 
-def weight_gradients(run: RunSpec, strategy: Strategy) -> WeightGradients:
+def weight_gradients(resolved: ResolvedRun) -> WeightGradients:
     """Return the bytes of a number of the gradients of weights inside a block.
 
     A unit of FSDP sends them together, or in a pipeline casts them together to the dtype of their sum; other strategies
     add each to a sum at once. ZeRO-2 without a pipeline has them in the buffer of the next bucket. On CUDA they are not
     counted."""
+    run = resolved.run
+    strategy = resolved.strategy
     size = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[run.training.precision]
     if strategy in FSDP_STRATEGIES and (run.layout.pp == 1 or run.training.precision in BF16_PRECISIONS):
         return WeightGradients(block=size)
     return WeightGradients(own=0 if strategy == "zero2" and run.layout.pp == 1 else size)
 
 
-def _input_bytes(run: RunSpec, batch_plan: BatchPlan) -> int:
+def _input_bytes(resolved: ResolvedRun) -> int:
     """Return the bytes of a rank's tokens and targets, and of the start of each token's document, in full rows."""
-    rows = -(-batch_plan.global_batch_size // batch_plan.dp_size)
+    run = resolved.run
+    rows = -(-resolved.batch.global_batch_size // resolved.batch.dp_size)
     local_tokens = rows * run.training.seq_len // run.layout.cp
     start_bytes = 4 * rows * run.training.seq_len if run.data.mask_documents else 0
     return 2 * INDEX_BYTES * local_tokens + start_bytes
@@ -177,7 +171,8 @@ def pipeline_memory_peaks(
         passes: Peak activations of the rank.
         links: Bytes of messages between stages.
     """
-    working_bytes = links + _max_gathered_bytes(buffer_peaks)
+    gathered_bytes = [peak.bytes for peak in buffer_peaks if peak.moment == "backward_start"]
+    working_bytes = links + max(gathered_bytes, default=0)
     for fraction, activation_bytes in passes.by_gradients.items():
         gradient_bytes = round(fraction * persistent.pipeline_gradients)
         yield persistent.always + gradient_bytes + activation_bytes + working_bytes
@@ -197,21 +192,17 @@ def without_other_streams(
     return replace(persistent, gradients=0, accumulated_gradients=0), computing
 
 
-def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, accumulation: int) -> int:
+def gradient_cast_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     """Return the temporary bytes of the fp32 gradients that ZeRO-1 and 2 step with, in addition to the bf16 gradients.
 
     They step in pieces (`PIECE_BYTES`), and drop the gradients of each. Offloaded gradients are cast in CPU memory, and
     those of many micro-batches are fp32 already: only those are copied that are strided in ZeRO-1's full gradients.
-
-    Args:
-        run: Run whose precision and layout apply.
-        rank: Tensors of the rank.
-        strategy: Effective data-parallel strategy.
-        accumulation: Micro-batches per step.
     """
+    run = resolved.run
+    strategy = resolved.strategy
+    accumulation = resolved.micro_batches
     precision = run.training.precision
-    is_zero = strategy in ZERO_STRATEGIES and run.layout.offload == "none"
-    if not is_zero:
+    if strategy not in ZERO_STRATEGIES or run.layout.offload != "none":
         return 0
     rows = _owned_elements(rank, strategy)
     shapes = rank.all
@@ -233,18 +224,15 @@ def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, acc
     return most
 
 
-def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
+def optimizer_step_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     """Return the temporary bytes of an optimizer step.
 
     SGD with weight decay needs a copy of the gradients. Muon needs the momenta of the largest group of matrices with
     equal shape, and about five copies of the group in the compute dtype (`train.optim.muon`). On a CPU it needs two
     copies of the group and five of one matrix in fp32. Fused AdamW needs nothing.
-
-    Args:
-        run: Run whose optimizer, precision and device apply.
-        rank: Tensors of the rank.
-        strategy: Effective data-parallel strategy, which determines the rows that the rank updates.
     """
+    run = resolved.run
+    strategy = resolved.strategy
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
     state_bytes = STATE_BYTES[run.training.precision]
@@ -274,7 +262,3 @@ def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
         name: max_shard_elements(shape, 1 if strategy == "ddp" else rank.shards_of(name))
         for name, shape in {**rank.dense, **rank.expert}.items()
     }
-
-
-def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:
-    return max((peak.bytes for peak in buffer_peaks if peak.moment == "backward_start"), default=0)

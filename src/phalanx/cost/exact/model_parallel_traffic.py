@@ -7,27 +7,25 @@ from dataclasses import replace
 from phalanx.cost.exact.activation_memory import full_model_stage, pipeline_stages
 from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
-from phalanx.spec.batch import needs_all_logits, plan_batch
-from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.parameter_shapes import num_elements
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
-def model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
+def model_parallel_traffic(resolved: ResolvedRun, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
     """Return the model-parallel traffic of activations and their gradients, per pipeline rank.
 
-    Args:
-        world_size: Number of ranks.
-        stage_tensors: Tensors of one rank per pipeline rank.
+    `stage_tensors` has the tensors of one rank per pipeline rank.
     """
-    micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
-    shape = _forward_shape(run, world_size)
+    run = resolved.run
+    micro_batches = resolved.micro_batches
+    shape = _forward_shape(resolved)
     if run.layout.pp == 1:
         stage = full_model_stage(run.model.num_layers, run.layout)
         return [_scale_traffic(micro_batches, stage_activation_traffic(run.model, shape, stage))]
@@ -47,14 +45,14 @@ def model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[Ra
     return traffic
 
 
-def _forward_shape(run: RunSpec, world_size: int) -> ForwardShape:
-    data_dims = parallel_dims(run.layout, world_size).with_cp_as_data_parallel(run.layout)
+def _forward_shape(resolved: ResolvedRun) -> ForwardShape:
+    run = resolved.run
     return ForwardShape(
-        batch=plan_batch(run, world_size).micro_batch_size,
+        batch=resolved.batch.micro_batch_size,
         sequence=run.training.seq_len,
         precision=run.training.precision,
         layout=run.layout,
-        autocast=run_strategy(run, data_dims) == "ddp",
+        autocast=resolved.strategy == "ddp",
         masked=run.data.mask_documents,
         all_logits=needs_all_logits(run),
     )
@@ -64,13 +62,8 @@ def _stage_messages(run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_ra
     """Return the messages of a pipeline rank to other ranks: outputs of its stages, and gradients of their inputs."""
     num_sends = sum(schedule.messages_by_receiver(pp_rank).values())
     message_bytes = shape.residual_tokens * run.model.hidden_size * shape.residual_bytes
-    return Traffic(
-        operation="send",
-        bytes=num_sends * message_bytes,
-        purpose="activations and their gradients, from stage to stage",
-        group_kind="pp",
-        calls=num_sends,
-    )
+    purpose = "activations and their gradients, from stage to stage"
+    return Traffic("send", num_sends * message_bytes, purpose, "pp", calls=num_sends)
 
 
 def _tied_embedding_messages(
@@ -83,7 +76,7 @@ def _tied_embedding_messages(
         return []
     size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
     purpose = "the tied embedding's weights, or their gradients"
-    return [Traffic(operation="send", bytes=size, purpose=purpose, group_kind="ends")]
+    return [Traffic("send", size, purpose, "ends")]
 
 
 def _scale_traffic(count: int, traffic: list[Traffic]) -> list[Traffic]:

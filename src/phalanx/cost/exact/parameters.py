@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks, describe_norm
-from phalanx.spec.parts.operations import GroupedLinear, Norm, Operation, Parameter, Part
+from phalanx.spec.parts.operations import GroupedLinear, Norm, Operation, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,8 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
                 count[_count_field(operation, branch.part)] += numbers
                 count["inactive_experts"] += _num_inactive(operation)
                 if not isinstance(operation, Norm):
-                    count["biases"] += numbers - sum(matrix.numbers for matrix in _matrices(operation))
+                    matrices = (each for each in operation.parameters.values() if len(each.shape) > 1)
+                    count["biases"] += numbers - sum(matrix.numbers for matrix in matrices)
     fields = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
     return ParameterCount(
         **{field: count[field] for field in fields},
@@ -107,7 +108,3 @@ def _num_inactive(operation: Operation) -> int:
         return 0
     experts = operation.matrix.shape[0]
     return operation.matrix.numbers // experts * (experts - operation.reads[0].copies)
-
-
-def _matrices(operation: Operation) -> list[Parameter]:
-    return [parameter for parameter in operation.parameters.values() if len(parameter.shape) > 1]

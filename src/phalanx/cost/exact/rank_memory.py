@@ -24,21 +24,12 @@ from phalanx.cost.exact.fsdp_cuda_buffers import fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
-from phalanx.cost.exact.rank_state import (
-    checkpoint_copy_bytes,
-    owned_counts,
-    rank_model_state,
-    resident_and_offloaded,
-    run_strategy,
-)
+from phalanx.cost.exact.rank_state import checkpoint_copy_bytes, owned_counts, rank_model_state, resident_and_offloaded
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
-from phalanx.cost.formulas.collectives import Strategy
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
-from phalanx.spec.batch import BatchPlan, plan_batch
 from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,62 +92,40 @@ class RankMemory:
         return self.offloaded - self.on_disk + self.checkpoint_copy + self.offloaded_activations
 
 
-def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
+def rank_memory(resolved: ResolvedRun) -> dict[str, RankMemory]:
     """Return the memory of the fullest rank by role.
 
     The role is "rank"; with a parameter server "server" and "worker"; in a pipeline "pp0", "pp1", ... by pipeline rank.
-
-    Raises:
-        UserError: If `world_size` ranks cannot run the layout.
+    Raises UserError if the ranks cannot run the layout.
     """
-    check_layout(run, world_size)
-    stage_memories = _stage_memories(run, world_size)
-    if run.layout.data_parallel == "parameter_server":
-        return {"server": _largest_server(run, world_size), "worker": stage_memories[0]}
-    if run.layout.pp == 1:
+    check_layout(resolved)
+    ranks = rank_tensors(resolved)
+    stages = zip(ranks, _stage_states(resolved, ranks), working_memories(resolved, ranks), strict=True)
+    stage_memories = [_stage_memory(resolved, rank, state, working) for rank, state, working in stages]
+    if resolved.layout.data_parallel == "parameter_server":
+        return {"server": _largest_server(resolved), "worker": stage_memories[0]}
+    if resolved.layout.pp == 1:
         return {"rank": stage_memories[0]}
     return {f"pp{pp_rank}": memory for pp_rank, memory in enumerate(stage_memories)}
 
 
-def worker_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
+def worker_memories(resolved: ResolvedRun) -> list[RankMemory]:
     """Return the memory of each role except servers, whose parameters are in CPU memory.
 
-    Raises:
-        UserError: If `world_size` ranks cannot run the layout.
+    Raises UserError if the ranks cannot run the layout.
     """
-    return [memory for role, memory in rank_memory(run, world_size).items() if role != "server"]
+    return [memory for role, memory in rank_memory(resolved).items() if role != "server"]
 
 
-def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
+def rank_model_states(resolved: ResolvedRun) -> list[StateBytes]:
     """Return the model state of the fullest worker per pipeline rank, before offload.
 
     The state is exact, and is what remains from step to step. Without a pipeline the list has one entry.
     """
-    setup = _setup(run, world_size)
-    return [
-        rank_model_state(run, rank, setup.strategy, micro_batches=setup.micro_batches)
-        for rank in rank_tensors(run, world_size)
-    ]
+    return [rank_model_state(resolved, rank) for rank in rank_tensors(resolved)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Setup:
-    """Properties of a run on its ranks that all stages share."""
-
-    run: RunSpec
-    world_size: int
-    batch_plan: BatchPlan
-    data_dims: ParallelDims
-    """Parallel dimensions, with context-parallel ranks counted as data-parallel."""
-    strategy: Strategy
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per step."""
-        return self.batch_plan.gradient_accumulation_steps
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _StageState:
     """State of a rank from step to step, and its communication buffers."""
 
@@ -166,41 +135,7 @@ class _StageState:
     buffer_peaks: list[CommBufferPeak]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Peaks:
-    """Maximum bytes of a rank in a step; the parts peak at different times, so `total` is at most their sum."""
-
-    activations: int
-    buffers: int
-    """Communication buffers, including gathered parameters."""
-    total: int
-    """State, activations and buffers together."""
-
-
-def _setup(run: RunSpec, world_size: int) -> _Setup:
-    data_dims = parallel_dims(run.layout, world_size).with_cp_as_data_parallel(run.layout)
-    return _Setup(
-        run=run,
-        world_size=world_size,
-        batch_plan=plan_batch(run, world_size),
-        data_dims=data_dims,
-        strategy=run_strategy(run, data_dims),
-    )
-
-
-def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
-    """Return the memory of a worker per pipeline rank."""
-    setup = _setup(run, world_size)
-    ranks = rank_tensors(run, world_size)
-    states = _stage_states(setup, ranks)
-    working_by_rank = working_memories(run, setup.batch_plan, setup.strategy, ranks=ranks)
-    return [
-        _stage_memory(setup, rank, state, working=working)
-        for rank, state, working in zip(ranks, states, working_by_rank, strict=True)
-    ]
-
-
-def _stage_states(setup: _Setup, ranks: Sequence[RankTensors]) -> list[_StageState]:
+def _stage_states(resolved: ResolvedRun, ranks: Sequence[RankTensors]) -> list[_StageState]:
     """Return the state of each pipeline rank.
 
     Stages repeat: between the first and the last, ranks have tensors of equal shapes in other blocks. Each distinct
@@ -210,92 +145,64 @@ def _stage_states(setup: _Setup, ranks: Sequence[RankTensors]) -> list[_StageSta
     state_by_signature: dict[object, _StageState] = {}
     for signature, rank in zip(signatures, ranks, strict=True):
         if signature not in state_by_signature:
-            state_by_signature[signature] = _stage_state(setup, rank)
+            resident, offloaded, on_disk = resident_and_offloaded(resolved, rank)
+            buffer_peaks = comm_buffer_peaks(resolved, rank)
+            state_by_signature[signature] = _StageState(resident, offloaded, on_disk, buffer_peaks)
     return [state_by_signature[signature] for signature in signatures]
 
 
-def _stage_state(setup: _Setup, rank: RankTensors) -> _StageState:
-    """Return the state and the buffers of a rank, which depend on its tensors only."""
-    run = setup.run
-    resident, offloaded, on_disk = resident_and_offloaded(run, rank, setup.strategy, micro_batches=setup.micro_batches)
-    buffer_peaks = comm_buffer_peaks(rank, run, setup.strategy, dims=setup.data_dims, accumulation=setup.micro_batches)
-    return _StageState(resident=resident, offloaded=offloaded, on_disk=on_disk, buffer_peaks=buffer_peaks)
-
-
-def _stage_memory(setup: _Setup, rank: RankTensors, state: _StageState, working: WorkingMemory) -> RankMemory:
+def _stage_memory(resolved: ResolvedRun, rank: RankTensors, state: _StageState, working: WorkingMemory) -> RankMemory:
     """Return the memory of a rank from its state, its activations and its communication."""
-    run = setup.run
-    persistent = split_persistent_memory(
-        run,
-        rank,
-        setup.strategy,
-        state=state.resident,
-        batch_plan=setup.batch_plan,
-        num_replicas=setup.data_dims.dp_size,
-    )
-    peaks = _stage_peaks(persistent, state, working)
+    persistent = split_persistent_memory(resolved, rank, state.resident)
+    peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
     memory = RankMemory(
         parameters=state.resident.parameters,
         gradients=state.resident.gradients,
         optimizer=state.resident.optimizer,
-        activations=peaks.activations,
-        communication=peaks.buffers,
+        activations=working.activations,
+        communication=working.exchanged + max((peak.bytes for peak in state.buffer_peaks), default=0),
         offloaded=state.offloaded,
         on_disk=state.on_disk,
         offloaded_activations=working.offloaded,
     )
-    memory = replace(memory, non_concurrent_bytes=memory.total - peaks.total)
-    if not run.cluster.uses_cuda:
+    memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
+    if not resolved.run.cluster.uses_cuda:
         return memory
-    reserved = _reserved_bytes(setup, rank, state, persistent=persistent, working=working)
     return replace(
         memory,
-        unused=max(0, reserved - peaks.total),
-        nccl=nccl_bytes(run, setup.world_size),
-        checkpoint_copy=checkpoint_copy_bytes(run, rank, setup.strategy),
-    )
-
-
-def _stage_peaks(persistent: PersistentMemory, state: _StageState, working: WorkingMemory) -> _Peaks:
-    """Return the peaks of a rank over the times of a step that `working.peaks` lists."""
-    return _Peaks(
-        activations=working.activations,
-        buffers=working.exchanged + max((peak.bytes for peak in state.buffer_peaks), default=0),
-        total=max(working.peaks(persistent, state.buffer_peaks)),
+        unused=max(0, _reserved_bytes(resolved, rank, state, persistent, working) - peak_bytes),
+        nccl=nccl_bytes(resolved),
+        checkpoint_copy=checkpoint_copy_bytes(resolved, rank),
     )
 
 
 def _reserved_bytes(
-    setup: _Setup, rank: RankTensors, state: _StageState, persistent: PersistentMemory, working: WorkingMemory
+    resolved: ResolvedRun, rank: RankTensors, state: _StageState, persistent: PersistentMemory, working: WorkingMemory
 ) -> int:
     """Return the bytes that CUDA's allocator reserves: memory of one stream cannot be reused by another."""
-    run = setup.run
     peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
     largest_sum = 0
-    if setup.strategy in FSDP_STRATEGIES:
-        buffers = fsdp_stream_buffers(rank, run, setup.micro_batches)
+    if resolved.strategy in FSDP_STRATEGIES:
+        buffers = fsdp_stream_buffers(resolved, rank)
         computing_peaks = working.peaks(*without_other_streams(persistent, state.buffer_peaks))
         peak_bytes = max(computing_peaks) + buffers.side_streams
         largest_sum = buffers.largest_sum
-    elif setup.strategy == "ddp" and setup.data_dims.dp_size > 1 and run.layout.pp == 1:
+    elif resolved.strategy == "ddp" and resolved.data_dims.dp_size > 1 and resolved.layout.pp == 1:
         peak_bytes += state.resident.gradients  # DDP rebuilds its buckets in the second step, next to the first ones
-    return peak_bytes + gap_bytes(run, setup.batch_plan.micro_batch_size, rank, largest_sum=largest_sum)
+    return peak_bytes + gap_bytes(resolved, rank, largest_sum)
 
 
-def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
+def disk_offload_bytes(resolved: ResolvedRun) -> int:
     """Return the bytes that the fullest rank stores in files (`layout.offload = "nvme"`)."""
-    setup = _setup(run, world_size)
-    return max(
-        resident_and_offloaded(run, rank, setup.strategy, micro_batches=setup.micro_batches)[2]
-        for rank in rank_tensors(run, world_size)
-    )
+    return max(resident_and_offloaded(resolved, rank)[2] for rank in rank_tensors(resolved))
 
 
-def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
+def _largest_server(resolved: ResolvedRun) -> RankMemory:
     """Return the memory of the fullest server, which is CPU memory on any hardware."""
+    run = resolved.run
     layout = run.layout
     shapes = parameter_shapes(run.model)
-    workers = plan_batch(run, world_size).dp_size
+    workers = resolved.batch.dp_size
     owner = assign_parameters_to_servers(
         {name: num_elements(shape) for name, shape in shapes.items()}, layout.num_servers
     )
@@ -306,10 +213,7 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
         buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
         servers.append(
             RankMemory(
-                parameters=state.parameters,
-                gradients=state.gradients,
-                optimizer=state.optimizer,
-                communication=buffers,
+                parameters=state.parameters, gradients=state.gradients, optimizer=state.optimizer, communication=buffers
             )
         )
     return max(servers, key=lambda server: server.total)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from phalanx.cost.exact.model_state import (
     NUM_OPTIMIZER_STATES,
-    Optimizer,
     StateBytes,
     optimizer_kind,
     sharded_state_bytes,
@@ -13,25 +12,18 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import FSDP_STRATEGIES, ZERO_STRATEGIES
-from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, strategy_on_ranks
 from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements
-from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements
 
 
-def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_batches: int) -> StateBytes:
-    """Return the bytes that a rank retains from step to step, before offload.
-
-    Args:
-        run: Run whose layout, precision and optimizer apply.
-        rank: Tensors of the rank.
-        strategy: Effective strategy of the layout.
-        micro_batches: Micro-batches per step.
-    """
+def rank_model_state(resolved: ResolvedRun, rank: RankTensors) -> StateBytes:
+    """Return the bytes that a rank retains from step to step, before offload."""
+    run = resolved.run
+    strategy = resolved.strategy
     precision = run.training.precision
-    layout = run.layout
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         # On one rank, ZeRO-3 splits nothing. A parameter server has the optimizer state of its workers.
@@ -43,9 +35,9 @@ def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_
             full_count,
             owned=owned,
             states=0 if strategy == "parameter_server" else states,
-            micro_batches=micro_batches,
+            micro_batches=resolved.micro_batches,
         )
-        if strategy in ZERO_STRATEGIES and precision not in BF16_PRECISIONS and layout.offload == "none":
+        if strategy in ZERO_STRATEGIES and precision not in BF16_PRECISIONS and run.layout.offload == "none":
             # These rows are trained in a copy.
             strided = {name: shape for name, shape in shapes.items() if has_strided_shards(shape, shards)}
             total += StateBytes(0, 0, STATE_BYTES[precision] * owned_counts(strided, run, shards)[0])
@@ -54,39 +46,29 @@ def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_
     return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)
 
 
-def resident_and_offloaded(
-    run: RunSpec, rank: RankTensors, strategy: Strategy, micro_batches: int
-) -> tuple[StateBytes, int, int]:
-    """Return a rank's state on its device, its offloaded bytes, and the part of these in files.
-
-    Args:
-        rank: Tensors of the rank.
-        strategy: Effective strategy of the layout.
-        micro_batches: Micro-batches per step.
-    """
-    layout = run.layout
-    state = rank_model_state(run, rank, strategy, micro_batches=micro_batches)
-    if layout.offload == "none":
+def resident_and_offloaded(resolved: ResolvedRun, rank: RankTensors) -> tuple[StateBytes, int, int]:
+    """Return a rank's state on its device, its offloaded bytes, and the part of these in files."""
+    run = resolved.run
+    state = rank_model_state(resolved, rank)
+    if run.layout.offload == "none":
         return state, 0, 0
     owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
     row_bytes = 0 if run.training.precision in BF16_PRECISIONS else STATE_BYTES[run.training.precision] * owned
-    resident, offloaded = _split_offloaded(strategy, state, row_bytes)
+    resident, offloaded = _split_offloaded(resolved.strategy, state, row_bytes)
     # FSDP2 keeps parameters and gradients in CPU memory; Phalanx can store only the optimizer state in files.
-    on_disk = state.optimizer if strategy in FSDP_STRATEGIES else offloaded
-    return resident, offloaded, on_disk if layout.offload == "nvme" else 0
+    on_disk = state.optimizer if resolved.strategy in FSDP_STRATEGIES else offloaded
+    return resident, offloaded, on_disk if run.layout.offload == "nvme" else 0
 
 
-def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
+def checkpoint_copy_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     """Return the bytes of CPU memory for a rank's copy of its trained parameters and optimizer state.
 
     Checkpoints are written from this copy while training continues (`train.checkpoint.host_copies`). A rank has one
     copy, because a save waits for the previous save. The copy of GPU tensors is page-locked and reused by the next
     save. Tensors that are offloaded to CPU memory are copied too. With files (`offload = "nvme"`) a save makes no copy.
-
-    Args:
-        rank: Tensors of the rank.
-        strategy: Effective strategy of the layout.
     """
+    run = resolved.run
+    strategy = resolved.strategy
     if run.layout.offload == "nvme" or strategy == "parameter_server":
         return 0
     owners = ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
@@ -94,36 +76,19 @@ def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -
     return STATE_BYTES[run.training.precision] * sum(owned + states for owned, states in counts)
 
 
-def run_strategy(run: RunSpec, data_dims: ParallelDims) -> Strategy:
-    """Return the strategy with which a run computes.
-
-    Networks of the user compute with autocast in a single replica.
-
-    Args:
-        data_dims: Its ranks, with those of context parallelism counted as data-parallel.
-    """
-    if run.model.implementation is not None:
-        return strategy_on_ranks(run.layout, data_dims.dp_shard)
-    return effective_strategy(run.layout, data_dims, run.training.precision)
-
-
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
     """Return the parameters of the first of `ranks` that shard all rows, and its optimizer states.
 
-    Args:
-        shapes: Parameters of the ranks.
-        ranks: Number of ranks.
+    With Muon, AdamW trains all but the blocks' matrices.
     """
     optimizer = optimizer_kind(run.optimizer)
-    owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
-    return sum(owned.values()), sum(
-        count * _optimizer_states_per_parameter(name, shapes[name], optimizer) for name, count in owned.items()
-    )
-
-
-def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
-    """Return the optimizer states per element; with Muon, AdamW trains all but the blocks' matrices."""
-    return NUM_OPTIMIZER_STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
+    num_owned = num_states = 0
+    for name, shape in shapes.items():
+        count = max_shard_elements(shape, ranks)
+        num_owned += count
+        is_adamw = optimizer == "muon" and not is_muon_parameter(name, shape)
+        num_states += count * NUM_OPTIMIZER_STATES["adamw" if is_adamw else optimizer]
+    return num_owned, num_states
 
 
 def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:

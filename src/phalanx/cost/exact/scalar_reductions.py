@@ -6,11 +6,10 @@ from phalanx.cost.formulas.collectives import Traffic, sent_bytes
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.schedule.registry import representative_schedule
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layers import expert_layers
 from phalanx.spec.layout import SHARDED_STRATEGIES
-from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import parameter_shardings
 
@@ -25,44 +24,31 @@ def num_reduced_scalars(run: RunSpec) -> int:
     return NUM_SCALARS + experts * len(expert_layers(run.model))
 
 
-def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> list[Traffic]:
+def scalar_reduction_traffic(resolved: ResolvedRun, pp_rank: int) -> list[Traffic]:
     """Return the scalar traffic of a pipeline rank in one update.
 
     Parameter servers receive scalars with the gradients (`verify.parameter_server_traffic`).
-
-    Args:
-        world_size: Number of ranks.
-        pp_rank: Pipeline rank.
     """
+    run = resolved.run
     layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
-    batch_plan = plan_batch(run, world_size)
+    dims = resolved.dims
     scalar_bytes = 8 * num_reduced_scalars(run)
     bytes_per_element = max(4, COMPUTE_BYTES[run.training.precision])
     rows = [
         _all_reduce_traffic("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp),
         _all_reduce_traffic("tp", scalar_bytes, dims.tp),
     ]
-    norms = _norm_reduction_groups(run, rank_tensors(run, world_size)[pp_rank])
+    norms = _norm_reduction_groups(run, rank_tensors(resolved)[pp_rank])
     rows += [_all_reduce_traffic(group_kind, bytes_per_element, ranks) for group_kind, ranks in norms]
     rows.append(_all_reduce_traffic("pp", bytes_per_element, dims.pp))
     if run.model.moe and layout.sequence_parallel:  # each rank's routers process some of the tokens
         num_stages = len(representative_schedule(layout).stages_of(pp_rank)) if layout.pp > 1 else 1
-        rows += (
-            batch_plan.gradient_accumulation_steps
-            * num_stages
-            * [_all_reduce_traffic("tp", bytes_per_element, dims.tp)]
-        )
+        rows += resolved.micro_batches * num_stages * [_all_reduce_traffic("tp", bytes_per_element, dims.tp)]
     return [row for row in rows if row.bytes]
 
 
 def _all_reduce_traffic(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
-    return Traffic(
-        operation="all_reduce",
-        bytes=sent_bytes("all_reduce", size, ranks),
-        purpose=REDUCTION_PURPOSE,
-        group_kind=group_kind,
-    )
+    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), REDUCTION_PURPOSE, group_kind)
 
 
 def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:

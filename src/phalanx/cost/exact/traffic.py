@@ -13,174 +13,127 @@ from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collect
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.model_state import zero_gradient_bytes
-from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
-from phalanx.spec.parameter_shapes import (
-    Shapes,
-    is_muon_parameter,
-    num_elements,
-    parameter_shapes,
-)
+from phalanx.spec.parallel_dims import uses_model_parallelism
+from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements, parameter_shapes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, parameter_shardings, rows_on_rank
 
 
-def traffic_by_role(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
+def traffic_by_role(resolved: ResolvedRun) -> dict[str, list[Traffic]]:
     """Return traffic by role, as in `rank_memory`: of the fullest rank of each role.
 
     The role is "rank"; with a parameter server "server" and "worker"; in a pipeline "pp0", "pp1", ... by pipeline rank.
 
     Exact except for rows below a kilobyte, which are sums of losses and norms. PowerSGD counts steps after compression
     has started, and experts are balanced. Muon's traffic between ranks that share a matrix is not counted. Uneven
-    shards are sent with padding, and counted with padding. Raises UserError if `world_size` ranks cannot run the
-    layout.
+    shards are sent with padding, and counted with padding. Raises UserError if the ranks cannot run the layout.
     """
-    return {role: _merge_rows(rows) for role, rows in traffic_by_group(run, world_size).items()}
+    return {role: _merge_rows(rows) for role, rows in traffic_by_group(resolved).items()}
 
 
-def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, list[Traffic]]:
+def traffic_by_group(resolved: ResolvedRun, rank: int = 0) -> dict[str, list[Traffic]]:
     """Return traffic by role as in `traffic_by_role`, with one row per process group.
 
-    Args:
-        world_size: Number of ranks.
-        rank: Rank whose shards of tensors count. The default is the first and fullest rank of each role.
+    The shards of tensors are those of `rank`: by default the first and fullest rank of each role.
     """
-    check_layout(run, world_size)
+    run = resolved.run
+    check_layout(resolved)
     layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
+    dims = resolved.dims
     shapes = parameter_shapes(run.model)
     if layout.data_parallel == "parameter_server":
         return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], workers=dims.dp_size)
     coordinates = dims.coordinates(rank)
-    stage_tensors = rank_tensors(run, world_size, coordinates["tp"])
+    stage_tensors = rank_tensors(resolved, coordinates["tp"])
     shard_index = coordinates["dp_shard"] * dims.cp + coordinates["cp"]
-    traffic = [
-        [
-            row
-            for row in [*_data_parallel_traffic(run, world_size, tensors, shard_index=shard_index), *model_parallel]
-            if row.bytes
-        ]
-        for tensors, model_parallel in zip(
-            stage_tensors, model_parallel_traffic(run, world_size, stage_tensors), strict=True
-        )
-    ]
+    rows_by_stage = (
+        [*_data_parallel_traffic(resolved, tensors, shard_index), *model_parallel]
+        for tensors, model_parallel in zip(stage_tensors, model_parallel_traffic(resolved, stage_tensors), strict=True)
+    )
+    traffic = [[row for row in rows if row.bytes] for rows in rows_by_stage]
     return {"rank": traffic[0]} if layout.pp == 1 else {f"pp{pp_rank}": rows for pp_rank, rows in enumerate(traffic)}
 
 
-def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, shard_index: int) -> list[Traffic]:
+def _data_parallel_traffic(resolved: ResolvedRun, rank: RankTensors, shard_index: int) -> list[Traffic]:
     """Return a rank's data-parallel traffic of parameters and gradients.
 
     `shard_index` is the index of the rank among the ranks that shard the same parameters.
     """
-    layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
-    data_dims = dims.with_cp_as_data_parallel(layout)
-    batch_plan = plan_batch(run, world_size)
-    # In a pipeline, gradients are reduced once per step.
-    num_reductions = batch_plan.gradient_accumulation_steps if layout.pp == 1 else 1
-    expert_shards = (
-        rank.expert_shards
-        if layout.data_parallel in SHARDED_STRATEGIES
-        else dims.dp_size * dims.cp * dims.tp // dims.ep
-    )
-    ranks = data_dims.dp_shard if layout.data_parallel in SHARDED_STRATEGIES else data_dims.dp_size
-    dense = _sharded_traffic(
-        rank.dense,
-        run,
-        ranks,
-        replicas=data_dims.dp_replicate,
-        num_reductions=num_reductions,
-        calls=count_collectives(run, rank, data_dims),
-    )
-    expert_calls = count_collectives(run, rank, data_dims, for_experts=True)
+    data_dims = resolved.data_dims
+    is_sharded = resolved.layout.data_parallel in SHARDED_STRATEGIES
+    ranks = data_dims.dp_shard if is_sharded else data_dims.dp_size
+    expert_ranks = rank.expert_shards if is_sharded else resolved.dims.expert_dp_size
+    dense = _sharded_traffic(resolved, rank.dense, ranks, count_collectives(resolved, rank))
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
         for row in _sharded_traffic(
-            rank.expert,
-            run,
-            expert_shards,
-            replicas=data_dims.dp_replicate,
-            num_reductions=num_reductions,
-            calls=expert_calls,
+            resolved, rank.expert, expert_ranks, count_collectives(resolved, rank, for_experts=True)
         )
     ]
-    partial = _partial_gradient_traffic(
-        rank, run, data_dims, shard_index=shard_index, micro_batches=batch_plan.gradient_accumulation_steps
-    )
-    return [*dense, *experts, *partial]
+    return [*dense, *experts, *_partial_gradient_traffic(resolved, rank, shard_index)]
 
 
-def _sharded_traffic(
-    shapes: Shapes, run: RunSpec, ranks: int, replicas: int, num_reductions: int, calls: CollectiveCounts
-) -> list[Traffic]:
+def _sharded_traffic(resolved: ResolvedRun, shapes: Shapes, ranks: int, calls: CollectiveCounts) -> list[Traffic]:
     """Return the traffic among `ranks` that share a copy of these tensors (with ddp, that each have one)."""
+    run = resolved.run
     layout = run.layout
+    # In a pipeline, gradients are reduced once per step.
+    num_reductions = resolved.micro_batches if layout.pp == 1 else 1
     precision = run.training.precision
     compute_bytes = COMPUTE_BYTES[precision]
     state_bytes = STATE_BYTES[precision]
     total = _padded_elements(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
+
+    def times_calls(count: int, parameter_bytes: float, gradient_bytes: float, reshard: bool = False) -> list[Traffic]:
+        rows = step_traffic(
+            layout.data_parallel,
+            parameter_bytes,
+            gradient_bytes,
+            ranks,
+            num_reductions,
+            replicas=resolved.data_dims.dp_replicate,
+            reshard_after_forward=reshard,
+        )
+        return [replace(row, calls=count * row.calls) for row in rows]
+
     if layout.data_parallel == "ddp":
         sent_by_compression = {
             "none": state_bytes * total,
             "bf16": 2 * total,
             "powersgd": state_bytes * _powersgd_elements(shapes, layout.powersgd_rank),
         }
-        return _multiply_calls(
-            calls.blocks,
-            step_traffic("ddp", state_bytes * total, sent_by_compression[layout.gradient_compression], ranks=ranks),
-        )
+        return times_calls(calls.blocks, state_bytes * total, sent_by_compression[layout.gradient_compression])
     muon = [] if uses_model_parallelism(layout) else _muon_traffic(shapes, run, ranks)
     if layout.data_parallel in ZERO_STRATEGIES:
-        traffic = step_traffic(
-            layout.data_parallel, compute_bytes * total, compute_bytes * total, ranks=ranks, accumulation=num_reductions
-        )
-        return [*_multiply_calls(calls.blocks, traffic), *muon]
+        return [*times_calls(calls.blocks, compute_bytes * total, compute_bytes * total), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
     in_blocks = _padded_elements(blocks, ranks)
     # Parameters outside blocks are gathered once: the embedding's backward pass does not need them, and the head's
     # follows its forward pass.
+    outside = total - in_blocks
     reshard = layout.reshard_after_forward and layout.pp == 1
-    traffic = [
-        row
-        for count, is_resharded, num_calls in (
-            (in_blocks, reshard, calls.blocks),
-            (total - in_blocks, False, calls.outside_blocks),
-        )
-        for row in _multiply_calls(
-            num_calls,
-            step_traffic(
-                layout.data_parallel,
-                compute_bytes * count,
-                state_bytes * count,
-                ranks=ranks,
-                accumulation=num_reductions,
-                replicas=replicas,
-                reshard_after_forward=is_resharded,
-            ),
-        )
+    return [
+        *times_calls(calls.blocks, compute_bytes * in_blocks, state_bytes * in_blocks, reshard),
+        *times_calls(calls.outside_blocks, compute_bytes * outside, state_bytes * outside),
+        *muon,
     ]
-    return [*traffic, *muon]
 
 
-def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
-    return [replace(row, calls=count * row.calls) for row in traffic]
-
-
-def _partial_gradient_traffic(
-    rank: RankTensors, run: RunSpec, data_dims: ParallelDims, shard_index: int, micro_batches: int
-) -> list[Traffic]:
+def _partial_gradient_traffic(resolved: ResolvedRun, rank: RankTensors, shard_index: int) -> list[Traffic]:
     """Return the traffic of gradients that tensor-parallel ranks hold as partial sums, by group."""
+    run = resolved.run
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
-    is_zero = run_strategy(run, data_dims) in ZERO_STRATEGIES
-    bytes_per_element = zero_gradient_bytes(precision, micro_batches) if is_zero else STATE_BYTES[precision]
+    bytes_per_element = STATE_BYTES[precision]
+    if resolved.strategy in ZERO_STRATEGIES:
+        bytes_per_element = zero_gradient_bytes(precision, resolved.micro_batches)
     shardings = parameter_shardings(run.model, layout)
     for name, shape in rank.dense.items():
         sharding = shardings[name]
@@ -190,7 +143,7 @@ def _partial_gradient_traffic(
             bytes_by_group[group] = bytes_by_group.get(group, 0) + bytes_per_element * num_elements((rows, *shape[1:]))
     purpose = "partial gradients of parameters that several ranks use"
     return [
-        Traffic(operation="all_reduce", bytes=sent_bytes("all_reduce", size, n), purpose=purpose, group_kind=group_kind)
+        Traffic("all_reduce", sent_bytes("all_reduce", size, n), purpose, group_kind)
         for (n, group_kind), size in bytes_by_group.items()
     ]
 
@@ -227,14 +180,7 @@ def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
     returned = sum(-(-count * prod(shape[:-2]) // ranks) * prod(shape[-2:]) for shape, count in shape_counts.items())
     size = COMPUTE_BYTES["fp64" if run.training.precision == "fp64" else "bf16"] * (gathered + returned)
     purpose = "Muon's momenta, to whole matrices and back"
-    return [
-        Traffic(
-            operation="all_to_all",
-            bytes=sent_bytes("all_to_all", size, ranks),
-            purpose=purpose,
-            calls=2 * len(shape_counts),
-        )
-    ]
+    return [Traffic("all_to_all", sent_bytes("all_to_all", size, ranks), purpose, calls=2 * len(shape_counts))]
 
 
 def _parameter_server_traffic(
@@ -247,25 +193,14 @@ def _parameter_server_traffic(
     servers = layout.num_servers
     total_bytes = bytes_per_element * sum(map(num_elements, shapes.values()))
     owned_bytes = bytes_per_element * max(server_loads(shapes, servers))
-    down = Traffic(operation="broadcast", bytes=owned_bytes, purpose="weights", group_kind="servers")
-    up = Traffic(operation="broadcast", bytes=total_bytes, purpose="weights", group_kind="servers", calls=servers)
+    down = Traffic("broadcast", owned_bytes, "weights", "servers")
+    up = Traffic("broadcast", total_bytes, "weights", "servers", calls=servers)
     if layout.max_staleness is not None:
-        down = Traffic(
-            operation="send", bytes=workers * owned_bytes, purpose="weights", group_kind="servers", calls=workers
-        )
-        up = Traffic(operation="recv", bytes=total_bytes, purpose="weights", group_kind="servers", calls=servers)
-    return {
-        "server": [
-            down,
-            Traffic(
-                operation="recv", bytes=workers * owned_bytes, purpose="gradients", group_kind="servers", calls=workers
-            ),
-        ],
-        "worker": [
-            up,
-            Traffic(operation="send", bytes=total_bytes, purpose="gradients", group_kind="servers", calls=servers),
-        ],
-    }
+        down = Traffic("send", workers * owned_bytes, "weights", "servers", calls=workers)
+        up = Traffic("recv", total_bytes, "weights", "servers", calls=servers)
+    received = Traffic("recv", workers * owned_bytes, "gradients", "servers", calls=workers)
+    sent = Traffic("send", total_bytes, "gradients", "servers", calls=servers)
+    return {"server": [down, received], "worker": [up, sent]}
 
 
 def server_loads(shapes: Shapes, num_servers: int) -> list[int]:
@@ -285,10 +220,7 @@ def _merge_rows(traffic: list[Traffic]) -> list[Traffic]:
     """Return the sums of rows with equal operation and purpose."""
     total: dict[tuple[str, str], Traffic] = {}
     for row in traffic:
-        previous = total.get(
-            (row.operation, row.purpose), Traffic(operation=row.operation, bytes=0, purpose=row.purpose, calls=0)
-        )
-        total[row.operation, row.purpose] = replace(
-            previous, bytes=previous.bytes + row.bytes, calls=previous.calls + row.calls
-        )
+        key = row.operation, row.purpose
+        before = total.get(key, Traffic(row.operation, 0, row.purpose, calls=0))
+        total[key] = replace(before, bytes=before.bytes + row.bytes, calls=before.calls + row.calls)
     return list(total.values())

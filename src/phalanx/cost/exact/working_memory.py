@@ -13,17 +13,16 @@ from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes, pipeline_buffer
 from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks, weight_gradients
 from phalanx.cost.exact.model_state import zero_gradient_bytes
-from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
-from phalanx.spec.batch import BatchPlan, needs_all_logits
+from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -39,45 +38,27 @@ class WorkingMemory:
     """Yields the bytes at the times at which memory can peak."""
 
 
-def working_memories(
-    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, ranks: Sequence[RankTensors]
-) -> list[WorkingMemory]:
+def working_memories(resolved: ResolvedRun, ranks: Sequence[RankTensors]) -> list[WorkingMemory]:
     """Return the working memory of a worker per pipeline rank.
 
-    Args:
-        batch_plan: Sizes of the run's batches.
-        strategy: Effective strategy of the layout.
-        ranks: Tensors of each pipeline rank.
+    Without a pipeline, one micro-batch at a time exchanges tensors inside blocks. In a pipeline, several micro-batches
+    are in flight, whose bytes include these exchanges, and stages send messages.
     """
-    if run.layout.pp == 1:
-        return [_single_stage_memory(run, batch_plan, strategy)]
-    return _pipeline_stage_memories(run, batch_plan, strategy, ranks=ranks)
-
-
-def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> WorkingMemory:
-    """Return the working memory without a pipeline: one micro-batch at a time, and the exchanges inside blocks."""
-    activations = _stage_activations(run, batch_plan.micro_batch_size, strategy)
-    cuda_exchange = cuda_exchange_bytes(run, batch_plan.micro_batch_size) if run.cluster.uses_cuda else 0
-    return WorkingMemory(
-        activations=activations.peak,
-        exchanged=max(cuda_exchange, activations.exchanged),
-        offloaded=activations.offloaded,
-        peaks=partial(memory_peaks, activations=activations, cuda_exchange=cuda_exchange),
-    )
-
-
-def _pipeline_stage_memories(
-    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, ranks: Sequence[RankTensors]
-) -> list[WorkingMemory]:
-    """Return the working memory per pipeline rank: the micro-batches in flight, and messages between stages.
-
-    The bytes of a micro-batch in flight include the exchanges inside blocks.
-    """
+    if resolved.layout.pp == 1:
+        activations = _stage_activations(resolved)
+        cuda_exchange = cuda_exchange_bytes(resolved)
+        return [
+            WorkingMemory(
+                activations=activations.peak,
+                exchanged=max(cuda_exchange, activations.exchanged),
+                offloaded=activations.offloaded,
+                peaks=partial(memory_peaks, activations=activations, cuda_exchange=cuda_exchange),
+            )
+        ]
     memories = []
-    schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
-    in_flight = _in_flight_peaks(run, batch_plan, schedule=schedule, strategy=strategy, ranks=ranks)
-    for pp_rank, passes in enumerate(in_flight):
-        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, schedule, pp_rank=pp_rank, strategy=strategy)
+    schedule = layout_schedule(resolved.layout, resolved.micro_batches)
+    for pp_rank, passes in enumerate(_in_flight_peaks(resolved, schedule, ranks)):
+        messages = pipeline_buffer_bytes(resolved, schedule, pp_rank)
         memories.append(
             WorkingMemory(
                 activations=passes.activations,
@@ -89,17 +70,16 @@ def _pipeline_stage_memories(
     return memories
 
 
-def _stage_activations(
-    run: RunSpec, batch: int, strategy: Strategy, stage: StageBlocks | None = None
-) -> ActivationBytes:
+def _stage_activations(resolved: ResolvedRun, stage: StageBlocks | None = None) -> ActivationBytes:
     """Return the activations of a micro-batch, in a pipeline those of one stage."""
+    run = resolved.run
     return activation_bytes(
         run.model,
-        batch,
+        resolved.batch.micro_batch_size,
         run.training.seq_len,
         precision=run.training.precision,
         layout=run.layout,
-        autocast=strategy in ("ddp", "parameter_server"),
+        autocast=resolved.strategy in ("ddp", "parameter_server"),
         masked=run.data.mask_documents,
         stage=stage,
         on_cuda=run.cluster.uses_cuda,
@@ -108,20 +88,23 @@ def _stage_activations(
 
 
 def _in_flight_peaks(
-    run: RunSpec, batch_plan: BatchPlan, schedule: Schedule, strategy: Strategy, ranks: Sequence[RankTensors]
+    resolved: ResolvedRun, schedule: Schedule, ranks: Sequence[RankTensors]
 ) -> list[PeakInFlightBytes]:
     """Return the peak activations per pipeline rank, with the bytes that are exchanged inside blocks."""
-    batch = batch_plan.micro_batch_size
+    run = resolved.run
     stages = pipeline_stages(layers_per_stage(run), schedule, run.layout)
     # Stages repeat: those with blocks of the same kinds, between the first and the last, save equal activations if they
     # recompute equally many blocks.
-    signatures = [_stage_signature(run, stage) for stage in stages]
+    layers = blocks(run.model, run.layout)
+    signatures = [
+        (tuple(layers[layer] for layer in stage.layers), stage.first, stage.last, stage.recomputed) for stage in stages
+    ]
     activations_by_signature = dict[object, ActivationBytes]()
     for signature, stage in zip(signatures, stages, strict=True):
         if signature not in activations_by_signature:
-            activations_by_signature[signature] = _stage_activations(run, batch, strategy, stage=stage)
+            activations_by_signature[signature] = _stage_activations(resolved, stage)
     stage_activations = [activations_by_signature[signature] for signature in signatures]
-    cuda_exchange = cuda_exchange_bytes(run, batch) if run.cluster.uses_cuda else 0
+    cuda_exchange = cuda_exchange_bytes(resolved)
     return [
         peak_in_flight_bytes(
             schedule,
@@ -129,10 +112,7 @@ def _in_flight_peaks(
             stage_activations,
             cuda_exchange=cuda_exchange,
             sums=_gradient_sums(
-                run,
-                batch_plan,
-                strategy,
-                shares=_gradient_shares(rank, {index: stages[index] for index in schedule.stages_of(pp_rank)}),
+                resolved, _gradient_shares(rank, {index: stages[index] for index in schedule.stages_of(pp_rank)})
             ),
         )
         for pp_rank, rank in enumerate(ranks)
@@ -148,16 +128,14 @@ def _gradient_shares(rank: RankTensors, stages: Mapping[int, StageBlocks]) -> di
     return {index: count / sum(counts.values()) for index, count in counts.items()}
 
 
-def _gradient_sums(
-    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, shares: Mapping[int, float]
-) -> GradientSums:
+def _gradient_sums(resolved: ResolvedRun, shares: Mapping[int, float]) -> GradientSums:
     """Return how the sums of gradients of a pipeline rank grow: by stage, and in ZeRO from bf16 to fp32."""
-    precision = run.training.precision
-    final_bytes = zero_gradient_bytes(precision, batch_plan.gradient_accumulation_steps)
+    precision = resolved.run.training.precision
+    final_bytes = zero_gradient_bytes(precision, resolved.micro_batches)
     return GradientSums(
         shares=shares,
-        narrow=COMPUTE_BYTES[precision] / final_bytes if strategy in ZERO_STRATEGIES else 1.0,
-        weight_gradients=weight_gradients(run, strategy),
+        narrow=COMPUTE_BYTES[precision] / final_bytes if resolved.strategy in ZERO_STRATEGIES else 1.0,
+        weight_gradients=weight_gradients(resolved),
     )
 
 
@@ -166,10 +144,3 @@ def _is_in_stage(name: str, stage: StageBlocks) -> bool:
     if name.startswith("blocks."):
         return int(name.split(".")[1]) in stage.layers
     return stage.first if name.startswith(EMBEDDINGS) else stage.last
-
-
-def _stage_signature(run: RunSpec, stage: StageBlocks) -> tuple[object, ...]:
-    """Return a key that is equal for stages with equal activations: their blocks' kinds, and their ends."""
-    model_blocks = blocks(run.model, run.layout)
-    kinds = tuple(model_blocks[layer] for layer in stage.layers)
-    return kinds, stage.first, stage.last, stage.recomputed

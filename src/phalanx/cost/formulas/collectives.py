@@ -50,7 +50,7 @@ def ring_steps(operation: Collective, ranks: int) -> int:
     return (2 if operation == "all_reduce" else 1) * (ranks - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that one rank sends for one purpose in one optimizer update, summed over `calls`."""
 
@@ -104,11 +104,13 @@ def step_traffic(
         case "zero3" | "hsdp":
             passes = ("forward", "backward") if reshard_after_forward else ("forward",)
             traffic = _fsdp_traffic(parameter_bytes, gradient_bytes, ranks, accumulation=accumulation, passes=passes)
-            return traffic if strategy == "zero3" else [*traffic, _replica_traffic(gradient_bytes / ranks, replicas)]
+            purpose = "this rank's gradients, between replicas"
+            between = _collective("all_reduce", gradient_bytes / ranks, replicas, purpose)
+            return traffic if strategy == "zero3" else [*traffic, replace(between, group_kind="replicas")]
         case "parameter_server":
             return [
-                Traffic(operation="recv", bytes=parameter_bytes, purpose="parameters, from the servers"),
-                Traffic(operation="send", bytes=gradient_bytes, purpose="gradients, to the servers"),
+                Traffic("recv", parameter_bytes, "parameters, from the servers"),
+                Traffic("send", gradient_bytes, "gradients, to the servers"),
             ]
 
 
@@ -133,13 +135,5 @@ def _fsdp_traffic(
     return [*traffic, _collective("reduce_scatter", gradient_bytes, ranks, purpose=purpose, calls=accumulation)]
 
 
-def _replica_traffic(gradient_bytes: float, replicas: int) -> Traffic:
-    """Return the traffic of hsdp between the replicas of one rank's gradients."""
-    row = _collective("all_reduce", gradient_bytes, replicas, purpose="this rank's gradients, between replicas")
-    return replace(row, group_kind="replicas")
-
-
 def _collective(operation: Collective, size_bytes: float, ranks: int, purpose: str, calls: int = 1) -> Traffic:
-    return Traffic(
-        operation=operation, bytes=calls * sent_bytes(operation, size_bytes, ranks), purpose=purpose, calls=calls
-    )
+    return Traffic(operation, calls * sent_bytes(operation, size_bytes, ranks), purpose, calls=calls)

@@ -20,12 +20,8 @@ def energy_kwh(watts_per_device: float, devices: int, hours: float, pue: float =
     """
     require_non_negative(watts_per_device=watts_per_device, devices=devices, hours=hours)
     if not 1 <= pue < inf:
-        raise UserError(
-            "pue",
-            pue,
-            "must be at least 1",
-            fix="use the energy of the building divided by the energy of the machines",
-        )
+        fix = "use the energy of the building divided by the energy of the machines"
+        raise UserError("pue", pue, "must be at least 1", fix)
     return watts_per_device * devices * hours * pue / 1000
 
 

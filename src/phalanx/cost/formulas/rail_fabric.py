@@ -107,12 +107,9 @@ def oversubscription_slowdown(spine_share: float, oversubscription: float) -> fl
     `oversubscription`.
     """
     if not oversubscription >= 1:
-        raise UserError(
-            "oversubscription",
-            oversubscription,
-            "must be at least 1, the value of a spine as fast as all NICs",
-            fix="use 2 for an oversubscription of 2:1",
-        )
+        problem = "must be at least 1, the value of a spine as fast as all NICs"
+        fix = "use 2 for an oversubscription of 2:1"
+        raise UserError("oversubscription", oversubscription, problem, fix)
     if not 0 <= spine_share <= 1:
         raise UserError("spine_share", spine_share, "is not a fraction of the bytes", fix="use a number from 0 to 1")
     return max(1.0, oversubscription * spine_share)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cost.exact.layout_checks import assume_no_recomputation
-from phalanx.launch.jobs.node_range import fix_for_node_range, layout_error
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, layout_error
+from phalanx.launch.jobs.node_range import fix_for_node_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 SAVING_SECONDS = 660
@@ -125,7 +126,7 @@ def check_job(job: ClusterJob) -> None:
     errors = {
         nodes: error
         for nodes in sorted({job.min_nodes, job.max_nodes})
-        if (error := layout_error(run, nodes * job.nproc)) is not None
+        if (error := layout_error(ResolvedRun(run, nodes * job.nproc))) is not None
     }
     if not errors:
         return

@@ -17,6 +17,7 @@ from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_gib, plural
 from phalanx.spec.learning_rate import is_small_model
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
@@ -64,8 +65,8 @@ def _describe_memory(job: ClusterJob, nodes: int) -> str:
     cluster = job.run.cluster.replace(nodes=nodes, nproc_per_node=job.nproc)
     run = job.run.replace(cluster=cluster)
     if run.layout.auto_checkpointing:
-        run = run.replace(layout=choose_recomputation(run, cluster.ranks).layout)
-    memories = worker_memories(run, cluster.ranks)
+        run = run.replace(layout=choose_recomputation(ResolvedRun.on_cluster(run)).layout)
+    memories = worker_memories(ResolvedRun.on_cluster(run))
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     p_oom = layout_oom_probability(cluster, device_bytes, host_bytes)
     planned = format_gib(max(memory.device for memory in memories))

@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 
-from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import layout_error
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import STRATEGIES_WITH_UNEVEN_BATCHES
 from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 MAX_BATCH_CHANGE = 2
 """Maximum ratio of the tokens per step that a fix suggests to those of the run: beyond it, it is another training."""
 MAX_TRIED_BATCHES = 16
 """Maximum number of batches that are tried, the nearest first."""
-
-
-def layout_error(run: RunSpec, world_size: int) -> UserError | None:
-    """Return why `world_size` ranks cannot run the layout; None if they can."""
-    try:
-        check_layout(run, world_size)
-    except UserError as error:
-        return error
-    return None
 
 
 def fix_for_node_range(run: RunSpec, error: UserError, node_counts: range, nproc: int) -> str:
@@ -99,7 +91,7 @@ def _dp_sizes(run: RunSpec, rank_counts: Iterable[int]) -> list[int]:
 
 
 def _is_valid_for(run: RunSpec, rank_counts: Iterable[int]) -> bool:
-    return all(layout_error(run, ranks) is None for ranks in rank_counts)
+    return all(layout_error(ResolvedRun(run, ranks)) is None for ranks in rank_counts)
 
 
 def _replace_field(run: RunSpec, field: str, value: int) -> RunSpec:

@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.host_counts import to_host_lists
-from phalanx.model.moe import (
-    MoE,
-    combine_expert_outputs,
-    max_expert_rows,
-    rows_of_choices,
-    sort_by_expert,
-)
+from phalanx.model.moe import MoE, combine_expert_outputs, max_expert_rows, rows_of_choices, sort_by_expert
 from phalanx.model.part import modules_declaring
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -144,10 +138,7 @@ def _plan_dispatch(moe: MoE, ep: ExpertParallelGroup, chosen_BTk: Tensor) -> Dis
     both_by_rank = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ep.size, -1)).sum(2)
     send_counts, recv_counts = to_host_lists(both_by_rank, max_expert_rows(moe.router.moe, chosen))
     return DispatchPlan(
-        order=order,
-        recv_rows=recv_counts_E.view(ep.size, -1),
-        send_counts=send_counts,
-        recv_counts=recv_counts,
+        order=order, recv_rows=recv_counts_E.view(ep.size, -1), send_counts=send_counts, recv_counts=recv_counts
     )
 
 

@@ -28,6 +28,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
 from phalanx.spec.layout import Layout
 from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 AGREEMENT_TOLERANCE = 0.01
@@ -70,23 +71,23 @@ class AdviceReport:
         return sum(advice.verdict == "agrees" for advice in self.advice)
 
 
-def advise(run: RunSpec, world_size: int) -> AdviceReport:
+def advise(resolved: ResolvedRun) -> AdviceReport:
     """Return all rules of thumb, compared with the planner's search.
 
     Raises UserError if a speed of the cluster is unknown, or no layout fits.
     """
-    layouts = enumerate_layouts(run, world_size)
-    layouts, ordered = with_smaller_variants(run, world_size, layouts) if layouts else ([], [])
-    evaluated = EvaluatedLayouts(run, world_size, layouts, ordered, MemoryCounts(run, world_size))
+    layouts = enumerate_layouts(resolved)
+    layouts, ordered = with_smaller_variants(resolved, layouts) if layouts else ([], [])
+    evaluated = EvaluatedLayouts(resolved, layouts, ordered, MemoryCounts(resolved))
     fastest = evaluated.best(lambda _: True)
     if fastest is None:
-        plan = search_layouts(run, world_size, keep=1)
-        fix = suggest_fit(run, world_size, plan) if plan.closest_to_fitting else "change the layout or the batch size"
+        plan = search_layouts(resolved, keep=1)
+        fix = suggest_fit(resolved, plan) if plan.closest_to_fitting else "change the layout or the batch size"
         raise UserError(
             "layout", None, f"cannot be chosen: none of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix
         )
-    bands = TimeBands(run, world_size, ordered, fastest)
-    best = next(runnable_layouts(run, world_size, bands, bands.order, evaluated.count_memory))
+    bands = TimeBands(resolved, ordered, fastest)
+    best = next(runnable_layouts(resolved, bands, bands.order, evaluated.count_memory))
     situation = describe_situation(evaluated)
     return AdviceReport(
         situation,
@@ -100,8 +101,7 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
 class EvaluatedLayouts:
     """All layouts of a run."""
 
-    run: RunSpec
-    ranks: int
+    resolved: ResolvedRun
     candidates: list[CandidateLayout]
     fitting: list[CandidateLayout]
     """Layouts that are likely to fit, in the planner's order of preference."""
@@ -111,7 +111,7 @@ class EvaluatedLayouts:
     def best(self, is_wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
         """Return the planner's best of the wanted layouts; None if none of them fits and runs."""
         wanted = (candidate for candidate in self.fitting if is_wanted(candidate))
-        return next(runnable_layouts(self.run, self.ranks, wanted, count_memory=self.count_memory), None)
+        return next(runnable_layouts(self.resolved, wanted, count_memory=self.count_memory), None)
 
 
 def compare_with_best(
@@ -139,26 +139,23 @@ def compare_with_best(
         # The reason is the cost of the fastest layout that does not satisfy the rule.
         fastest_violation = layouts.best(lambda candidate: not obeys_rule(candidate))
         if fastest_violation is not None:
-            return make_advice(
-                "agrees",
-                f"otherwise {fastest_violation.candidate}, {explain_slowdown(layouts.run, fastest_violation, best)}",
-                best,
-            )
+            slowdown = explain_slowdown(layouts.resolved.run, fastest_violation, best)
+            return make_advice("agrees", f"otherwise {fastest_violation.candidate}, {slowdown}", best)
         all_satisfy = all(map(obeys_rule, layouts.candidates))
         return make_advice("agrees", "all layouts satisfy the rule" if all_satisfy else "no other layout fits", best)
     if evaluated := layouts.best(obeys_rule):
         slower = evaluated.step_seconds / best.step_seconds - 1
         verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
-        return make_advice(verdict, explain_slowdown(layouts.run, evaluated, best), evaluated, slower)
+        return make_advice(verdict, explain_slowdown(layouts.resolved.run, evaluated, best), evaluated, slower)
     obeying = list(filter(obeys_rule, layouts.candidates))
     if not obeying:
         required = rule.requirements_text
         reason = f"no layout of {situation.ranks} devices for this model and this batch has {required}"
         return make_advice("does not run", reason)
-    smallest = evaluate(layouts.run, layouts.ranks, [smallest_layout(layouts.run, layouts.ranks, obeying)])[0]
+    smallest = evaluate(layouts.resolved, [smallest_layout(layouts.resolved, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
         return make_advice("does not run", f"none of the {len(obeying):,} such layouts that fit can run")
-    return make_advice("does not fit", _explain_missing_memory(layouts.run, smallest), smallest)
+    return make_advice("does not fit", _explain_missing_memory(layouts.resolved.run, smallest), smallest)
 
 
 def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
@@ -178,10 +175,10 @@ def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
 
 def describe_situation(layouts: EvaluatedLayouts) -> RunSituation:
     """Return the facts of a run that the rules depend on."""
-    run = layouts.run
+    run = layouts.resolved.run
     model = run.model
-    plain = candidate_from_run(run.replace(layout=Layout(micro_batch_size=1)), 1)
-    on_one_device = evaluate(run, 1, [plain, plain._replace(activation_checkpointing="full")])
+    plain = candidate_from_run(ResolvedRun(run.replace(layout=Layout(micro_batch_size=1)), 1))
+    on_one_device = evaluate(ResolvedRun(run, 1), [plain, plain._replace(activation_checkpointing="full")])
     resident_bytes, recomputed_bytes = (_fullest_stage_bytes(evaluated) for evaluated in on_one_device)
     fits_one_device = any(evaluated.p_oom < MAX_OOM_PROBABILITY for evaluated in on_one_device)
     count = count_parameters(model)
@@ -197,14 +194,14 @@ def describe_situation(layouts: EvaluatedLayouts) -> RunSituation:
     fits_with_zb_h2 = False
     if not fits_one_device and (fastest := layouts.best(lambda c: c.pp > 1 and c.schedule == "1f1b")):
         zb_h2 = fastest.candidate._replace(schedule="zb-h2")
-        fits_with_zb_h2 = can_run(run, layouts.ranks, zb_h2)
-        fits_with_zb_h2 = fits_with_zb_h2 and evaluate(run, layouts.ranks, [zb_h2])[0].p_oom < MAX_OOM_PROBABILITY
+        fits_with_zb_h2 = can_run(layouts.resolved, zb_h2)
+        fits_with_zb_h2 = fits_with_zb_h2 and evaluate(layouts.resolved, [zb_h2])[0].p_oom < MAX_OOM_PROBABILITY
     return RunSituation(
         parameters=count.total,
         layers=model.num_layers,
         experts=model.moe is not None,
         sequences=run.training.tokens_per_step // run.training.seq_len,
-        ranks=layouts.ranks,
+        ranks=layouts.resolved.world_size,
         domain=run.cluster.fast_link_domain_size,
         memory_bytes=float(run.cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},

@@ -19,8 +19,8 @@ from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probabi
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.search import search_layouts
 from phalanx.program.pipeline_split import layers_per_rank
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
@@ -105,13 +105,13 @@ def diagnose(run: RunSpec) -> Diagnosis:
     effects = evaluate_single_remedies(run)
     steps, needed = cheapest_sequence(run, current, effects)
     try:
-        best = next(iter(search_layouts(run, run.cluster.ranks, keep=1).layouts), None)
+        best = next(iter(search_layouts(ResolvedRun.on_cluster(run), keep=1).layouts), None)
     except UserError:
         best = None
     return Diagnosis(
         current_footprint=current,
         limit_bytes=limit_bytes(run),
-        micro_batch=plan_batch(run, run.cluster.ranks).micro_batch_size,
+        micro_batch=ResolvedRun.on_cluster(run).batch.micro_batch_size,
         single_remedies=cheapest_first(effects, current),
         steps=steps,
         needed=needed,
@@ -140,7 +140,7 @@ def run_footprint(run: RunSpec) -> RunFootprint:
 
     Raises UserError if the layout cannot run, or the memory of the devices is unknown.
     """
-    rank_memories = worker_memories(run, run.cluster.ranks)
+    rank_memories = worker_memories(ResolvedRun.on_cluster(run))
     _require_known_memory(run)
     p_oom = ranks_oom_probability(run.cluster, rank_memories)
     return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.device), p_oom, step_seconds(run))
@@ -149,14 +149,14 @@ def run_footprint(run: RunSpec) -> RunFootprint:
 def step_seconds(run: RunSpec) -> float | None:
     """Return the planner's step time, or None if it cannot predict it."""
     try:
-        return evaluate(run, run.cluster.ranks, [candidate_from_run(run, run.cluster.ranks)])[0].step_seconds
+        return evaluate(ResolvedRun.on_cluster(run), [candidate_from_run(ResolvedRun.on_cluster(run))])[0].step_seconds
     except UserError:
         return None
 
 
 def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
     """Return the run with its effective micro-batch size set, so that no remedy changes it implicitly."""
-    return with_layout(run, micro_batch_size=plan_batch(run, run.cluster.ranks).micro_batch_size)
+    return with_layout(run, micro_batch_size=ResolvedRun.on_cluster(run).batch.micro_batch_size)
 
 
 def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from phalanx.cost.exact.layout_checks import check_divisibility
 from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
 from phalanx.plan.advice.papers import (
     BFLOAT16,
@@ -27,12 +28,11 @@ from phalanx.plan.advice.papers import (
 from phalanx.plan.search.candidates import ZERO_STAGES
 from phalanx.plan.search.enumerate_layouts import choose_rank_order
 from phalanx.spec.base import divisors
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, CheckpointingName, Layout
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, without_inapplicable_options
 from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import check_divisibility
 
 MAX_DEVICE_MULTIPLE = 64
 """Maximum multiple of the devices that the last remedy tries."""
@@ -58,20 +58,11 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     if changes.get("pp", run.layout.pp) != run.layout.pp:
         changes = {**changes, "recomputed_blocks": None}  # the ranks have other blocks
     layout = run.layout.model_copy(update=changes)
-    meaningless_fields = [
-        field
-        for field, valid_strategies in VALID_DATA_STRATEGIES.items()
-        if layout.data_parallel not in valid_strategies
-    ]
-    meaningless_fields += INVALID_IN_PIPELINE if layout.pp > 1 else ()
-    unset = {field: Layout.model_fields[field].default for field in meaningless_fields}
-    if unset.get("offload"):
-        unset["offload_directory"] = None
-    return run.model_copy(update={"layout": layout.model_copy(update=unset)})
+    return run.model_copy(update={"layout": without_inapplicable_options(layout)})
 
 
 def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
-    current_size = plan_batch(run, run.cluster.ranks).micro_batch_size
+    current_size = ResolvedRun.on_cluster(run).batch.micro_batch_size
     return (with_layout(run, micro_batch_size=size) for size in reversed(divisors(current_size)[:-1]))
 
 
@@ -135,7 +126,7 @@ def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
         for method in methods:
             variant = with_layout(changed, cp_method=method)
             with suppress(UserError):
-                check_divisibility(variant, run.cluster.ranks)
+                check_divisibility(ResolvedRun.on_cluster(variant))
                 break
         yield variant
 
@@ -169,12 +160,10 @@ def _use_sgd(run: RunSpec) -> Iterator[RunSpec]:
 def _add_devices(run: RunSpec) -> Iterator[RunSpec]:
     multiple = 2
     while multiple <= MAX_DEVICE_MULTIPLE:
-        larger_cluster = run.cluster.model_copy(update={"nodes": run.cluster.nodes * multiple})
-        larger = run.model_copy(update={"cluster": larger_cluster})
+        cluster = run.cluster.model_copy(update={"nodes": run.cluster.nodes * multiple})
+        larger = run.model_copy(update={"cluster": cluster})
         try:
-            share = plan_batch(
-                with_layout(larger, micro_batch_size=1), larger_cluster.ranks
-            ).gradient_accumulation_steps
+            share = ResolvedRun.on_cluster(with_layout(larger, micro_batch_size=1)).micro_batches
         except UserError:
             return
         fitting = [size for size in divisors(share) if size <= (run.layout.micro_batch_size or share)]

@@ -23,11 +23,7 @@ from phalanx.cost.estimate.job_table import JobRow, JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.memory_fit import fit_memory
-from phalanx.plan.calibrate.microbenchmarks import (
-    BenchmarkFile,
-    benchmark_timings,
-    collective_timings,
-)
+from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, benchmark_timings, collective_timings
 from phalanx.plan.calibrate.posterior import (
     NOISE,
     MeasuredTargets,
@@ -43,6 +39,7 @@ from phalanx.spec.cluster import CalibratedPrecision, CalibrationSpec, ClusterSp
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
 from phalanx.spec.formatting import WRITTEN_BY
+from phalanx.spec.resolved_run import ResolvedRun
 
 Z_80_PERCENT = 1.2816
 """Standard deviations of a normal distribution on each side of the middle 80 %."""
@@ -215,9 +212,9 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
 
     Raises UserError if the planner does not support the layout.
     """
-    run = measured.run.replace(cluster=_with_cluster_size(machine, measured))
+    run = ResolvedRun(measured.run.replace(cluster=_with_cluster_size(machine, measured)), measured.ranks)
     try:
-        jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
+        jobs = candidate_jobs(run, [candidate_from_run(run)])
     except UserError as error:
         raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, fix=error.fix) from None
     return {field.name: getattr(jobs, field.name)[..., 0].tolist() for field in fields(JobTable)}

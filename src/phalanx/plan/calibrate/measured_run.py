@@ -8,6 +8,7 @@ from math import nan
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.plan.search.oom_risk import device_and_host_bytes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 WARM_UP_STEPS = 2
@@ -48,7 +49,7 @@ class MeasuredRun:
     @property
     def memory(self) -> RankMemory:
         """Exact memory of rank 0."""
-        return next(iter(rank_memory(self.run, self.ranks).values()))
+        return next(iter(rank_memory(ResolvedRun(self.run, self.ranks)).values()))
 
     @property
     def counted_peak_bytes(self) -> float:

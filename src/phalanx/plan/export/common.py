@@ -8,12 +8,12 @@ from functools import reduce
 from math import sqrt
 from typing import Literal
 
+from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.attention_backend import has_window, smallest_window
 from phalanx.spec.base import walk_fields
-from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
 from phalanx.spec.learning_rate import describe_learning_rate
-from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices
 
@@ -44,19 +44,18 @@ class ExportedConfig:
 
 
 @dataclass(frozen=True)
-class ExportJob:
-    """Run on a number of ranks, and derived quantities."""
+class ExportJob(ResolvedRun):
+    """Run on a number of ranks, with the quantities of configuration files."""
 
-    run: RunSpec
-    sizes: ParallelDims
-    batch_plan: BatchPlan
-    stages: list[range]
-    """Layers of every pipeline stage, in order; one stage without a pipeline."""
+    @property
+    def stages(self) -> list[range]:
+        """Layers of every pipeline stage, in order; one stage without a pipeline."""
+        return layers_per_stage(self.run) if self.layout.pp > 1 else [range(self.run.model.num_layers)]
 
     @property
     def learning_rate(self) -> float:
         """Peak learning rate, scaled as the run requires."""
-        return self.run.optimizer.learning_rate * self.batch_plan.learning_rate_scale
+        return self.run.optimizer.learning_rate * self.batch.learning_rate_scale
 
     @property
     def min_learning_rate(self) -> float:
@@ -204,7 +203,7 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
         value, default = _read_value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is omitted: {TRAINER_NAMES[trainer]} has its own settings.")
-    has_different_rank_order = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
+    has_different_rank_order = job.dims.pp > 1 and job.dims.dp_size > 1 and job.layout.rank_order == "data_outer"
     if has_different_rank_order and "layout.rank_order" not in expressed:
         notes.append(f"In {TRAINER_NAMES[trainer]}, data-parallel ranks are closer to each other than pipeline ranks.")
     return notes
@@ -228,7 +227,7 @@ def _describe_defaults(run: RunSpec, trainer: Trainer) -> list[str]:
 def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
     """Raise UserError if tensor-parallel ranks would have copies of key/value heads."""
     heads = job.run.model.num_kv_heads
-    tp = job.sizes.tp
+    tp = job.dims.tp
     if heads % tp:
         fix = "reduce it to a divisor of the key/value heads"
         raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.num_kv_heads ({heads})")

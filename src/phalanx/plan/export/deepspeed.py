@@ -54,11 +54,11 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
     check_export_supported(job, "deepspeed", SUPPORTED)
     _check_layout_supported(job)
     run = job.run
-    sizes = job.sizes
+    sizes = job.dims
     table: Table = {
-        "train_batch_size": job.batch_plan.global_batch_size,
-        "train_micro_batch_size_per_gpu": job.batch_plan.micro_batch_size,
-        "gradient_accumulation_steps": job.batch_plan.gradient_accumulation_steps,
+        "train_batch_size": job.batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": job.batch.micro_batch_size,
+        "gradient_accumulation_steps": job.batch.gradient_accumulation_steps,
         "zero_optimization": _build_zero_table(job),
         "bf16": {"enabled": run.training.precision == "bf16"},
         "gradient_clipping": run.optimizer.max_grad_norm,
@@ -83,7 +83,7 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
 
 def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
     """Yield what a rank of DeepSpeed keeps and one of Phalanx does not (runtime/zero/stage_1_and_2.py, stage3.py)."""
-    stage = ZERO_STAGES[job.run.layout.data_parallel]
+    stage = ZERO_STAGES[job.layout.data_parallel]
     if stage:
         yield f"buckets of {REDUCE_BUCKET_SIZE:,} gradients"
     if stage in (1, 2) and job.run.training.precision == "bf16":
@@ -92,8 +92,8 @@ def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
 
 
 def _check_layout_supported(job: ExportJob) -> None:
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     stage = ZERO_STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
         reason = "its pipelines support only ZeRO stages 0 and 1"
@@ -109,10 +109,7 @@ def _check_layout_supported(job: ExportJob) -> None:
         raise unsupported("layout.sequence_parallel", True, "set it to false", reason)
     if sizes.cp > 1 and layout.cp_method == "ring":
         raise unsupported(
-            "layout.cp_method",
-            "ring",
-            'use "ulysses"',
-            "its context parallelism exchanges tokens for heads",
+            "layout.cp_method", "ring", 'use "ulysses"', "its context parallelism exchanges tokens for heads"
         )
     if job.run.model.moe and stage > 2:
         reason = "its experts support only ZeRO stages up to 2"
@@ -123,13 +120,13 @@ def _check_layout_supported(job: ExportJob) -> None:
 
 
 def _build_zero_table(job: ExportJob) -> Table:
-    layout = job.run.layout
+    layout = job.layout
     offload: Table = {"device": layout.offload}
     if layout.offload == "nvme":
         offload |= {"nvme_path": layout.offload_directory}
     table: Table = {"stage": ZERO_STAGES[layout.data_parallel]}
     # Its pipelines do not support it (deepspeed/runtime/engine.py).
-    if job.sizes.pp == 1 and layout.data_parallel != "ddp":
+    if job.dims.pp == 1 and layout.data_parallel != "ddp":
         table["overlap_comm"] = True
     if layout.offload != "none":
         table["offload_optimizer"] = offload
@@ -153,8 +150,8 @@ def _build_scheduler_table(job: ExportJob) -> Table:
 
 def _describe_program_duties(job: ExportJob) -> list[str]:
     run = job.run
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     spec = job.run.model
     shape = (
         f"{spec.num_layers} layers, width {spec.hidden_size}, "

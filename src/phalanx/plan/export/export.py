@@ -15,12 +15,10 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
-from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.base import require
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
@@ -31,15 +29,15 @@ WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
 }
 
 
-def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
+def export(resolved: ResolvedRun, trainer: Trainer) -> ExportedConfig:
     """Return the configuration with which `trainer` trains the run's model, with its batch and layout.
 
     Raises UserError if the layout cannot run, or the trainer cannot express the run; the fix lists the trainers that
     can.
     """
     require_known_trainer(trainer)
-    check_layout(run, world_size)
-    job = _build_export_job(run, world_size, trainer)
+    check_layout(resolved)
+    job = _build_export_job(resolved, trainer)
     try:
         return with_comment_header(WRITERS[trainer](job), trainer)
     except UserError as error:
@@ -58,11 +56,11 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
 
 def check_run(run: RunSpec, trainer: Trainer) -> None:
     """Raise UserError for options that a trainer cannot express in any layout, not even in the simplest."""
-    export(run.replace(layout=Layout(micro_batch_size=1)), 1, trainer)
+    export(ResolvedRun(run.replace(layout=Layout(micro_batch_size=1)), 1), trainer)
 
 
 def search_exportable(
-    run: RunSpec, world_size: int, trainer: Trainer, keep: int, report: ProgressCallback = lambda *_: None
+    resolved: ResolvedRun, trainer: Trainer, keep: int, report: ProgressCallback = lambda *_: None
 ) -> Plan:
     """Return the `keep` fastest layouts that a trainer can express; if none, the fastest of all.
 
@@ -70,14 +68,13 @@ def search_exportable(
     """
 
     def is_exportable(candidate: CandidateLayout) -> bool:
-        candidate_run = run.model_copy(update={"layout": candidate.layout()})
         try:
-            return _can_express(_build_export_job(candidate_run, world_size, trainer), trainer)
+            return _can_express(_build_export_job(resolved.with_layout(candidate.layout()), trainer), trainer)
         except UserError:
             return False
 
-    plan = search_layouts(run, world_size, keep, report, is_wanted=is_exportable, prefer_simple=True)
-    return plan if plan.layouts else plan_or_raise(run, world_size, 1, report)
+    plan = search_layouts(resolved, keep, report, is_wanted=is_exportable, prefer_simple=True)
+    return plan if plan.layouts else plan_or_raise(resolved, 1, report)
 
 
 def _can_express(job: ExportJob, trainer: Trainer) -> bool:
@@ -95,21 +92,19 @@ def require_known_trainer(name: str, field: str = "trainer") -> Trainer:
     return cast("Trainer", name)
 
 
-def _build_export_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
+def _build_export_job(resolved: ResolvedRun, trainer: Trainer) -> ExportJob:
     """Return the inputs of an export.
 
     Raises UserError if ranks have unequal shares of a step, which no other trainer supports.
     """
-    batch = plan_batch(run, world_size)
+    run = resolved.run
+    batch = resolved.batch
     sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
     if batch.global_batch_size != sequences:
-        raise UserError(
-            "training.tokens_per_step",
-            run.training.tokens_per_step,
+        problem = (
             f"gives ranks unequal shares ({batch.global_batch_size} sequences per step), "
-            f"which {TRAINER_NAMES[trainer]} does not support",
-            fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, "
-            "or another layout.micro_batch_size",
+            f"which {TRAINER_NAMES[trainer]} does not support"
         )
-    stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
-    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages)
+        fix = f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another layout.micro_batch_size"
+        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
+    return ExportJob(run, resolved.world_size)

@@ -74,9 +74,9 @@ def megatron(job: ExportJob) -> ExportedConfig:
     layout = run.layout
     check_export_supported(job, "megatron", SUPPORTED)
     check_kv_heads(job, "megatron")
-    if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
-        fix = f"use a multiple of {2 * job.sizes.cp}"
-        raise unsupported("training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.sizes.cp}")
+    if job.dims.cp > 1 and run.training.seq_len % (2 * job.dims.cp):
+        fix = f"use a multiple of {2 * job.dims.cp}"
+        raise unsupported("training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.dims.cp}")
     moe = _expert_flags(job, run.model.moe) if run.model.moe else {}
     flags = (
         _model_flags(job)
@@ -108,14 +108,14 @@ def megatron(job: ExportJob) -> ExportedConfig:
 
 def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
     """Yield what a rank of Megatron-LM keeps and one of Phalanx does not (training/theoretical_memory_usage.py)."""
-    layout = job.run.layout
+    layout = job.layout
     if job.run.training.precision == "bf16":
         if layout.data_parallel in FSDP_SHARDING:
             yield "a bf16 copy of its shard of the parameters"
         elif layout.data_parallel == "ddp" and layout.gradient_compression == "none":
             yield "a bf16 copy of the parameters (18 bytes of state a parameter)"
         elif layout.data_parallel == "zero1":
-            ranks = job.sizes.dp_size * job.sizes.cp
+            ranks = job.dims.dp_size * job.dims.cp
             yield f"fp32 gradients of all parameters of a rank (6 + 12/{ranks} bytes of state a parameter)"
     yield ACTIVATION_OUTPUTS
     yield "logits of the loss in fp32 (core/tensor_parallel/cross_entropy.py)"
@@ -123,8 +123,8 @@ def _describe_additional_memory(job: ExportJob) -> Iterator[str]:
 
 def _format_launch_script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
-    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in FSDP_SHARDING:
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {job.dims.world_size // nodes} pretrain_gpt.py"
+    if max(job.dims.tp, job.dims.cp) > 1 and job.layout.data_parallel not in FSDP_SHARDING:
         start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py requires it before Blackwell
     lines = [
         f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
@@ -193,7 +193,7 @@ def _rope_flags(job: ExportJob) -> Flags:
 
 def _expert_flags(job: ExportJob, moe: MoESpec) -> Flags:
     spec = job.run.model
-    layout = job.run.layout
+    layout = job.layout
     _check_router_supported(moe, layout)
     balancing = "none"
     if moe.balance_loss_coef:
@@ -243,8 +243,8 @@ def _check_router_supported(moe: MoESpec, layout: Layout) -> None:
 
 
 def _model_parallel_flags(job: ExportJob) -> Flags:
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     has_equal_stages = len({len(layers) for layers in job.stages}) == 1
     pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise experts and other parameters need an equal number of data-parallel ranks.
@@ -269,8 +269,8 @@ def _model_parallel_flags(job: ExportJob) -> Flags:
 
 
 def _data_parallel_flags(job: ExportJob) -> Flags:
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
         reason = "it offloads only the state of its distributed optimizer"
         raise unsupported("layout.offload", "cpu", 'use layout.data_parallel = "zero1"', reason)
@@ -302,8 +302,8 @@ def _data_parallel_flags(job: ExportJob) -> Flags:
 def _batch_flags(job: ExportJob) -> Flags:
     training = job.run.training
     return {
-        "micro-batch-size": job.batch_plan.micro_batch_size,
-        "global-batch-size": job.batch_plan.global_batch_size,
+        "micro-batch-size": job.batch.micro_batch_size,
+        "global-batch-size": job.batch.global_batch_size,
         "train-iters": training.steps,
         "bf16": training.precision == "bf16",
         "cross-entropy-loss-fusion": True,

@@ -71,8 +71,8 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         "tokens": {
             "sequence_length": run.training.seq_len,
             "train_steps": run.training.steps,
-            "micro_batch_size": job.batch_plan.micro_batch_size,
-            "batch_accumulation_per_replica": job.batch_plan.gradient_accumulation_steps,
+            "micro_batch_size": job.batch.micro_batch_size,
+            "batch_accumulation_per_replica": job.batch.gradient_accumulation_steps,
         },
         "optimizer": _build_optimizer_table(job),
         "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": interval},
@@ -83,15 +83,15 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     memory = keeps_in_addition("nanotron", gradients, ACTIVATION_OUTPUTS, "logits of the loss in fp32")
     notes = [memory, *common_notes(job, "nanotron", "layout.bucket_mb")]
     notes.append("dataset: null trains on synthetic tokens. Weight decay also applies to vectors.")
-    if job.sizes.pp > 1:
+    if job.dims.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron splits the pipeline itself; here stages have {layers} layers.")
     return ExportedConfig("\n".join(_format_yaml_lines(tables)) + "\n", notes)
 
 
 def _build_parallelism_table(job: ExportJob) -> Table:
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     uses_sequence_parallel = sizes.tp > 1 and layout.sequence_parallel
     return {
         "dp": sizes.dp_size,
@@ -122,7 +122,7 @@ def _build_model_table(job: ExportJob) -> Table:
         "model_config": config,
         "init_method": {"std": round(job.init_std, 6)},
         "dtype": "bfloat16",
-        "ddp_bucket_cap_mb": round(job.run.layout.bucket_mb),
+        "ddp_bucket_cap_mb": round(job.layout.bucket_mb),
     }
 
 
@@ -131,7 +131,7 @@ def _build_optimizer_table(job: ExportJob) -> Table:
     steps = job.run.training.steps
     beta1, beta2 = spec.betas
     return {
-        "zero_stage": 1 if job.run.layout.data_parallel == "zero1" else 0,
+        "zero_stage": 1 if job.layout.data_parallel == "zero1" else 0,
         "weight_decay": spec.weight_decay,
         "clip_grad": spec.max_grad_norm or None,
         "accumulate_grad_in_fp32": True,

@@ -98,9 +98,9 @@ def _remove_unused_imports(source: str) -> str:
 
 
 def _check_run_supported(job: ExportJob) -> None:
-    layout = job.run.layout
+    layout = job.layout
     training = job.run.training
-    sizes = job.sizes
+    sizes = job.dims
     multiple = (sizes.tp if layout.sequence_parallel else 1) * (2 * sizes.cp if sizes.cp > 1 else 1)
     if training.seq_len % multiple:
         fix = f"use a multiple of {multiple}"
@@ -124,9 +124,9 @@ def _check_run_supported(job: ExportJob) -> None:
 
 def _build_trainer_config(job: ExportJob) -> PythonSource:
     run = job.run
-    batch = job.batch_plan
+    batch = job.batch
     optimizer = run.optimizer
-    runs_pipeline = job.sizes.pp > 1
+    runs_pipeline = job.dims.pp > 1
     vocabulary = python_call("CrossEntropyLoss.Config", global_vocab_size=run.model.vocab_size)
     training = python_call(
         "TrainingConfig",
@@ -139,7 +139,7 @@ def _build_trainer_config(job: ExportJob) -> PythonSource:
         mixed_precision_reduce="float32",
         enable_cpu_offload=run.layout.offload == "cpu",
         # torchtitan rejects CUDA graphs with these two, but enables them by default.
-        disable_cuda_graphs=runs_pipeline or job.sizes.ep > 1,
+        disable_cuda_graphs=runs_pipeline or job.dims.ep > 1,
     )
     lr_scheduler = python_call(
         "LRSchedulersContainer.Config",
@@ -165,8 +165,8 @@ def _build_trainer_config(job: ExportJob) -> PythonSource:
 
 
 def _build_parallelism_config(job: ExportJob) -> PythonSource:
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
     pipeline: dict[str, object] = {}
     if sizes.pp > 1:
@@ -178,7 +178,7 @@ def _build_parallelism_config(job: ExportJob) -> PythonSource:
         pipeline = {
             "pipeline_parallel_schedule": "PipelineScheduleMulti" if schedule_file else TORCH_NAMES[layout.schedule],
             **({"pipeline_parallel_schedule_csv": schedule_file} if schedule_file else {}),
-            "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
+            "pipeline_parallel_microbatch_size": job.batch.micro_batch_size,
             "module_fqns_per_model_part": stage_modules,
         }
     return python_call(
@@ -208,13 +208,13 @@ def _build_optimizer_config(job: ExportJob) -> PythonSource:
 
 def _describe_differences(job: ExportJob) -> list[str]:
     run = job.run
-    layout = job.run.layout
-    sizes = job.sizes
+    layout = job.layout
+    sizes = job.dims
     nodes = run.cluster.nodes
     notes = [
         "Save this as phalanx_run.py. Start it from its folder: "
         f"torchrun --nnodes {nodes} --nproc-per-node {sizes.world_size // nodes} -m torchtitan.train "
-        "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER",
+        "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER"
     ]
     notes.append("This configuration requires PyTorch 2.14: on 2.13 torchtitan fails after its first step.")
     if not run.data.mask_documents:

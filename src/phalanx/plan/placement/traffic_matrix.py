@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.schedule.registry import layout_schedule
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind, communication_groups
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, pipeline_stage_groups
+from phalanx.spec.parallel_dims import ParallelDims, pipeline_stage_groups
 from phalanx.spec.parameter_shapes import parameter_shapes
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 Ranks = NDArray[np.int64]
@@ -81,16 +81,18 @@ def merge_matrices(ranks: int, matrices: list[TrafficMatrix]) -> TrafficMatrix:
     return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, sums)
 
 
-def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
+def traffic_matrices(resolved: ResolvedRun, island: int) -> dict[str, TrafficMatrix]:
     """Return the traffic of a run by axis, for the axes with traffic.
 
     The axes are "tp", "cp", "ep", "pp", "dp" and "servers". Rows below a kilobyte are not included, and experts are
     balanced, as in `traffic_by_role`. `island` is a number of consecutive ranks that are close: a node, or a fast
-    domain of several. Rings pass through an island before they leave it. Raises UserError if `world_size` ranks cannot
-    run the layout.
+    domain of several. Rings pass through an island before they leave it. Raises UserError if the ranks cannot run the
+    layout.
     """
-    sizes = parallel_dims(run.layout, world_size)
-    rows = traffic_by_group(run, world_size)
+    run = resolved.run
+    sizes = resolved.dims
+    world_size = resolved.world_size
+    rows = traffic_by_group(resolved)
     if sizes.servers:
         return {"servers": merge_matrices(world_size, list(_parameter_server_transfers(run, sizes, rows["worker"])))}
     matrices: dict[str, list[TrafficMatrix]] = {}
@@ -103,7 +105,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     for role_index, role in enumerate(rows):
         for row in _merge_rows(rows[role]):
             if row.group_kind in ("pp", "ends"):
-                sent = _stage_transfers(run, group_members("pp"), role_index, row)
+                sent = _stage_transfers(resolved, group_members("pp"), role_index, row)
             else:
                 groups = group_members(row.group_kind)
                 members = groups[np.isin(groups[:, 0], stages[role_index])]
@@ -124,10 +126,7 @@ def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
     total = defaultdict[tuple[Operation, GroupKind], float](float)
     for row in rows:
         total["all_reduce" if row.operation in RING_OPERATIONS else row.operation, row.group_kind] += row.bytes
-    return [
-        Traffic(operation=operation, bytes=size, purpose="", group_kind=group_kind)
-        for (operation, group_kind), size in total.items()
-    ]
+    return [Traffic(operation, size, "", group_kind) for (operation, group_kind), size in total.items()]
 
 
 Transfers = tuple[Ranks, Ranks, Sizes]
@@ -182,9 +181,9 @@ def _is_even(islands: Ranks, width: int) -> NDArray[np.bool_]:
     return np.asarray((blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1))
 
 
-def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Transfers:
+def _stage_transfers(resolved: ResolvedRun, pipelines: Ranks, stage: int, row: Traffic) -> Transfers:
     """Return the transfers to ranks of other stages with the same shard, by the messages of the schedule."""
-    schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
+    schedule = layout_schedule(resolved.layout, resolved.micro_batches)
     if row.group_kind == "ends":
         messages = dict.fromkeys(set(schedule.end_ranks) - {stage}, 1)
     else:

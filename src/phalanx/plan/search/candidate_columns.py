@@ -26,15 +26,17 @@ from phalanx.spec.chunks import LOGITS_CHUNK_BYTES
 from phalanx.spec.layers import expert_layers
 from phalanx.spec.layout import compiles_whole_blocks
 from phalanx.spec.parallel_dims import replica_strategy
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 
-def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
+def candidate_jobs(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> JobTable:
     """Return the job table of candidate layouts under Phalanx; the run's own layout is not used."""
+    run = resolved.run
     precision = run.training.precision
     common: JobRow = {
         **model_columns(run.model, run.training.seq_len),
-        **machine_columns(run.cluster, world_size),
+        **machine_columns(run.cluster, resolved.world_size),
         "trainer": "Phalanx",
         "low_precision": float(precision == "fp8"),
         "compute_dtype_bytes": COMPUTE_BYTES[precision],
@@ -79,7 +81,7 @@ def _state_columns(run: RunSpec, layouts: list[CandidateLayout]) -> dict[str, li
         return sharded_state_bytes(strategy, precision, 1, owned=1, states=states, micro_batches=micro_batches)
 
     state = [
-        per_parameter(replica_strategy(c.data_parallel, precision, dp_size=c.dp * c.cp, ep=c.ep), c.micro_batches)
+        per_parameter(replica_strategy(c.data_parallel, precision, c.dp * c.cp * c.ep), c.micro_batches)
         for c in layouts
     ]
     return {

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.spec.base import require
-from phalanx.spec.batch import plan_batch
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.layout import (
     REQUIRES_DEGREE,
@@ -19,8 +18,9 @@ from phalanx.spec.layout import (
     RankOrder,
     describe_recomputation,
 )
-from phalanx.spec.parallel_dims import parallel_dims, strategy_on_ranks
+from phalanx.spec.parallel_dims import strategy_on_ranks
 from phalanx.spec.pipeline_schedules import ScheduleName
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 ZERO_STAGES: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
@@ -105,16 +105,14 @@ class CandidateLayout(NamedTuple):
 LAYOUT_FIELDS = [name for name in CandidateLayout._fields if name in Layout.model_fields]
 
 
-def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
+def candidate_from_run(resolved: ResolvedRun) -> CandidateLayout:
     """Return the run's own layout, with its effective strategy.
 
     Raises UserError if the layout cannot run, or has an option that affects the cost and that the planner does not
     support.
     """
-    check_precision(run)
-    layout = run.layout
-    sizes = parallel_dims(layout, world_size)
-    batch = plan_batch(run, world_size)
+    check_precision(resolved.run)
+    layout = resolved.layout
     knows_strategy = layout.data_parallel in ZERO_STAGES
     require(
         knows_strategy and layout.schedule_file is None and layout.schedule in SCHEDULE_ESTIMATES,
@@ -123,7 +121,7 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
         problem=NOT_PREDICTED,
         fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_ESTIMATES))}",
     )
-    data_parallel = strategy_on_ranks(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
+    data_parallel = strategy_on_ranks(layout, resolved.data_dims.dp_shard)
     require(
         layout.pp == 1 or ZERO_STAGES[data_parallel] < 3,
         "layout.data_parallel",
@@ -133,10 +131,10 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     )
     choices: dict[str, Any] = {name: getattr(layout, name) for name in LAYOUT_FIELDS} | {
         "data_parallel": data_parallel,
-        "dp": sizes.dp_size,
-        "dp_shard": sizes.dp_shard,
-        "micro_batch_size": batch.micro_batch_size,
-        "micro_batches": batch.gradient_accumulation_steps,
+        "dp": resolved.dims.dp_size,
+        "dp_shard": resolved.dims.dp_shard,
+        "micro_batch_size": resolved.batch.micro_batch_size,
+        "micro_batches": resolved.micro_batches,
     }
     candidate = CandidateLayout(**choices)
     predicted = candidate.layout()
@@ -173,13 +171,9 @@ def check_precision(run: RunSpec) -> None:
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit and without cluster.calibration, which excludes fp8"
     elif precision == "fp8":
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit, such as --machine h100"
-    require(
-        precision in precisions,
-        "training.precision",
-        precision,
-        problem=f"{NOT_PREDICTED} on this machine",
-        fix=f'{machine}set training.precision = "{precisions[0]}", or {calibrate}',
-    )
+    problem = f"{NOT_PREDICTED} on this machine"
+    fix = f'{machine}set training.precision = "{precisions[0]}", or {calibrate}'
+    require(precision in precisions, "training.precision", precision, problem, fix)
 
 
 def known_precisions(cluster: ClusterSpec) -> tuple[str, ...]:

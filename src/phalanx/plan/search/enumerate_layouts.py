@@ -7,21 +7,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from phalanx.cost.estimate.pipeline_schedules import SCHEDULE_ESTIMATES
+from phalanx.cost.exact.layout_checks import check_divisibility
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import (
-    VALID_DATA_STRATEGIES,
-    CheckpointingName,
-    CpMethod,
-    Layout,
-    OffloadName,
-    RankOrder,
-)
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, CpMethod, Layout, OffloadName, RankOrder
 from phalanx.spec.pipeline_schedules import ScheduleName
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import check_divisibility
 
 ENUMERATED_METHODS: tuple[CheckpointingName, ...] = ("none", "selective", "full")
 """Methods of recomputation of all layouts."""
@@ -39,12 +33,13 @@ class _Degrees(NamedTuple):
     ep: int
 
 
-def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
+def enumerate_layouts(resolved: ResolvedRun) -> list[CandidateLayout]:
     """Return all layouts among which the planner chooses, without offload.
 
     Not included are options that are never best on equal ranks: parameter servers, and tensor parallelism without
     sequence parallelism if the sequence divides. In pipelines, ZeRO-2 and 3 are not included, because there they store
     and send at least as much as ZeRO-1. Raises UserError if the precision is unknown."""
+    run = resolved.run
     check_precision(run)
     domain = run.cluster.fast_link_domain_size
     return [
@@ -64,7 +59,7 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
             virtual_stages=virtual_stages,
             rank_order=rank_order,
         )
-        for degrees in _enumerate_degrees(run, world_size)
+        for degrees in _enumerate_degrees(resolved)
         for rank_order in [choose_rank_order(degrees.dp, degrees.tp, degrees.pp, degrees.cp, domain)]
         for data_parallel, dp_shard in _enumerate_data_parallel(degrees, domain)
         for micro_batch_size, micro_batches in _enumerate_micro_batches(run, degrees.dp)
@@ -105,32 +100,33 @@ def _enumerate_state_offload(run: RunSpec, candidate: CandidateLayout) -> Iterat
             yield candidate._replace(data_parallel=data_parallel, offload=target, offload_directory=directory)
 
 
-def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[_Degrees]:
+def _enumerate_degrees(resolved: ResolvedRun) -> Iterator[_Degrees]:
     """Yield all degrees that divide the ranks, the batch and the model."""
+    run = resolved.run
     sequences = run.training.tokens_per_step // run.training.seq_len
     num_experts = run.model.moe.num_experts if run.model.moe else 1
-    for tp in divisors(world_size):
-        for pp in divisors(world_size // tp):
+    for tp in divisors(resolved.world_size):
+        for pp in divisors(resolved.world_size // tp):
             if pp > run.model.num_layers:
                 continue
-            for cp in divisors(world_size // tp // pp):
-                dp = world_size // (tp * pp * cp)
+            for cp in divisors(resolved.world_size // tp // pp):
+                dp = resolved.world_size // (tp * pp * cp)
                 if sequences % dp > 0:
                     continue
                 for ep in divisors(dp * cp * tp):
                     if num_experts % ep > 0:
                         continue
-                    for cp_method in _enumerate_cp_methods(run, world_size, tp, pp, cp, ep):
+                    for cp_method in _enumerate_cp_methods(resolved, tp, pp, cp, ep):
                         yield _Degrees(dp, tp, pp, cp, cp_method, ep)
 
 
-def _enumerate_cp_methods(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
+def _enumerate_cp_methods(resolved: ResolvedRun, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
     """Yield the methods of context parallelism with which these degrees can share the model: on CPUs only the ring."""
     methods: tuple[CpMethod, ...] = ("ring", "ulysses")
-    for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[:1]:
+    for cp_method in methods if cp > 1 and not resolved.run.cluster.uses_cpu else methods[:1]:
         layout = Layout(data_parallel="zero1", tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep, micro_batch_size=1)
         try:
-            check_divisibility(run.model_copy(update={"layout": layout}), world_size)
+            check_divisibility(resolved.with_layout(layout))
         except UserError:
             continue
         yield cp_method

@@ -15,7 +15,7 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.memory import StageMemory, estimate_memory, memory_utilization, oom_probability
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
-from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import check_layout, layout_error
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.kinds import Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
@@ -29,7 +29,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_toml_value
 from phalanx.spec.layout import CheckpointingName, Layout
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 def parse_layout(text: str) -> Layout:
@@ -44,12 +44,9 @@ def parse_layout(text: str) -> Layout:
     for setting in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
         key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise UserError(
-                "layout",
-                setting,
-                "is not of the form KEY=VALUE",
-                fix='write, for example, "tp=4,pp=8,data_parallel=zero1", or the text of a row of the plan\'s table',
-            )
+            problem = "is not of the form KEY=VALUE"
+            fix = 'write, for example, "tp=4,pp=8,data_parallel=zero1", or the text of a row of the plan\'s table'
+            raise UserError("layout", setting, problem, fix)
         table[key] = parse_toml_value(value)
     return parse_table(Layout, table, "layout")
 
@@ -60,18 +57,17 @@ def layout_to_text(layout: Layout) -> str:
     return ",".join(f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
 
 
-def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
+def evaluate_layout(resolved: ResolvedRun, layout: Layout) -> EvaluatedLayout:
     """Return the predicted cost of a given layout.
 
     Raises UserError if the layout cannot run, or the planner does not support it.
     """
-    layout_run = run.replace(layout=layout)
-    check_layout(layout_run, world_size)
-    evaluated = evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
-    return with_exact_memory(run, world_size, evaluated)
+    resolved = ResolvedRun(resolved.run.replace(layout=layout), resolved.world_size)
+    check_layout(resolved)
+    return with_exact_memory(resolved, evaluate(resolved, [candidate_from_run(resolved)])[0])
 
 
-def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
+def evaluate_layout_text(resolved: ResolvedRun, text: str) -> EvaluatedLayout:
     """Return the predicted cost of the layout in a user's text (`parse_layout`).
 
     The offload directory is that of the run if the text has none. A row must be of a plan with the same ranks and
@@ -80,35 +76,27 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     """
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
-        layout = layout.replace(offload_directory=run.layout.offload_directory)
-    evaluated = evaluate_layout(run, world_size, layout)
+        layout = layout.replace(offload_directory=resolved.layout.offload_directory)
+    evaluated = evaluate_layout(resolved, layout)
     row = normalize_row(text)
-    require(
-        layout_of_row(text) is None or row == str(evaluated.candidate),
-        "layout",
-        row,
-        problem=f"is a row of a plan for other ranks or another batch: here, the layout is {evaluated.candidate}",
-        fix=f'write the fields of the layout, such as "{layout_to_text(evaluated.candidate.layout())}"',
-    )
+    problem = f"is a row of a plan for other ranks or another batch: here, the layout is {evaluated.candidate}"
+    fix = f'write the fields of the layout, such as "{layout_to_text(evaluated.candidate.layout())}"'
+    require(layout_of_row(text) is None or row == str(evaluated.candidate), "layout", row, problem, fix)
     return evaluated
 
 
-def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
+def can_run(resolved: ResolvedRun, candidate: CandidateLayout) -> bool:
     """Return whether Phalanx can train a layout."""
-    try:
-        check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
-    except UserError:
-        return False
-    return True
+    return layout_error(resolved.with_layout(candidate.layout())) is None
 
 
-def with_exact_memory(run: RunSpec, world_size: int, evaluated: EvaluatedLayout) -> EvaluatedLayout:
+def with_exact_memory(resolved: ResolvedRun, evaluated: EvaluatedLayout) -> EvaluatedLayout:
     """Return an option with Phalanx's exact memory, as `phalanx memory` counts it.
 
     The exact count can exceed the estimate, which is for any trainer.
     """
-    layout_run = run.model_copy(update={"layout": evaluated.candidate.layout()})
-    return with_counted_memory(run.cluster, evaluated, list(rank_memory(layout_run, world_size).values()))
+    memories = rank_memory(resolved.with_layout(evaluated.candidate.layout()))
+    return with_counted_memory(resolved.run.cluster, evaluated, list(memories.values()))
 
 
 def with_counted_memory(
@@ -193,16 +181,17 @@ class LayoutPredictions:
         return np.broadcast_to(column, self.jobs.count)
 
 
-def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
+def predict_layouts(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> LayoutPredictions:
     """Predict time and memory of some layouts; at least one."""
-    return LayoutPredictions(run.cluster, candidate_jobs(run, world_size, layouts))
+    return LayoutPredictions(resolved.run.cluster, candidate_jobs(resolved, layouts))
 
 
-def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
+def evaluate(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
     """Return the predicted cost of each layout, in their order."""
+    run = resolved.run
     if not layouts:
         return []
-    predictions = predict_layouts(run, world_size, layouts)
+    predictions = predict_layouts(resolved, layouts)
     columns = {
         "seconds": predictions.time.total,
         "interval_factor": predictions.interval_factor,
@@ -227,7 +216,7 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         values = _values_at(columns, index)
         stages = {name: _values_at(stage, index) for name, stage in bytes_by_stage.items()}
         tokens_per_second = run.training.tokens_per_step / values["seconds"]
-        utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=world_size)
+        utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=resolved.world_size)
         repeated_flops = values["recomputed_fraction"] * recomputed_flops[candidate.activation_checkpointing]
         evaluated_layouts.append(
             EvaluatedLayout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
@@ -14,6 +14,7 @@ from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB, format_seconds_change
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 PART_DESCRIPTIONS = {
@@ -30,8 +31,7 @@ PART_DESCRIPTIONS = {
 
 
 def plan_or_raise(
-    run: RunSpec,
-    world_size: int,
+    resolved: ResolvedRun,
     keep: int = 20,
     report: ProgressCallback = lambda *_: None,
     group_schedules: bool = True,
@@ -42,15 +42,13 @@ def plan_or_raise(
     With `group_schedules`, layouts that differ in their schedule only are shown up to the first safe one. Raises
     UserError if no layout is wanted, or none fits; then the fix says which change makes one fit.
     """
-    plan = search_layouts(run, world_size, keep, report, is_wanted, prefer_simple=True, group_schedules=group_schedules)
+    plan = search_layouts(resolved, keep, report, is_wanted, prefer_simple=True, group_schedules=group_schedules)
     if plan.layouts:
         return plan
     num_wanted = sum(map(is_wanted, plan.candidates))
     if not num_wanted:
         raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", fix="relax the condition")
-    raise UserError(
-        "layout", None, f"cannot be chosen: none of {num_wanted:,} fits", fix=suggest_fit(run, world_size, plan)
-    )
+    raise UserError("layout", None, f"cannot be chosen: none of {num_wanted:,} fits", fix=suggest_fit(resolved, plan))
 
 
 def describe_differences(evaluated: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
@@ -89,7 +87,7 @@ def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
     if candidate.tp > domain:
         warnings.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
     world_size = candidate.dp * candidate.tp * candidate.pp * candidate.cp
-    if candidate.ep > max(1.0, candidate_jobs(run, world_size, [candidate]).fast_link_ranks_per_stage[0]):
+    if candidate.ep > max(1.0, candidate_jobs(ResolvedRun(run, world_size), [candidate]).fast_link_ranks_per_stage[0]):
         warnings.append(f"the all-to-all of ep = {candidate.ep} leaves the domain of {domain} devices with fast links")
     return warnings
 
@@ -104,8 +102,9 @@ class WhatIf:
     """New / old tokens per second; 0 if nothing fits."""
 
 
-def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
+def evaluate_what_ifs(resolved: ResolvedRun, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
     """Yield changes that could make a job faster: more memory, faster links, a larger batch."""
+    run = resolved.run
     cluster = run.cluster
     training = run.training
 
@@ -123,14 +122,15 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
     }
     for change, changed in changes.items():
         if changed is not None:
-            layouts = search_layouts(changed, world_size, keep=1).layouts
+            layouts = search_layouts(replace(resolved, run=changed), keep=1).layouts
             best = layouts[0] if layouts else None
             speedup = best.tokens_per_second / fastest.tokens_per_second if best else 0.0
             yield WhatIf(change=change, best=best, speedup=speedup)
 
 
-def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
+def suggest_fit(resolved: ResolvedRun, plan: Plan) -> str:
     """Return what to change if no layout fits: the missing memory, and a sufficient number of devices."""
+    run = resolved.run
     smallest = plan.closest_to_fitting
     if smallest is None:
         raise ValueError("something fits")
@@ -140,10 +140,10 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         return f"{suggestion}; set cluster.network_bytes_per_second to find a sufficient number of nodes"
     sequences = run.training.tokens_per_step // run.training.seq_len
     for multiple in (2, 4, 8, 16, 32, 64):
-        ranks = multiple * world_size
+        ranks = multiple * resolved.world_size
         larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * multiple})
         try:
-            layouts = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).layouts
+            layouts = search_layouts(ResolvedRun(run.model_copy(update={"cluster": larger}), ranks), keep=1).layouts
         except UserError:
             break
         if layouts:

@@ -15,7 +15,7 @@ from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.tables.job_columns import memory_constants_for
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 MIN_SPEEDUP = 2.0
 """Minimum speedup over the fastest fitting layout at which a layout that does not fit is shown."""
@@ -40,40 +40,38 @@ class FasterLayout:
     fitting_step_seconds: float | None
 
 
-def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayout | None:
+def find_faster_layout(resolved: ResolvedRun, plan: Plan) -> FasterLayout | None:
     """Return the layout that lacks least memory of those `MIN_SPEEDUP` times as fast as all that fit.
 
     The fastest of all layouts is less useful: it often needs several times the memory.
     """
     if plan.fastest is None:
         return None
-    predictions = predict_layouts(run, world_size, plan.candidates)
+    predictions = predict_layouts(resolved, plan.candidates)
     faster = np.flatnonzero(predictions.seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
     if not len(faster):
         return None
     smallest_first = faster[np.argsort(predictions.select(faster).memory_utilization, kind="stable")]
-    runnable = (plan.candidates[index] for index in smallest_first if can_run(run, world_size, plan.candidates[index]))
-    counted = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
+    runnable = (plan.candidates[index] for index in smallest_first if can_run(resolved, plan.candidates[index]))
+    counted = [_count_shortage(resolved, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
     too_large = [layout for layout in counted if layout.option.p_oom >= MAX_OOM_PROBABILITY]
     if not too_large:
         return None
 
     def missing_share(layout: FasterLayout) -> float:
-        device_share = layout.missing_device_bytes / (run.cluster.rank_memory_bytes or 1)
-        return max(device_share, layout.missing_host_bytes / host_memory(run.cluster))
+        device_share = layout.missing_device_bytes / (resolved.run.cluster.rank_memory_bytes or 1)
+        return max(device_share, layout.missing_host_bytes / host_memory(resolved.run.cluster))
 
     closest = min(too_large, key=lambda layout: (missing_share(layout), layout.option.step_seconds))
-    return _with_fitting_sequences(run, world_size, closest)
+    return _with_fitting_sequences(resolved, closest)
 
 
-def _count_shortage(
-    run: RunSpec, world_size: int, candidate: CandidateLayout, fastest: EvaluatedLayout
-) -> FasterLayout:
+def _count_shortage(resolved: ResolvedRun, candidate: CandidateLayout, fastest: EvaluatedLayout) -> FasterLayout:
     """Return a layout with the memory that it lacks: the maximum of the estimate and the exact count."""
-    cluster = run.cluster
-    by_formula = evaluate(run, world_size, [candidate])[0]
-    counted = with_exact_memory(run, world_size, by_formula)
-    memory = predict_layouts(run, world_size, [candidate]).memory
+    cluster = resolved.run.cluster
+    by_formula = evaluate(resolved, [candidate])[0]
+    counted = with_exact_memory(resolved, by_formula)
+    memory = predict_layouts(resolved, [candidate]).memory
     reserved = float(np.max(reserved_bytes(memory_constants_for(cluster), memory)))
     used = counted.memory_bytes if cluster.calibration else process_bytes(cluster, counted.memory_bytes)
     host_bytes = max(by_formula.host_bytes, counted.host_bytes)
@@ -89,16 +87,16 @@ def _count_shortage(
     )
 
 
-def _with_fitting_sequences(run: RunSpec, world_size: int, layout: FasterLayout) -> FasterLayout:
+def _with_fitting_sequences(resolved: ResolvedRun, layout: FasterLayout) -> FasterLayout:
     """Return `layout` with the longest tried sequence that fits, at equal tokens per step."""
-    training = run.training
+    training = resolved.run.training
     for divisor in SEQ_LEN_DIVISORS:
         if training.seq_len % divisor:
             break
         shorter = training.model_copy(update={"seq_len": training.seq_len // divisor})
-        shorter_run = run.model_copy(update={"training": shorter})
+        shorter_run = replace(resolved, run=resolved.run.model_copy(update={"training": shorter}))
         try:
-            evaluated = evaluate_layout(shorter_run, world_size, layout.option.layout)
+            evaluated = evaluate_layout(shorter_run, layout.option.layout)
         except UserError:
             continue
         if evaluated.p_oom < MAX_OOM_PROBABILITY:

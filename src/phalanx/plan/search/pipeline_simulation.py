@@ -14,15 +14,15 @@ from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
 from phalanx.spec.layers import expert_layers
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
-def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Timeline:
+def simulate_candidate(resolved: ResolvedRun, candidate: CandidateLayout) -> Timeline:
     """Return the simulated timeline of every pipeline rank, in seconds.
 
     It covers the compute and the bubble of a step, without sends and data-parallel communication.
     """
-    stages = _estimate_stage_times(run, world_size, candidate)
+    stages = _estimate_stage_times(resolved, candidate)
     times = ActionTimes(
         forward=[float(stage.forward[0]) for stage in stages],
         input_grad=[float(stage.backward[0]) - float(stage.weight_grad[0]) for stage in stages],
@@ -31,10 +31,10 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
     return simulate(_build_candidate_schedule(candidate), times)
 
 
-def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> str:
+def show_command(resolved: ResolvedRun, candidate: CandidateLayout) -> str:
     """Return the `phalanx pipeline show` command of the schedule; all ranks are as slow as the slowest."""
     schedule = _build_candidate_schedule(candidate)
-    stages = _estimate_stage_times(run, world_size, candidate)
+    stages = _estimate_stage_times(resolved, candidate)
     rank_times = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
     slowest = max(rank_times, key=lambda rank: float(rank.forward_backward[0]))
     forward, backward, weight = (float(part[0]) for part in (slowest.forward, slowest.backward, slowest.weight_grad))
@@ -48,10 +48,11 @@ def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
     return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
 
 
-def _estimate_stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
+def _estimate_stage_times(resolved: ResolvedRun, candidate: CandidateLayout) -> list[StageTime]:
     """Return the times of each stage. The first includes the embedding, and the last the head."""
+    run = resolved.run
     constants = time_constants_for(run.cluster)
-    jobs = candidate_jobs(run, world_size, [candidate])
+    jobs = candidate_jobs(resolved, [candidate])
     layers_times = layer_seconds(constants, jobs)
     plain = layer_seconds_without_recomputation(constants, jobs, layers_times)
     layout_run = run.model_copy(update={"layout": candidate.layout()})

@@ -14,7 +14,7 @@ from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probabi
 from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import CheckpointingName, Layout
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RecomputationChoice:
     """Step time; None if the planner cannot predict it."""
 
 
-def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
+def choose_recomputation(resolved: ResolvedRun) -> RecomputationChoice:
     """Return the run's layout with the recomputation that fits in memory and has the lowest step time.
 
     A choice fits if its P(OOM), by the exact memory, is below `SAFE_OOM_PROBABILITY`. Candidates are no recomputation,
@@ -36,19 +36,20 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
     If step times are unknown, the choice recomputes the fewest FLOPs. The memory of the cluster must be known. Raises
     UserError if the layout cannot run.
     """
+    run = resolved.run
     blocks = [len(layers) for layers in layers_per_rank(run)]
-    plain = with_recomputation(run, "none", blocks)
-    fits_plain = _find_fitting_ranks(plain, world_size)
+    plain = with_recomputation(resolved, "none", blocks)
+    fits_plain = _find_fitting_ranks(plain)
     if all(fits_plain):
-        return _evaluate_choice(plain, world_size)
+        return _evaluate_choice(plain)
     methods: tuple[CheckpointingName, ...] = ("norms", "selective", "full")
     # FSDP units inside blocks do not recompute norms.
     if run.layout.fsdp_unit == "sublayer":
         methods = methods[1:]
-    sufficient = [_recompute_fewest_blocks(run, world_size, method, blocks, fits_plain) for method in methods]
-    candidates = [_evaluate_choice(candidate, world_size) for candidate in sufficient if candidate is not None]
+    sufficient = [_recompute_fewest_blocks(resolved, method, blocks, fits_plain) for method in methods]
+    candidates = [_evaluate_choice(candidate) for candidate in sufficient if candidate is not None]
     if not candidates:
-        return _evaluate_choice(with_recomputation(run, "full", blocks), world_size)
+        return _evaluate_choice(with_recomputation(resolved, "full", blocks))
 
     def cost(choice: RecomputationChoice) -> tuple[float, float]:
         flops = run_recomputed_flops_per_token(run.model_copy(update={"layout": choice.layout}))
@@ -57,9 +58,9 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
     return min(candidates, key=cost)
 
 
-def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence[int]) -> RunSpec:
+def with_recomputation(resolved: ResolvedRun, method: CheckpointingName, counts: Sequence[int]) -> ResolvedRun:
     """Return the run with a method of recomputation in the first blocks of each pipeline rank."""
-    blocks = [len(layers) for layers in layers_per_rank(run)]
+    blocks = [len(layers) for layers in layers_per_rank(resolved.run)]
     method = method if any(counts) else "none"
     recomputed: int | tuple[int, ...] | None = tuple(counts)
     if method == "none" or list(counts) == blocks:
@@ -67,46 +68,46 @@ def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence
     elif len(set(counts)) == 1:
         recomputed = counts[0]
     changes = {"activation_checkpointing": method, "recomputed_blocks": recomputed, "auto_checkpointing": False}
-    return run.model_copy(update={"layout": run.layout.model_copy(update=changes)})
+    return resolved.with_layout(resolved.layout.model_copy(update=changes))
 
 
 def _recompute_fewest_blocks(
-    run: RunSpec, world_size: int, method: CheckpointingName, blocks: Sequence[int], fits_plain: Sequence[bool]
-) -> RunSpec | None:
+    resolved: ResolvedRun, method: CheckpointingName, blocks: Sequence[int], fits_plain: Sequence[bool]
+) -> ResolvedRun | None:
     """Return the run with the fewest recomputed blocks that fit on each pipeline rank; None if all do not suffice.
 
     The memory of a rank depends on its own blocks, so one bisection serves all ranks.
     """
-    all_recomputed = with_recomputation(run, method, blocks)
-    if not all(_find_fitting_ranks(all_recomputed, world_size)):
+    all_recomputed = with_recomputation(resolved, method, blocks)
+    if not all(_find_fitting_ranks(all_recomputed)):
         return None
     # With some blocks, the units of FSDP would differ from block to block.
-    if method == "full" and run.layout.fsdp_unit == "sublayer":
+    if method == "full" and resolved.layout.fsdp_unit == "sublayer":
         return all_recomputed
     low = [0 if fits else 1 for fits in fits_plain]
     high = [0 if fits else count for fits, count in zip(fits_plain, blocks, strict=True)]
     while low != high:
         middle = [(fewest + most) // 2 for fewest, most in zip(low, high, strict=True)]
-        for rank, fits in enumerate(_find_fitting_ranks(with_recomputation(run, method, middle), world_size)):
+        for rank, fits in enumerate(_find_fitting_ranks(with_recomputation(resolved, method, middle))):
             if low[rank] < high[rank] and fits:
                 high[rank] = middle[rank]
             elif low[rank] < high[rank]:
                 low[rank] = middle[rank] + 1
-    return with_recomputation(run, method, high)
+    return with_recomputation(resolved, method, high)
 
 
-def _find_fitting_ranks(run: RunSpec, world_size: int) -> list[bool]:
+def _find_fitting_ranks(resolved: ResolvedRun) -> list[bool]:
     """Return whether each pipeline rank almost certainly fits in memory."""
     return [
-        ranks_oom_probability(run.cluster, [memory]) < SAFE_OOM_PROBABILITY
-        for memory in worker_memories(run, world_size)
+        ranks_oom_probability(resolved.run.cluster, [memory]) < SAFE_OOM_PROBABILITY
+        for memory in worker_memories(resolved)
     ]
 
 
-def _evaluate_choice(run: RunSpec, world_size: int) -> RecomputationChoice:
-    p_oom = ranks_oom_probability(run.cluster, worker_memories(run, world_size))
+def _evaluate_choice(resolved: ResolvedRun) -> RecomputationChoice:
+    p_oom = ranks_oom_probability(resolved.run.cluster, worker_memories(resolved))
     try:
-        step_seconds = evaluate(run, world_size, [candidate_from_run(run, world_size)])[0].step_seconds
+        step_seconds = evaluate(resolved, [candidate_from_run(resolved)])[0].step_seconds
     except UserError:  # for example, the speeds of the machine are unknown
         step_seconds = None
-    return RecomputationChoice(layout=run.layout, p_oom=p_oom, step_seconds=step_seconds)
+    return RecomputationChoice(layout=resolved.layout, p_oom=p_oom, step_seconds=step_seconds)

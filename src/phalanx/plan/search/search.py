@@ -15,7 +15,7 @@ from phalanx.plan.search.evaluate import can_run, evaluate, predict_layouts, wit
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, preference_order
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 UNCERTAIN_GAIN = 0.05
 """Minimum relative gain in step time that justifies offload or more kinds of parallelism.
@@ -32,8 +32,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def search_layouts(
-    run: RunSpec,
-    world_size: int,
+    resolved: ResolvedRun,
     keep: int = 20,
     report: ProgressCallback = lambda *_: None,
     is_wanted: Callable[[CandidateLayout], bool] = lambda _: True,
@@ -48,32 +47,29 @@ def search_layouts(
     one of layouts that differ in their schedule only. Raises UserError if a speed of the cluster is unknown, or no
     layout divides the ranks.
     """
-    layouts = enumerate_layouts(run, world_size)
+    layouts = enumerate_layouts(resolved)
     if not layouts:
-        raise UserError(
-            "cluster.nodes x cluster.nproc_per_node",
-            world_size,
-            "has no layout that divides this model and this batch",
-            fix="use a number of ranks whose factors divide the sequences of a step and the model",
-        )
+        problem = "has no layout that divides this model and this batch"
+        fix = "use a number of ranks whose factors divide the sequences of a step and the model"
+        raise UserError("cluster.nodes x cluster.nproc_per_node", resolved.world_size, problem, fix)
     report("evaluating layouts", 0, len(layouts))
-    layouts, ordered = with_smaller_variants(run, world_size, layouts)
+    layouts, ordered = with_smaller_variants(resolved, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting memory of the fastest", 0, keep)
-    count_memory = MemoryCounts(run, world_size)
+    count_memory = MemoryCounts(resolved)
 
     def offer(
         candidates: Iterable[CandidateLayout], is_wanted: Callable[[CandidateLayout], bool]
     ) -> Iterator[EvaluatedLayout]:
         """Yield the wanted layouts that run and fit, in order, including smaller variants."""
         order = candidates.order if isinstance(candidates, TimeBands) else _step_seconds
-        offering = runnable_layouts(run, world_size, filter(is_wanted, candidates), order, count_memory)
+        offering = runnable_layouts(resolved, filter(is_wanted, candidates), order, count_memory)
         return (evaluated for evaluated in offering if is_wanted(evaluated.candidate))
 
     fastest = next(offer(ordered, is_wanted), None)
     preferred: Iterable[CandidateLayout] = ordered if fastest is not None else []
     if prefer_simple and fastest is not None:
-        preferred = TimeBands(run, world_size, ordered, fastest)
+        preferred = TimeBands(resolved, ordered, fastest)
     shown: set[CandidateLayout] = set()
     offered: list[EvaluatedLayout] = []
 
@@ -87,24 +83,23 @@ def search_layouts(
         report("counting memory of the fastest", len(offered), keep)
     smallest = None
     if not offered:
-        smallest = evaluate(run, world_size, [smallest_layout(run, world_size, layouts)])[0]
-        if can_run(run, world_size, smallest.candidate):
-            smallest = with_exact_memory(run, world_size, smallest)
+        smallest = evaluate(resolved, [smallest_layout(resolved, layouts)])[0]
+        if can_run(resolved, smallest.candidate):
+            smallest = with_exact_memory(resolved, smallest)
     return Plan(layouts=offered, candidates=layouts, fitting=len(ordered), fastest=fastest, closest_to_fitting=smallest)
 
 
 class MemoryCounts:
     """Exact memory of a run's layouts, each counted once: the search looks at the first layouts twice."""
 
-    def __init__(self, run: RunSpec, world_size: int) -> None:
-        self.run = run
-        self.world_size = world_size
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self.resolved = resolved
         self._counted: dict[CandidateLayout, EvaluatedLayout] = {}
 
     def __call__(self, evaluated: EvaluatedLayout) -> EvaluatedLayout:
         """Return the layout with exact memory."""
         if evaluated.candidate not in self._counted:
-            self._counted[evaluated.candidate] = with_exact_memory(self.run, self.world_size, evaluated)
+            self._counted[evaluated.candidate] = with_exact_memory(self.resolved, evaluated)
         return self._counted[evaluated.candidate]
 
 
@@ -115,9 +110,8 @@ class TimeBands:
     layouts without offload come first, then those with fewer kinds of parallelism.
     """
 
-    def __init__(self, run: RunSpec, world_size: int, ordered: list[CandidateLayout], fastest: EvaluatedLayout) -> None:
-        self.run = run
-        self.world_size = world_size
+    def __init__(self, resolved: ResolvedRun, ordered: list[CandidateLayout], fastest: EvaluatedLayout) -> None:
+        self.resolved = resolved
         self.ordered = ordered
         self.fastest = fastest
         self.ends: list[float] = []
@@ -141,7 +135,7 @@ class TimeBands:
         return [band, candidate.offloads, candidate.num_parallel_axes, evaluated.step_seconds]
 
     def _seconds(self, candidate: CandidateLayout) -> float:
-        return evaluate(self.run, self.world_size, [candidate])[0].step_seconds
+        return evaluate(self.resolved, [candidate])[0].step_seconds
 
 
 def _step_seconds(evaluated: EvaluatedLayout) -> list[float]:
@@ -153,19 +147,18 @@ def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
 
 
 def with_smaller_variants(
-    run: RunSpec, world_size: int, layouts: list[CandidateLayout]
+    resolved: ResolvedRun, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
     """Return all layouts plus smaller variants of those unlikely to fit, and the fitting ones in order."""
-    risk = predict_layouts(run, world_size, layouts).p_oom
+    risk = predict_layouts(resolved, layouts).p_oom
     unlikely = (layouts[index] for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY))
-    smaller = [variant for candidate in unlikely for variant in smaller_variants(run, candidate)]
+    smaller = [variant for candidate in unlikely for variant in smaller_variants(resolved.run, candidate)]
     fitting = [layouts[index] for index in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
-    return [*layouts, *smaller], rank_fitting(run, world_size, [*fitting, *smaller])
+    return [*layouts, *smaller], rank_fitting(resolved, [*fitting, *smaller])
 
 
 def runnable_layouts(
-    run: RunSpec,
-    world_size: int,
+    resolved: ResolvedRun,
     ordered: Iterable[CandidateLayout],
     order: Callable[[EvaluatedLayout], list[float]] = _step_seconds,
     count_memory: Callable[[EvaluatedLayout], EvaluatedLayout] | None = None,
@@ -176,31 +169,31 @@ def runnable_layouts(
     smaller variants follow, at the later position that `order` gives them. `count_memory` returns a layout with exact
     memory, if some have been counted before.
     """
-    count_memory = count_memory or partial(with_exact_memory, run, world_size)
+    count_memory = count_memory or partial(with_exact_memory, resolved)
 
     def generate() -> Iterator[EvaluatedLayout]:
         later: list[EvaluatedLayout] = []
         for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
-            if not can_run(run, world_size, candidate):
+            if not can_run(resolved, candidate):
                 continue
-            evaluated = evaluate(run, world_size, [candidate])[0]
+            evaluated = evaluate(resolved, [candidate])[0]
             later.sort(key=order)
             while later and order(later[0]) < order(evaluated):
                 yield count_memory(later.pop(0))
             evaluated = count_memory(evaluated)
             yield evaluated
             if evaluated.p_oom >= MAX_OOM_PROBABILITY:
-                later += evaluate(run, world_size, list(smaller_variants(run, candidate)))
+                later += evaluate(resolved, list(smaller_variants(resolved.run, candidate)))
         yield from map(count_memory, sorted(later, key=order))
 
     return (evaluated for evaluated in generate() if evaluated.p_oom < MAX_OOM_PROBABILITY)
 
 
-def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[CandidateLayout]:
+def rank_fitting(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts that are likely to fit, in order of preference; some may not run."""
     if not layouts:
         return []
-    predictions = predict_layouts(run, world_size, layouts)
+    predictions = predict_layouts(resolved, layouts)
     fitting = np.flatnonzero(predictions.p_oom < MAX_OOM_PROBABILITY)
     if not len(fitting):
         return []
@@ -210,6 +203,6 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
     return [layouts[index] for index in fitting[order]]
 
 
-def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
+def smallest_layout(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> CandidateLayout:
     """Return the layout that fills the memory of device and CPU least, and so most likely fits."""
-    return layouts[int(np.argmin(predict_layouts(run, world_size, layouts).memory_utilization))]
+    return layouts[int(np.argmin(predict_layouts(resolved, layouts).memory_utilization))]

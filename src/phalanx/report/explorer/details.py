@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import layout_error
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.placement.findings import bytes_by_link, node_layout
 from phalanx.plan.placement.traffic_matrix import traffic_matrices
@@ -22,7 +22,7 @@ from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.errors import UserError
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 Details = dict[str, Any]
@@ -33,20 +33,19 @@ MIN_GAP = 1e-9
 """Share of a step below which a rank's wait between two passes is a rounding error."""
 
 
-def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Details:
+def layout_details(resolved: ResolvedRun, candidate: CandidateLayout) -> Details:
     """Return all that the page shows of a layout that was clicked, as plain data.
 
     A layout that Phalanx cannot train has the formula's predictions and a `problem` that says why.
     """
-    evaluated = evaluate(run, world_size, [candidate])[0]
-    layout_run = run.model_copy(update={"layout": candidate.layout()})
-    try:
-        check_layout(layout_run, world_size)
-    except UserError as error:
+    run = resolved.run
+    evaluated = evaluate(resolved, [candidate])[0]
+    with_layout = resolved.with_layout(candidate.layout())
+    if (error := layout_error(with_layout)) is not None:
         return _predictions_to_json(run, evaluated) | {"problem": str(error)}
-    memories = rank_memory(layout_run, world_size)
+    memories = rank_memory(with_layout)
     site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
-    matrices = traffic_matrices(layout_run, world_size, site.ranks_per_island)
+    matrices = traffic_matrices(with_layout, site.ranks_per_island)
     evaluated = with_counted_memory(run.cluster, evaluated, list(memories.values()))
     num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
     if run.cluster.ranks_per_core > 1:
@@ -54,7 +53,7 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     elif num_actions > MAX_ACTIONS:
         timeline = {"note": f"The schedule has {num_actions:,} passes; a page can show at most {MAX_ACTIONS:,}."}
     else:
-        timeline = timeline_to_json(simulate_candidate(run, world_size, candidate))
+        timeline = timeline_to_json(simulate_candidate(resolved, candidate))
     # Bytes of the fullest rank of each role by part, and the most of all parts at one time with driver and libraries
     memory_by_role = {}
     for role, memory in memories.items():

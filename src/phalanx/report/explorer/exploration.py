@@ -14,15 +14,14 @@ from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, pareto_front
 from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS, ProgressCallback
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exploration:
     """A searched plan with predictions of every layout in it. Layouts are known by their index in `layouts`."""
 
-    run: RunSpec
-    world_size: int
+    resolved: ResolvedRun
     plan: Plan
     layouts: list[CandidateLayout]
     predictions: LayoutPredictions
@@ -43,25 +42,24 @@ class Exploration:
 
 
 def explore(
-    run: RunSpec, world_size: int, keep: int, group_schedules: bool = True, report: ProgressCallback = lambda *_: None
+    resolved: ResolvedRun, keep: int, group_schedules: bool = True, report: ProgressCallback = lambda *_: None
 ) -> Exploration:
     """Search for the first `keep` choices of the planner, and predict all layouts that the search considered.
 
     With `group_schedules`, one of the layouts that differ in their schedule only is kept, as in `plan_or_raise`.
     Raises UserError if no layout fits, as in `plan_or_raise`.
     """
-    plan = plan_or_raise(run, world_size, keep, report, group_schedules)
+    plan = plan_or_raise(resolved, keep, report, group_schedules)
     index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}
     # Variants with offload that the search made while it counted memory are not among the candidates.
     for evaluated in plan.layouts:
         index_of.setdefault(evaluated.candidate, len(index_of))
     layouts = list(index_of)
-    predictions = predict_layouts(run, world_size, layouts)
+    predictions = predict_layouts(resolved, layouts)
     ranked = {index_of[evaluated.candidate]: evaluated for evaluated in plan.layouts}
-    counted = formula_front(run, world_size, layouts, predictions, report)
+    counted = formula_front(resolved, layouts, predictions, report)
     return Exploration(
-        run=run,
-        world_size=world_size,
+        resolved=resolved,
         plan=plan,
         layouts=layouts,
         predictions=predictions,
@@ -71,8 +69,7 @@ def explore(
 
 
 def formula_front(
-    run: RunSpec,
-    world_size: int,
+    resolved: ResolvedRun,
     layouts: list[CandidateLayout],
     predictions: LayoutPredictions,
     report: ProgressCallback = lambda *_: None,
@@ -95,13 +92,13 @@ def formula_front(
     counted = 0
     fitting = fastest_first[p_oom[fastest_first] < MAX_OOM_PROBABILITY]
     for done, index in enumerate(map(int, fitting)):
-        if memory[index] >= smallest or not can_run(run, world_size, layouts[index]):
+        if memory[index] >= smallest or not can_run(resolved, layouts[index]):
             continue
         if counted == MAX_EXACT_EVALUATIONS:
             break
         counted += 1
         report("finding the Pareto front", done, len(fitting))
-        evaluated = with_exact_memory(run, world_size, evaluate(run, world_size, [layouts[index]])[0])
+        evaluated = with_exact_memory(resolved, evaluate(resolved, [layouts[index]])[0])
         if evaluated.p_oom < MAX_OOM_PROBABILITY:
             front[index] = evaluated
             smallest = memory[index]

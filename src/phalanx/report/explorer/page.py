@@ -112,7 +112,7 @@ def packed_details(exploration: Exploration, report: ProgressCallback = lambda *
 
 def details_of(exploration: Exploration, index: int) -> dict[str, Any]:
     """Return the details of a layout by its index."""
-    return layout_details(exploration.run, exploration.world_size, exploration.layouts[index])
+    return layout_details(exploration.resolved, exploration.layouts[index])
 
 
 def page(facts: Mapping[str, Any], form: str = "") -> str:
@@ -141,7 +141,7 @@ def page(facts: Mapping[str, Any], form: str = "") -> str:
 
 def _describe_setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     """Return what all layouts share, and meanings and colors of what is shown."""
-    run = exploration.run
+    run = exploration.resolved.run
     training = run.training
     cluster = run.cluster
     model = run.model_name
@@ -149,7 +149,7 @@ def _describe_setup(exploration: Exploration, context: PageContext) -> dict[str,
     flops = training_flops_per_token(run.model, training.seq_len)
     peak = exploration.predictions.peak_flops
     return {
-        "title": f"{model} on {exploration.world_size:,} x {machine}",
+        "title": f"{model} on {exploration.resolved.world_size:,} x {machine}",
         "summary": [
             "predicted for Phalanx's own trainer",
             f"{plural(cluster.nodes, 'node')} of {cluster.nproc_per_node} {machine}",
@@ -158,10 +158,10 @@ def _describe_setup(exploration: Exploration, context: PageContext) -> dict[str,
             f"{len(exploration.layouts):,} layouts, {exploration.plan.fitting:,} likely to fit",
         ],
         "notes": list(context.notes),
-        "ranks": exploration.world_size,
+        "ranks": exploration.resolved.world_size,
         "tokens_per_step": training.tokens_per_step,
         "memory_bytes": cluster.rank_memory_bytes,
-        "mfu_per_token_rate": mfu(1.0, flops, peak, ranks=exploration.world_size),
+        "mfu_per_token_rate": mfu(1.0, flops, peak, ranks=exploration.resolved.world_size),
         "safe_oom_probability": SAFE_OOM_PROBABILITY,
         "max_oom_probability": MAX_OOM_PROBABILITY,
         "tie_tolerance": TIE_TOLERANCE,

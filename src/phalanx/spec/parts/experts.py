@@ -41,5 +41,5 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
         shared = Cut("model.moe.expert_ffn_size x num_shared_experts", moe.shared_width)
         y = append_mlp(part, x, shared, spec.activation, prefix="shared.")
         if moe.shared_gate:
-            part.add(Gate(reads=(y, part.linear("shared_gate", x, width=1)), writes=replace(y)))
+            part.add(Gate(reads=(y, part.linear("shared_gate", x, width=1, is_precise=True)), writes=replace(y)))
     return part

@@ -309,6 +309,12 @@ class Part:
         return [operation for operation in self.operations if isinstance(operation, Linear)]
 
     @property
+    def cuts(self) -> list[Cut]:
+        """How tensor-parallel ranks share the widths of what operations write, each once."""
+        cuts = [operation.writes.cut for operation in self.operations]
+        return list(dict.fromkeys(cut for cut in cuts if cut is not None and cut.share == "units"))
+
+    @property
     def cores(self) -> list[Core]:
         """The kernels in which tokens see each other: none, or one."""
         return [operation for operation in self.operations if isinstance(operation, Core)]

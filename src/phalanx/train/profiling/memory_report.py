@@ -14,7 +14,7 @@ from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, Comparison
 from phalanx.runs.measured import COMPARISON_FILE, MEASURED_DIR, read_measured
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.parallel_dims import uses_model_parallelism
-from phalanx.spec.run import RunSpec
+from phalanx.spec.resolved_run import ResolvedRun
 
 NOTE = (
     "bytes of the rank with the most memory; each part at its own peak, the total at one time. Communication: an upper "
@@ -29,12 +29,13 @@ def remove_measured(directory: Path) -> None:
         shutil.rmtree(directory / MEASURED_DIR, ignore_errors=True)
 
 
-def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
+def write_comparison(resolved: ResolvedRun, directory: Path) -> str:
     """Write predicted and measured values to a run directory, and return them as text."""
+    run = resolved.run
     measured = read_measured(directory)
-    if len(measured) < world_size:
+    if len(measured) < resolved.world_size:
         return "nothing was measured: the run ended before the measured step"
-    rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
+    rows = compare_with_prediction(resolved, dict(enumerate(measured)))
     replace_file(directory / MEASURED_DIR / COMPARISON_FILE, json.dumps([row.to_json() for row in rows], indent=1))
     notes = "\nthe traffic of PowerSGD is not recorded" if run.layout.gradient_compression == "powersgd" else ""
     notes += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
