@@ -90,6 +90,16 @@ def fp32_as_fp64():
         yield
 
 
+@contextmanager
+def fp64_by_default():
+    """Let new tensors be in fp64: scales that are buffers."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def _quiet():
     import transformers
@@ -150,6 +160,42 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
 def test_lfm2_with_biases_and_its_own_width_equals_transformers(build_model, tmp_path):
     fields = {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]}
     assert_logits_equal(build_model, save_random_model(tmp_path, "lfm2", **fields))
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+WRAPPERS = {
+    "gemma3": ({**VISION, "image_size": 28, "patch_size": 14}, {"mm_tokens_per_image": 4}),
+    "mistral3": ({**VISION, "model_type": "pixtral", "image_size": 28, "patch_size": 14}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_text_model_of_a_multimodal_model_equals_transformers(build_model, tmp_path, kind):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    text_kind = {"gemma3": "gemma3_text", "mistral3": "mistral"}[kind]
+    vision, fields = WRAPPERS[kind]
+    text = {**KINDS[text_kind], "model_type": text_kind}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
+    torch.manual_seed(0)
+    with fp64_by_default(), fp32_as_fp64(), torch.no_grad():
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").double().eval()
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+        expected = model(TOKENS).logits
+    model.save_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(phalanx_logits(build_model, tmp_path / "whole"), expected, rtol=0, atol=1e-10)
+    ours = build_phalanx_model(build_model, tmp_path / "whole")
+    export_hf(ours.spec, dict(ours.state_dict()), tmp_path / "text", source=tmp_path / "whole")
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == text_kind
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    torch.testing.assert_close(exported(TOKENS).logits.double(), expected, rtol=0, atol=1e-3)
 
 
 def test_logits_of_every_family_are_compared():

@@ -45,7 +45,7 @@ ROPES = [
     ("model_type", "field", "value"),
     [
         ("deepseek_v3", "kv_lora_rank", 512),
-        ("gemma3", "vision_config", {"a": 1}),
+        ("qwen2_5_vl", "vision_config", {"a": 1}),
         ("gemma2", "attn_logit_softcapping", 50.0),
     ],
 )

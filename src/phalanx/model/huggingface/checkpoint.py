@@ -20,6 +20,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import require_known_fields
 from phalanx.spec.families.family import Family
 from phalanx.spec.families.registry import family_of
+from phalanx.spec.families.wrappers import OTHER_TENSORS, PREFIXES, text_config
 from phalanx.spec.files.load import hf_config_file
 from phalanx.spec.files.tables import parse_json
 from phalanx.spec.model import ModelSpec
@@ -51,7 +52,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     """
     config_file = hf_config_file(str(directory))
     directory = config_file.parent
-    config = read_json(config_file)
+    config = text_config(read_json(config_file))
     family = family_of(config)
     if config.get("quantization_config"):
         raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
@@ -102,12 +103,16 @@ def _stored_names(
     Raises UserError for a missing tensor, and for a tensor in the files that the model does not have."""
     names: dict[str, str] = {}
     for hf_name in hf_names:
-        # A model saved without its head has names without the prefix.
-        names[hf_name] = hf_name if hf_name in files else hf_name.removeprefix(family.prefix)
-        if names[hf_name] not in files:
+        # A model saved without its head has names without the prefix, a multimodal one with another prefix.
+        inner_name = hf_name.removeprefix(family.prefix)
+        alternatives = (hf_name, inner_name, *(f"{prefix}{inner_name}" for prefix in PREFIXES))
+        name = next((name for name in alternatives if name in files), None)
+        if name is None:
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)
+        names[hf_name] = name
     other = sorted(files.keys() - set(names.values()) - ({HEAD} if tied else set()))
-    ignored = [pattern.replace("{L}", str(num_layers)) for pattern in family.ignored_tensors]
+    patterns = (*family.ignored_tensors, *(OTHER_TENSORS if family.wrapper else ()))
+    ignored = [pattern.replace("{L}", str(num_layers)) for pattern in patterns]
     unread = [name for name in other if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if unread:
         more = f", nor are {len(unread) - 1} more tensors" if len(unread) > 1 else ""

@@ -11,6 +11,7 @@ from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
 from phalanx.spec.families.family import Family, Table
 from phalanx.spec.families.forms import ROPE_FIELDS, RopeByType
 from phalanx.spec.families.registry import families, family_of
+from phalanx.spec.families.wrappers import text_config
 from phalanx.spec.layer_pattern import parse_layers
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
@@ -35,6 +36,7 @@ def model_table(config: Table) -> Table:
     Raises:
         UserError: The model type, or a variant of it, is not supported.
     """
+    config = text_config(config)
     family = family_of(config)
     dials: Table = {}
     for name, field in (FIXED_FIELDS | family.fields).items():
@@ -56,6 +58,7 @@ def model_table(config: Table) -> Table:
 
 def require_known_fields(config: Table) -> None:
     """Raise UserError for an unsupported field of config.json that may change the output of the model."""
+    config = text_config(config)
     fields = FIXED_FIELDS | family_of(config).fields
     known = {*fields, *(name for field in fields.values() for name in field.other_names), *HARMLESS_FIELDS}
     unknown = {field: value for field, value in config.items() if field not in known}
@@ -132,6 +135,7 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
 
     A model of another type, such as a dense model that was given experts, keeps only the special tokens.
     """
+    source = text_config(source)
     before = hf_config(parse_table(ModelSpec, model_table(source)))
     after = hf_config(spec)
     if before["model_type"] != after["model_type"]:

@@ -134,6 +134,8 @@ class Family:
     ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     """Patterns of tensors that are not read: those of old versions that every version computes, and those of layers for
     multi-token prediction, which follow layer {L}, the last one."""
+    wrapper: str | None = None
+    """model_type of models whose text model is of this family, with its fields in text_config (`wrappers`)."""
     unused: tuple[str, ...] = ()
     """Dials, or tables of dials, without effect in this family."""
 

@@ -47,6 +47,7 @@ GEMMA3 = replace(
     GEMMA,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    wrapper="gemma3",
     fields=GEMMA.fields
     | {
         "vocab_size": Read("vocab_size", 262208),

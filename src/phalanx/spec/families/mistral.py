@@ -12,6 +12,7 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
+    wrapper="mistral3",
     fields=LLAMA.fields
     | {
         "num_key_value_heads": Read("num_kv_heads", 8, unset=query_heads),
@@ -26,6 +27,7 @@ MIXTRAL = replace(
     MISTRAL,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    wrapper=None,
     fields=MISTRAL.fields
     | {
         "intermediate_size": Read("moe.expert_ffn_size", 14336),
