@@ -217,6 +217,22 @@ READERS = {
     "nanotron": read_nanotron,
 }
 WSD, NVME_OFFLOAD = {"lr_schedule": "wsd"}, {"offload": "nvme", "offload_directory": "/scratch"}
+GLM: Table = {
+    **EXPERTS,
+    "attention_bias": "qkv",
+    "rope": {"fraction": 0.5},
+    "moe": {
+        **EXPERTS["moe"],
+        "router_score": "sigmoid",
+        "choice_bias": True,
+        "routed_scale": 2.5,
+        "num_groups": 4,
+        "top_groups": 2,
+        "num_shared_experts": 1,
+        "shared_gate": True,
+        "shared_ffn_size": 96,
+    },
+}
 EXPORT_CASES: list[tuple[str, RunSpec]] = [
     ("megatron", make_run(tp=4, pp=2, data_parallel="zero1", activation_checkpointing="selective")),
     ("megatron", make_run(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1)),
@@ -235,6 +251,7 @@ EXPORT_CASES: list[tuple[str, RunSpec]] = [
         make_run({**SMALL, "rope": {"scaling": "llama3", "factor": 8.0}}, gradient_compression="bf16", bucket_mb=50.0),
     ),
     ("megatron", make_run({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
+    ("megatron", make_run(GLM, ep=8)),
     ("torchtitan", make_run(data_parallel="hsdp", dp_shard=4, tp=2, activation_checkpointing="full")),
     ("torchtitan", make_run(tp=2, pp=2, cp=2, data_parallel="zero3")),
     ("torchtitan", make_run(pp=4, data_parallel="zero3", schedule="zb-v", micro_batch_size=1)),

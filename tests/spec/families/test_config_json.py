@@ -246,8 +246,8 @@ def test_hf_config_rejects_model_without_hugging_face_architecture(field):
     assert error_info.value.field == field
 
 
-# The loss is not exported; a custom network, or a mixer of the whole model, is rejected for any value.
-IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation", "model.mixer.kind")
+# The loss is not exported, and a custom network is rejected for any value.
+IGNORED_FIELDS = ("model.moe.balance_loss_scope", "model.implementation")
 
 
 @pytest.mark.parametrize(

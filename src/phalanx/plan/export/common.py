@@ -149,11 +149,13 @@ TRAINER_SPECIFIC = (
 """Options that do not affect results, and that each trainer implements differently."""
 
 
-def check_export_supported(job: ExportJob, trainer: Trainer, supported: Sequence[SupportedOption]) -> None:
+def check_export_supported(
+    job: ExportJob, trainer: Trainer, supported: Sequence[SupportedOption], expressed: Collection[str] = ()
+) -> None:
     """Raise UserError for the first value that a trainer cannot express.
 
     Fields of the layout are checked last, since another layout may not need them. `supported` has each choice of a
-    run that `SUPPORTED_EVERYWHERE` leaves to the trainer.
+    run that `SUPPORTED_EVERYWHERE` leaves to the trainer; `expressed` are fields that it expresses with any value.
     """
     window = smallest_window(job.run.model)
     if has_window(job.run.model, job.run.training.seq_len):
@@ -161,7 +163,7 @@ def check_export_supported(job: ExportJob, trainer: Trainer, supported: Sequence
         raise unsupported_error(trainer, "model.sliding_window", window, fix)
     options = [*SUPPORTED_EVERYWHERE, *supported]
     if trainer != "deepspeed":  # its program creates the model
-        named = EXPRESSED_MODEL_FIELDS | {option.field for option in options}
+        named = EXPRESSED_MODEL_FIELDS | {option.field for option in options} | set(expressed)
         fields = (field for field, _, _ in walk_fields(job.run.model, "model."))
         options += [SupportedOption(field) for field in fields if field not in named]
     for option in sorted(options, key=lambda option: option.field.startswith("layout.")):

@@ -52,6 +52,7 @@ SUPPORTED = (
     SupportedOption("model.activation", ("swiglu", "gelu", "gelu_tanh")),
     SupportedOption("model.position_embedding", ("rope", "learned")),
     SupportedOption("model.qk_norm", ("head",)),
+    SupportedOption("model.attention_bias", ("qkv",)),
     SupportedOption("model.rope.scaling", ("linear", "llama3")),
     SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
     SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
@@ -63,6 +64,11 @@ SUPPORTED = (
     SupportedOption("layout.offload", ("cpu",), 'use "cpu" with layout.data_parallel = "zero1"'),
     SupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
 )
+EXPRESSED = (
+    *("model.rope.fraction", "model.moe.routed_scale", "model.moe.num_groups", "model.moe.top_groups"),
+    *("model.moe.shared_ffn_size", "model.moe.shared_gate", "model.moe.choice_bias"),
+)
+"""Fields that Megatron-LM expresses and other trainers do not."""
 
 
 def megatron(job: ExportJob) -> ExportedConfig:
@@ -72,7 +78,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
     """
     run = job.run
     layout = run.layout
-    check_export_supported(job, "megatron", SUPPORTED)
+    check_export_supported(job, "megatron", SUPPORTED, EXPRESSED)
     check_kv_heads(job, "megatron")
     if job.dims.cp > 1 and run.training.seq_len % (2 * job.dims.cp):
         fix = f"use a multiple of {2 * job.dims.cp}"
@@ -161,6 +167,7 @@ def _model_flags(job: ExportJob) -> Flags:
         "swiglu": spec.activation == "swiglu",
         "no-bias-gelu-fusion": spec.activation == "gelu",
         "disable-bias-linear": not spec.bias,
+        "add-qkv-bias": spec.attention_bias == "qkv",
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
         "init-method-std": f"{job.init_std:.6g}",
@@ -185,6 +192,7 @@ def _rope_flags(job: ExportJob) -> Flags:
     return {
         "position-embedding-type": "rope",
         "rotary-base": int(rope.theta),
+        "rotary-percent": None if rope.fraction == 1 else rope.fraction,
         "rotary-seq-len-interpolation-factor": int(rope.factor) if rope.scaling == "linear" else None,
         "use-rope-scaling": rope.scaling == "llama3",
         "rope-scaling-factor": rope.factor if rope.scaling == "llama3" else None,
@@ -203,14 +211,18 @@ def _expert_flags(job: ExportJob, moe: MoESpec) -> Flags:
         "num-experts": moe.num_experts,
         "moe-router-topk": moe.top_k,
         "moe-ffn-hidden-size": moe.expert_ffn_size,
-        "moe-shared-expert-intermediate-size": moe.expert_ffn_size * moe.num_shared_experts or None,
+        "moe-shared-expert-intermediate-size": moe.shared_width or None,
+        "moe-shared-expert-gate": moe.shared_gate,
         "moe-layer-freq": f"([0]*{dense}+[1]*{spec.num_layers - dense})" if dense else None,
         "moe-router-score-function": moe.router_score,
         "moe-router-pre-softmax": moe.router_score == "softmax" and not moe.normalize_top_k,
         "moe-router-load-balancing-type": balancing,
         "moe-aux-loss-coeff": moe.balance_loss_coef or None,
         "moe-z-loss-coeff": moe.z_loss_coef or None,
-        "moe-router-enable-expert-bias": moe.bias_update_rate > 0,
+        "moe-router-topk-scaling-factor": None if moe.routed_scale == 1 else moe.routed_scale,
+        "moe-router-num-groups": moe.num_groups if moe.num_groups > 1 else None,
+        "moe-router-group-topk": moe.top_groups if moe.num_groups > 1 else None,
+        "moe-router-enable-expert-bias": moe.has_choice_bias,
         "moe-router-bias-update-rate": moe.bias_update_rate or None,
         "moe-expert-capacity-factor": moe.capacity_factor,
         "moe-token-drop-policy": "position" if moe.capacity_factor else None,
@@ -233,10 +245,10 @@ def _check_router_supported(moe: MoESpec, layout: Layout) -> None:
         reason = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
         fix = f"set it to {str(sums_to_one).lower()}"
         raise unsupported("model.moe.normalize_top_k", moe.normalize_top_k, fix, reason)
-    if moe.bias_update_rate and moe.router_score == "softmax":
-        reason = "its bias needs sigmoid scores"
-        fix = 'set it to 0, or model.moe.router_score = "sigmoid"'
-        raise unsupported("model.moe.bias_update_rate", moe.bias_update_rate, fix, reason)
+    if moe.has_choice_bias and moe.router_score == "softmax":
+        field = "bias_update_rate" if moe.bias_update_rate else "choice_bias"
+        fix = 'remove it, or set model.moe.router_score = "sigmoid"'
+        raise unsupported(f"model.moe.{field}", getattr(moe, field), fix, "its bias needs sigmoid scores")
     if layout.tp > 1 and not layout.sequence_parallel:
         reason = "experts with tensor parallelism require it"
         raise unsupported("layout.sequence_parallel", False, "set it to true", reason)
