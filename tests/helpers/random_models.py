@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.init_parameters import init_parameters
+from phalanx.parallel.init_parameters import init_parameters, init_router_biases
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.model import ModelSpec
@@ -38,4 +38,5 @@ def build_model(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float6
         model = Transformer(spec or ModelSpec(**SMALL_MODEL | changes)).to(dtype)
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), random_weight)
+    init_router_biases(Strategy(model), random_weight)
     return model

@@ -234,6 +234,7 @@ IMPORTERS = {
     "cli/main.py": "commands",
     "data/compression.py": "compression libraries",
     "launch/fork_server.py": "modules that the launcher names",
+    "model/mixers/__init__.py": "files of its own folder",
     "spec/families/registry.py": "files of its own folder",
     "train/components.py": "components of the user, after require_trusted",
 }

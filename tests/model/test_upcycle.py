@@ -82,6 +82,18 @@ def test_upcycled_moe_scales_mlp_output_by_unnormalized_scores(dense_checkpoint)
     assert total.max() < 0.95
 
 
+@pytest.mark.parametrize(
+    ("model", "moe", "message"),
+    [
+        ({}, {"dense_branch": True}, "dense_branch = True is not supported for experts that are initialized from a"),
+        ({"norm_position": "both"}, {}, "attention_after.weight' is not in the checkpoint"),
+    ],
+)
+def test_upcycling_refuses_parts_that_the_dense_model_lacks(dense_checkpoint, model, moe, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(build_run_from_checkpoint(dense_checkpoint, model, {**EXPERTS, **moe}))
+
+
 def test_replicate_mlp_reinitializes_same_hidden_units_in_all_matrices():
     generator = torch.Generator().manual_seed(0)
     gate, up = (1 + 0.5 * torch.randn(400, 64, generator=generator) for _ in range(2))

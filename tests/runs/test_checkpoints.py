@@ -26,7 +26,7 @@ from phalanx.runs.checkpoints import (
 )
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import KeepSpec
-from tests.helpers.small_runs import save_two_checkpoints, small_run
+from tests.helpers.small_runs import MOE, save_two_checkpoints, small_run
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,16 @@ def test_check_manifest_accepts_a_checkpoint_without_fields_that_came_later(text
     check_manifest(run, manifest)
     with pytest.raises(UserError, match=r"model.norm_position = 'both' differs from the checkpoint's value 'before'"):
         check_manifest(small_run(text, tmp_path, {"model": {**saved, "norm_position": "both"}}), manifest)
+
+
+def test_check_manifest_accepts_experts_and_kinds_without_fields_that_came_later(text: Path, tmp_path: Path) -> None:
+    kinds = {"layers": "sparse dense", "kinds": [{"name": "dense", "moe": False}]}
+    run = small_run(text, tmp_path, {"model": {**MOE, **kinds, "num_layers": 2}})
+    saved = run.model.model_dump(mode="json")
+    saved["kinds"] = [{"name": kind["name"], "moe": kind["moe"]} for kind in saved["kinds"]]
+    later = ("shared_gate", "num_groups", "top_groups", "routed_scale", "choice_bias", "dense_branch")
+    saved["moe"] = {name: value for name, value in saved["moe"].items() if name not in later}
+    check_manifest(run, {"model": saved, "optimizer": "adamw", "step": run.training.steps})
 
 
 def write_manifests(directory: Path, manifest: Path, evaluations: dict[int, tuple[float, str] | None]) -> list[Path]:

@@ -69,6 +69,7 @@ def test_balance_spec_ratio_rises_linearly_to_one():
         ({}, {"layout": {"data_parallel": "parameter_server"}}, "is not supported inside a node"),
         ({}, {"model": {**MODEL, "moe": None}}, "distributes experts over nodes, but the model has no experts"),
         ({}, {"model": {**MODEL, "moe": {**MODEL["moe"], "bias_update_rate": 0.1}}}, "bias_update_rate = 0.1"),
+        ({}, {"model": {**MODEL, "moe": {**MODEL["moe"], "choice_bias": True}}}, "choice_bias = True"),
         ({"methd": "spes"}, {}, "did you mean 'method'"),
     ],
 )

@@ -138,7 +138,7 @@ def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model
 
 UNEXPORTABLE = {
     "model.norm = 'layernorm'": {"model": {**DENSE, "norm": "layernorm"}},
-    "model.moe.num_shared_experts = 1": {"model": MOE},
+    "model.moe.router_score = 'softmax'": {"model": MOE},
 }
 
 

@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized tensor."""
-        return self.normalize(x, 1 + self.weight if self.has_offset else self.weight, self.eps)
+        return self.normalize(x, 1 + at_least_fp32(self.weight) if self.has_offset else self.weight, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

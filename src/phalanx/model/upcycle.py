@@ -40,6 +40,9 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     fix = "set model.moe.num_shared_experts = 0, or start from a model with experts"
     require(not num_shared, "model.moe.num_shared_experts", num_shared, problem, fix)
 
+    problem = "is not supported for experts that are initialized from a dense model"
+    require(not moe.dense_branch, "model.moe.dense_branch", moe.dense_branch, problem, "set it to false")
+
     def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:

@@ -38,7 +38,7 @@ from phalanx.parallel.expert.partial_experts import (
     init_frozen_experts,
     select_trained_experts,
 )
-from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
+from phalanx.parallel.init_parameters import WeightInitializer, init_parameters, init_router_biases
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
@@ -156,6 +156,8 @@ def apply_layout(
         init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
     else:
         init_parameters(strategy, weights)
+    if spec.moe is not None and spec.moe.choice_bias:
+        init_router_biases(strategy, weights)
     strategy.sync_model_weights()
     return strategy
 

@@ -17,12 +17,16 @@ WeightInitializer = Callable[[str, torch.Size], Tensor]
 
 
 def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
-    """Initialize the trained parameters, one at a time, and buffers that are loaded with them; new ones are 0."""
+    """Initialize the trained parameters, one at a time."""
     for name in strategy.trainable_parameters:
         init_parameter(strategy, name, weights)
+
+
+def init_router_biases(strategy: Strategy, weights: WeightInitializer) -> None:
+    """Initialize the biases of routers, which are no parameters; new ones are 0."""
     if not isinstance(weights, DrawnWeights):
-        for name, buffer in named_buffers(strategy.module):
-            buffer.copy_(weights(name, buffer.shape))
+        for name, bias in named_buffers(strategy.module):
+            bias.copy_(weights(name, bias.shape))
 
 
 @torch.no_grad()

@@ -33,9 +33,10 @@ from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Finite, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
+from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.replace import open_no_link
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import KindSpec, ModelSpec, MoESpec
 from phalanx.spec.run import KeepSpec, RunSpec
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,10 @@ SHAPE_FIELDS = (
     "kinds",
     "norm_position",
     "norm_offset",
+    "attention_scale",
+    "embedding_scale",
+    "residual_scale",
+    "logits_divisor",
     "attention_bias",
     "mixer",
 )
@@ -430,14 +435,13 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
         problem = f"is less than the {manifest['step']} completed steps of the run"
         fix = "increase training.steps, or start a new run"
         raise UserError("training.steps", run.training.steps, problem, fix=fix)
-    saved_model = manifest["model"]
     current_model = run.model.model_dump(mode="json")
-    saved_moe = saved_model["moe"] or {}
     current_moe = current_model["moe"] or {}
     # Older checkpoints lack fields that came later.
-    optional = {name: field.default for name, field in ModelSpec.model_fields.items() if not field.is_required()}
-    saved_values = to_jsonable_python(optional) | saved_model
-    pairs = [(f"model.{name}", saved_values[name], current_model[name]) for name in SHAPE_FIELDS]
+    saved_model = _defaults(ModelSpec) | manifest["model"]
+    saved_model["kinds"] = [_defaults(KindSpec) | kind for kind in saved_model["kinds"]]
+    saved_moe = _defaults(MoESpec) | saved_model["moe"] if saved_model["moe"] else {}
+    pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     saved_paths = manifest.get("implementations", {})
@@ -446,3 +450,9 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
         if saved != configured:
             fix = "resume with the checkpoint's value, or start a new run"
             raise UserError(field, configured, f"differs from the checkpoint's value {saved!r}", fix=fix)
+
+
+def _defaults(spec_class: type[Spec]) -> dict[str, Any]:
+    """Return the defaults of a table's optional fields, as in a manifest."""
+    optional = {name: field.default for name, field in spec_class.model_fields.items() if not field.is_required()}
+    return dict(to_jsonable_python(optional))

@@ -280,7 +280,13 @@ class ModelSpec(Spec):
             raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
         if self.norm_offset and self.norm == "layernorm":
             raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
-        if self.position_embedding == "rope" and self.rope.width(self.head_dim) % 2:
+        if self.mixer and self.layers is None:
+            fields = ("sliding_window", "attention_sinks", "qk_norm", "attention_bias", "attention_scale")
+            if unused := [field for field in fields if getattr(self, field) != type(self).model_fields[field].default]:
+                problem = "has no effect in a model without attention"
+                raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it, or the mixer")
+        rotated = self.rope.width(self.head_dim)
+        if self.position_embedding == "rope" and (rotated % 2 or rotated == 0):
             times = "" if self.rope.fraction == 1 else f"times model.rope.fraction ({self.rope.fraction}) "
             problem = f"{times}must be even for rotary positions"
             raise UserError("head_dim", self.head_dim, problem, "use an even number")

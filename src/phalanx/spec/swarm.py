@@ -183,10 +183,10 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
     if moe is None and swarm.method in EXPERT_SPLIT_METHODS:
         problem = "distributes experts over nodes, but the model has no experts"
         raise UserError("swarm.method", swarm.method, problem, 'set model.moe, or swarm.method = "diloco"')
-    if moe is not None and moe.bias_update_rate:
+    if moe is not None and moe.has_choice_bias:
+        field = "bias_update_rate" if moe.bias_update_rate else "choice_bias"
         problem = "is not supported in a swarm, because nodes do not exchange the router's biases"
-        fix = "set model.moe.bias_update_rate = 0"
-        raise UserError("model.moe.bias_update_rate", moe.bias_update_rate, problem, fix)
+        raise UserError(f"model.moe.{field}", getattr(moe, field), problem, "remove it")
     if swarm.sends_gradients and run.optimizer.name != "adamw":
         problem = 'is not supported with swarm.method = "ddp", whose coordinator runs AdamW'
         fix = 'set optimizer.name = "adamw", or swarm.method = "fedavg"'

@@ -159,5 +159,9 @@ def test_experts_rejects_damaged_dense_or_missing_run(stopped_run: Path, tmp_pat
     create_run(dense, 1, resume=False)
     with pytest.raises(UserError, match="has a model without experts"):
         experts_output(tmp_path / "dense" / dense.name, "--ep", 2)
+    grouped = {**MOE, "moe": {**MOE["moe"], "num_groups": 2, "top_groups": 1}}
+    create_run(small_run(TEXT, tmp_path / "grouped", {"model": grouped}), 1, resume=False)
+    with pytest.raises(UserError, match="num_groups = 2 chooses experts in groups"):
+        experts_output(tmp_path / "grouped" / dense.name, "--ep", 2)
     with pytest.raises(UserError, match="does not exist"):
         experts_output(tmp_path / "nothing", "--ep", 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.huggingface.export import export_hf
-from phalanx.parallel.init_parameters import init_parameters
+from phalanx.parallel.init_parameters import init_parameters, init_router_biases
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
@@ -137,7 +137,9 @@ def transformers_logits(directory: Path) -> torch.Tensor:
 def build_phalanx_model(build, directory: Path, **changes):
     model = build(load_model_spec(str(directory)).replace(**changes), torch.float64)
     materialize(model, torch.device("cpu"))
-    init_parameters(Strategy(model), open_hf_weights(directory, model.spec))
+    weights = open_hf_weights(directory, model.spec)
+    init_parameters(Strategy(model), weights)
+    init_router_biases(Strategy(model), weights)
     return model
 
 
@@ -160,6 +162,25 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
 def test_lfm2_with_biases_and_its_own_width_equals_transformers(build_model, tmp_path):
     fields = {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]}
     assert_logits_equal(build_model, save_random_model(tmp_path, "lfm2", **fields))
+
+
+def test_biases_of_routers_are_exported_in_fp32(build_model, tmp_path):
+    model = build_phalanx_model(build_model, save_random_model(tmp_path / "source", "glm4_moe"))
+    export_hf(model.spec, dict(model.state_dict()), tmp_path / "bf16", dtype="bf16")
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(tensors[name], model.state_dict()["blocks.1.mlp.router.bias"].float())
+    assert {tensor.dtype for other, tensor in tensors.items() if "bias" not in other} == {torch.bfloat16}
+
+
+def test_prediction_layers_are_not_read_but_a_missing_layer_is_noticed(build_model, tmp_path):
+    add_tensor(save_random_model(tmp_path, "glm4_moe"), "model.layers.3.eh_proj.weight", torch.ones(4))
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    model = build_phalanx_model(build_model, tmp_path)
+    export_hf(model.spec, dict(model.state_dict()), tmp_path / "out", source=tmp_path)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    with pytest.raises(UserError, match=r"model\.layers\.2.* is not used by the model"):
+        build_phalanx_model(build_model, tmp_path, num_layers=2)
 
 
 VISION = {

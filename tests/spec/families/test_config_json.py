@@ -111,7 +111,13 @@ UNSUPPORTED_SETTINGS = [
     ("attention_bias", {"model_type": "mistral", "attention_bias": True}),
     ("mlp_bias", {"mlp_bias": True}),
     ("use_sliding_window", {"model_type": "smollm3", "use_sliding_window": True}),
-    ("final_logit_softcapping", {"model_type": "gemma3_text", "final_logit_softcapping": 30.0}),
+    (
+        "final_logit_softcapping",
+        {"model_type": "gemma3_text", "final_logit_softcapping": 30.0, "rope_parameters": None},
+    ),
+    ("rope_parameters", {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}),
+    ("layer_types", {"model_type": "gemma3_text", "rope_parameters": None, "layer_types": ["full_attention"]}),
+    ("layer_types", {"model_type": "smollm3", "layer_types": ["sliding_attention", "full_attention"]}),
     ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
     ("rope_type", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
@@ -219,7 +225,6 @@ UNEXPORTABLE_FIELDS = {
     "model.moe.choice_bias": {"moe": {**MOE, "router_score": "sigmoid"}},
     "model.moe.router_score": {"moe": {**MOE, "num_shared_experts": 1}},
     "model.moe.num_groups": {"moe": {**MOE, "num_groups": 2}},
-    "model.moe.bias_update_rate": {"moe": {**MOE, "bias_update_rate": 0.1}},
     "model.moe.normalize_top_k": {"moe": {**MOE, "normalize_top_k": False}},
     "model.num_kv_heads": {**GPT2, "num_kv_heads": 2},
     "model.activation": {"activation": "gelu"},
@@ -229,6 +234,16 @@ UNEXPORTABLE_FIELDS = {
     "model.mixer": {"mixer": {"kind": "short_convolution"}},
     "model.layers": {"moe": MOE, **HYBRID},
 }
+
+
+SCALES = [{"residual_scale": 0.5}, {"embedding_scale": 3.0}, {"logits_divisor": 4.0}]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_config_of_a_scaled_model_is_accepted_by_transformers(scale):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**hf_config(parse_table(ModelSpec, {**BASE, **scale})))
+    assert config.attention_multiplier == 8**-0.5
 
 
 def test_layers_that_config_json_cannot_say_are_refused():

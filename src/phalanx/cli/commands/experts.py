@@ -63,6 +63,8 @@ def experts(
     problem = f"does not divide model.moe.num_experts ({model.moe.num_experts})"
     fix = f"use one of {', '.join(map(str, divisors(model.moe.num_experts)))}"
     require(model.moe.num_experts % ranks == 0, "--ep", ranks, problem, fix)
+    problem = "chooses experts in groups, which another order of the experts would change"
+    require(model.moe.num_groups == 1, "model.moe.num_groups", model.moe.num_groups, problem, "keep their order")
     checkpoint = require_valid_checkpoint(run)
     manifest = read_manifest(checkpoint)
     if "expert_tokens" not in manifest:

@@ -102,7 +102,7 @@ def block_moments(
             temporary = moment.temporary + other_gradients - freed.saved
             block_weights = moment.block_weights + freed.weights
             mlp.append(replace(moment, temporary=temporary, block_weights=block_weights))
-        # That of their input, from the branch that has run.
+        # The next branch adds to the gradient that this one leaves for the input.
         other_gradients += stream_bytes
         freed = FreedBefore(freed.saved + saved_by[ffn].total(), freed.weights + _ffn_weights(ffn, shape))
     attention = _attention_moments(mixer, freed, shape, saved_by=saved_by)

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.model.huggingface.tensor_names import hf_sources, parameter_shapes
+from phalanx.model.huggingface.tensor_names import ROUTER_BIAS, hf_sources, parameter_shapes
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import require_known_fields
 from phalanx.spec.families.family import Family
@@ -52,9 +52,10 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     """
     config_file = hf_config_file(str(directory))
     directory = config_file.parent
-    config = text_config(read_json(config_file))
+    whole_config = read_json(config_file)
+    config = text_config(whole_config)
     family = family_of(config)
-    if config.get("quantization_config"):
+    if whole_config.get("quantization_config") or config.get("quantization_config"):
         raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
     require_known_fields(config)
     files = _tensor_files(directory)
@@ -64,14 +65,18 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     for hf_name, source in sources.items():
         for name in source.names:
             hf_names[name].append(hf_name)
+    num_layers = int(config.get("num_hidden_layers", spec.num_layers))
     stored_names = _stored_names(
-        family, list(sources), files, spec.num_layers, tied=spec.tie_embeddings, directory=directory
+        family, list(sources), files, num_layers, tied=spec.tie_embeddings, directory=directory
     )
     opened = cache(_open_safetensors)
 
     def read_weight(name: str, shape: torch.Size) -> Tensor:
-        if name not in hf_names:  # a new bias of a router
-            return torch.zeros(shape)
+        if name not in hf_names:
+            # A run may give the router a bias that the model has not.
+            if name.endswith(ROUTER_BIAS):
+                return torch.zeros(shape)
+            raise UserError(FIELD, name, "is not in the checkpoint", fix=SHAPE_FIX)
         has_experts = sources[hf_names[name][0]].expert is not None
         tensors = []
         for hf_name in hf_names[name]:

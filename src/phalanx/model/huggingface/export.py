@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
-from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
+from phalanx.model.huggingface.tensor_names import ROUTER_BIAS, TensorSource, hf_sources, parameter_shapes
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tokenizer_files
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config
@@ -163,7 +163,9 @@ def _num_elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int
 
 def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
-    joined = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
+    # In bf16 the biases of a router, which differ little, would be equal.
+    is_bias = source.names[0].endswith(ROUTER_BIAS)
+    joined = torch.cat([part.detach() for part in parts]).to("cpu", torch.float32 if is_bias else dtype)
     return source.stored(joined).contiguous()
 
 

@@ -14,6 +14,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, Rows
 from phalanx.spec.model import ModelSpec
 
+ROUTER_BIAS = ".router.bias"
+"""End of the name of a router's bias, which not all families store."""
+
 
 class TensorSource(NamedTuple):
     """The parameters that form a Hugging Face tensor, one after another along the output axis."""
@@ -40,7 +43,7 @@ class TensorSource(NamedTuple):
 def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource]:
     """Return the sources of every tensor of a family's checkpoint, by its Hugging Face name.
 
-    `shapes` are those of Phalanx's parameters, whose order the tensors have.
+    `shapes` are those of Phalanx's tensors, whose order these have. Biases of routers may be missing.
 
     Raises:
         UserError: the family has no such parameter.
@@ -54,6 +57,8 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
     for name, shape in shapes.items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""
         pattern = re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
+        if pattern not in tensors and pattern.endswith(ROUTER_BIAS):
+            continue
         if pattern not in tensors:
             problem = f"has no counterpart in a checkpoint of type {family.model_type}"
             raise UserError("model.from_hf", name, problem, fix="use the model shape of its config.json")
@@ -66,10 +71,7 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return the shape of each tensor of a model by Phalanx's name, in the model's own order.
-
-    Biases of routers are among them if they are loaded with weights."""
+    """Return the shape of each tensor of a model by Phalanx's name, in the model's own order."""
     with torch.device("meta"):
         tensors = Transformer(spec).state_dict()
-    has_loaded_bias = spec.moe is not None and spec.moe.choice_bias
-    return {name: x.shape for name, x in tensors.items() if has_loaded_bias or not name.endswith(".router.bias")}
+    return {name: x.shape for name, x in tensors.items()}

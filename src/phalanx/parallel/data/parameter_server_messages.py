@@ -49,7 +49,7 @@ def router_biases(module: nn.Module) -> list[Tensor]:
     """Return the router biases, which a server updates and sends with its weights.
 
     An asynchronous worker does not receive every update, so it cannot compute them."""
-    return [router.bias for router in modules_declaring(module, Route) if router.moe.has_choice_bias]
+    return [router.bias for router in modules_declaring(module, Route) if router.moe.bias_update_rate]
 
 
 def receive_buffer(weights: Tensor) -> Tensor:

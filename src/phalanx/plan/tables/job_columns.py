@@ -46,16 +46,17 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "experts": moe.num_experts if moe else 0,
         "top_k": moe.top_k if moe else 0,
         "expert_ffn": moe.expert_ffn_size if moe else 0,
-        "shared_ffn": _shared_width(moe, spec.ffn_hidden_size) if moe else 0,
+        "shared_ffn": _shared_width(moe, spec) if moe else 0,
         "parameters": count.total,
         "expert_parameters": count.experts,
         "sequence": sequence,
     }
 
 
-def _shared_width(moe: MoESpec, dense_width: int) -> int:
-    """Return the inner width of shared experts and of a dense branch together."""
-    return moe.shared_width + (dense_width if moe.dense_branch else 0)
+def _shared_width(moe: MoESpec, spec: ModelSpec) -> float:
+    """Return the inner width of shared experts and of a dense branch together, the mean over layers with experts."""
+    widths = [layer.ffn_hidden_size for layer in layer_specs(spec) if layer.moe]
+    return moe.shared_width + (sum(widths) / len(widths) if moe.dense_branch else 0)
 
 
 def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:

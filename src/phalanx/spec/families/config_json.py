@@ -25,6 +25,8 @@ UNEXPORTED_DIALS = frozenset(
     }
 )
 """Dials of training, which no config.json has."""
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Numbers of layers for multi-token prediction, whose tensors are not exported."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -82,8 +84,23 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
-    family = family_for(spec)
-    config = write_config(family, spec)
+    if spec.moe is not None and spec.moe.has_choice_bias:
+        spec = spec.model_copy(update={"moe": spec.moe.model_copy(update={"choice_bias": True})})
+    first_error: UserError | None = None
+    for family in families_for(spec):
+        config = write_config(family, spec)
+        try:
+            _require_equal_layers(family, config, spec)
+        except UserError as error:
+            first_error = first_error or error
+            continue
+        return config
+    assert first_error is not None
+    raise first_error
+
+
+def _require_equal_layers(family: Family, config: Table, spec: ModelSpec) -> None:
+    """Raise UserError if a written config.json describes other layers than `spec`."""
     read = parse_table(ModelSpec, model_table(config))
     for ours, theirs in zip(layer_specs(spec), layer_specs(read), strict=True):
         exported = {dial: value for dial, value, _ in walk_fields(theirs)}
@@ -92,7 +109,6 @@ def hf_config(spec: ModelSpec) -> Table:
             if is_relevant and value != exported.get(dial):
                 problem = f"has layers with {dial} = {value!r}, which a {family.model_type} model cannot have"
                 raise UserError("model", spec.layers or spec.preset, problem, "export a model without such layers")
-    return config
 
 
 def write_config(family: Family, spec: ModelSpec) -> Table:
@@ -103,8 +119,8 @@ def write_config(family: Family, spec: ModelSpec) -> Table:
     return config
 
 
-def family_for(spec: ModelSpec) -> Family:
-    """Return the first family that can express all dials of `spec`.
+def families_for(spec: ModelSpec) -> list[Family]:
+    """Return the families that can express all dials of `spec`.
 
     Raises UserError for the first dial with which none remains.
     """
@@ -127,7 +143,7 @@ def family_for(spec: ModelSpec) -> Family:
             fix = f"export a model with model.{dial} = {' or '.join(map(repr, dict.fromkeys(known)))}"
             raise UserError(f"model.{dial}", value, problem, fix=fix)
         candidates = able
-    return candidates[0]
+    return candidates
 
 
 def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
@@ -141,6 +157,7 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
     if before["model_type"] != after["model_type"]:
         return after | {field: value for field, value in source.items() if field in SPECIAL_TOKENS}
     changed = {field: value for field, value in after.items() if value != before.get(field)}
+    changed |= {field: 0 for field in PREDICTION_LAYERS if source.get(field)}
     if "rope_parameters" in changed:  # transformers would give it precedence
         source = {field: value for field, value in source.items() if field != "original_max_position_embeddings"}
     return source | changed

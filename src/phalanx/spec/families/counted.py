@@ -35,7 +35,8 @@ def counted_model_table(config: Table) -> Table:
     # Scales of the rotary embedding cost nothing.
     fields = {"hidden_act", "rope_theta", *(name for name, field in base.fields.items() if isinstance(field, Read))}
     table = model_table({name: config[name] for name in fields & config.keys()} | {"model_type": base.model_type})
-    table["sliding_window"] = config.get("sliding_window") if "use_sliding_window" not in config else None
+    window = config.get("sliding_window", 128 if experts else None)
+    table["sliding_window"] = window if "use_sliding_window" not in config else None
     if experts:
         default_types = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
         layer_types = (config.get("layer_types") or default_types)[: config["num_hidden_layers"]]

@@ -63,7 +63,8 @@ class Read(Field):
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the value of the dial."""
-        value = next(filter(None, map(config.get, self.other_names)), config.get(name, self.default))
+        others = (config[other] for other in self.other_names if config.get(other) is not None)
+        value = next(others, config.get(name, self.default))
         if self.words is not None:
             require_supported(name, value, self.words)
             value = self.words[value]

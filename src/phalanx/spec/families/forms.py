@@ -56,9 +56,10 @@ class Rope(Field):
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of the embedding; rope_scaling has precedence over rope_parameters."""
         rope = config.get("rope_scaling") or config.get(name) or {}
-        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or self.fraction
-        if self.has_fraction and config.get("rotary_dim"):
+        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+        if fraction is None and self.has_fraction and config.get("rotary_dim"):
             fraction = config["rotary_dim"] / dials["head_dim"]
+        fraction = fraction or self.fraction
         if not self.has_fraction:
             require_value("partial_rotary_factor", fraction, 1.0)
         return self.read_table(rope, config, dials) | ({"rope.fraction": fraction} if self.has_fraction else {})
@@ -115,6 +116,8 @@ class RopeByType(Rope):
 
     window_theta: float = 10_000.0
     """Base of the frequencies in layers with a window, if config.json has none."""
+    window_field: str = ""
+    """Field with this base in older versions."""
     other_names: tuple[str, ...] = (*Rope.other_names, "rope_local_base_freq")
 
     @property
@@ -125,9 +128,13 @@ class RopeByType(Rope):
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of both embeddings. Top-level fields of older versions are those of full attention."""
         tables = config.get(name) or {}
+        for key in tables:
+            require_supported(name, key, ("full_attention", "sliding_attention"))
         full = (tables.get("full_attention") or {}) | (config.get("rope_scaling") or {})
         window = tables.get("sliding_attention") or {}
-        local_theta = config.get("rope_local_base_freq", self.window_theta)
+        for table in (full, window):
+            require_value("partial_rotary_factor", table.get("partial_rotary_factor"), 1.0)
+        local_theta = config.get(self.window_field, self.window_theta)
         window_dials = self.read_table({"rope_theta": local_theta} | window, {}, dials)
         of_windows = {f"kinds.window.{dial}": value for dial, value in window_dials.items()}
         return self.read_table(full, config, dials) | of_windows
@@ -138,7 +145,7 @@ class RopeByType(Rope):
         window = next((layer.rope for layer in layer_specs(spec) if layer.sliding_window), spec.rope)
         return {
             "rope_theta": spec.rope.theta,
-            "rope_local_base_freq": window.theta,
+            **({self.window_field: window.theta} if self.window_field else {}),
             "rope_scaling": None if spec.rope.scaling == "none" else full,
             name: {"full_attention": full, "sliding_attention": rope_table(window)},
         }
@@ -224,6 +231,16 @@ class LayerWindow(SwitchedWindow):
         return table
 
 
+class FullAttention(Field):
+    """List of the types of layers, of which all have full attention."""
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return no dials. Raises UserError for another type."""
+        for layer_type in config.get(name) or ():
+            require_supported(name, layer_type, ["full_attention"])
+        return {}
+
+
 class LeadingLayers(Field):
     """List of the layers with a dense MLP: the leading ones."""
 
@@ -266,6 +283,10 @@ class LayerTypes(Field):
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the kinds of layers, if some are not as the model says."""
         words = config.get(name) or self.absent(config, dials)
+        if len(words) < dials["num_layers"]:
+            fix = f"name the type of each of the {dials['num_layers']} layers"
+            raise UserError(f"config.json {name}", list(words), "has too few layers", fix)
+        words = words[: dials["num_layers"]]
         for word in words:
             require_supported(name, word, self.kinds)
         kinds = [self.kinds[word] for word in words]
@@ -309,13 +330,13 @@ WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
 FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
 
 
-def every_nth_full(interval: int, field: str = "") -> Callable[[Table, Table], list[str]]:
+def every_nth_full(interval: int, field: str | None = None) -> Callable[[Table, Table], list[str]]:
     """Return a function that returns the types of layers, of which the last of each interval has full attention.
 
     A field of config.json may have another interval."""
 
     def layer_types(config: Table, dials: Table) -> list[str]:
-        step = config.get(field) or interval
+        step = (config.get(field) if field else None) or interval
         layers = range(1, dials["num_layers"] + 1)
         return ["sliding_attention" if layer % step else "full_attention" for layer in layers]
 

@@ -38,7 +38,7 @@ GEMMA = replace(
         ),
         "hidden_activation": Field(),
         "tie_word_embeddings": Read("tie_embeddings", True),
-        "use_bidirectional_attention": Fixed(None),
+        "use_bidirectional_attention": Fixed(False),
     },
     constants={"norm_offset": True},
 )
@@ -67,7 +67,8 @@ GEMMA3 = replace(
             ("sliding_window_pattern",),
         ),
         "_sliding_window_pattern": Field(),
-        "rope_parameters": RopeByType(theta=1_000_000.0),
+        "rope_parameters": RopeByType(theta=1_000_000.0, window_field="rope_local_base_freq"),
+        "cache_implementation": Field(),
         "final_logit_softcapping": Fixed(None),
         "attn_logit_softcapping": Fixed(None),
         "use_bidirectional_attention": Fixed(False),

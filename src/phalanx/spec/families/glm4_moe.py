@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Read
+from phalanx.spec.families.family import Field, Fixed, Read, Written
 from phalanx.spec.families.forms import Rope
 from phalanx.spec.families.llama import (
     EXPERT_TENSORS,
@@ -40,8 +40,10 @@ GLM4_MOE = replace(
         "topk_group": Read("moe.top_groups", 1),
         "first_k_dense_replace": Read("moe.num_leading_dense_layers", 1),
         "norm_topk_prob": Read("moe.normalize_top_k", True),
-        # Layers for multi-token prediction, which are not trained.
-        "num_nextn_predict_layers": Field(),
+        "topk_method": Fixed("noaux_tc"),
+        "scoring_func": Fixed("sigmoid"),
+        # Layers for multi-token prediction, which are not trained, and not exported.
+        "num_nextn_predict_layers": Written(0),
         "num_mtp_layers": Field(),
     },
     constants={"moe.router_score": "sigmoid", "moe.choice_bias": True, "moe.z_loss_coef": 0.0},

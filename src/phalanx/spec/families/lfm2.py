@@ -11,7 +11,7 @@ CONVOLUTION = LayerKind("conv", lambda layer: layer.mixer is not None, {"mixer.k
 ATTENTION = LayerKind("full", lambda layer: layer.mixer is None)
 HARMLESS = (
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),
-    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc"),
+    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "theta", "use_pos_enc"),
 )
 """Fields of published models that transformers does not read."""
 

@@ -37,6 +37,7 @@ LLAMA = Family(
         "torch_dtype": Written("float32"),
         "bos_token_id": Written(None),
         "eos_token_id": Written(None),
+        "pad_token_id": Written(None),
     },
     constants={"qk_norm": "none"},
     tensors={

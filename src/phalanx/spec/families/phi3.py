@@ -23,6 +23,8 @@ PHI3 = replace(
         "sliding_window": Read("sliding_window", None),
         "rope_parameters": Rope(has_fraction=True),
         "partial_rotary_factor": Field(),
+        # Published files name their own code, which transformers does not need.
+        "auto_map": Field(),
     },
     tensors={name: stored for name, stored in LLAMA.tensors.items() if "_proj" not in name}
     | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Field, Fixed, Read
-from phalanx.spec.families.forms import LeadingLayers
+from phalanx.spec.families.forms import FullAttention, LeadingLayers
 from phalanx.spec.families.llama import EXPERT_FIELDS, EXPERT_TENSORS, query_heads
 from phalanx.spec.families.qwen2 import QWEN2
 
@@ -22,9 +22,8 @@ QWEN2_MOE = replace(
         "intermediate_size": Read("ffn_hidden_size", 5632),
         "qkv_bias": Read("attention_bias", True, words={True: "qkv", False: "none"}),
         "use_sliding_window": Fixed(False),
-        # Without the switch, windows have no effect.
         "sliding_window": Field(),
-        "layer_types": Field(),
+        "layer_types": FullAttention(),
     }
     | EXPERT_FIELDS
     | {

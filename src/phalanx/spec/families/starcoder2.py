@@ -26,7 +26,9 @@ STARCODER2 = replace(
         "use_bias": Read("bias", True),
         "attention_bias": Fixed(False),
         "tie_word_embeddings": Read("tie_embeddings", True),
-        **dict.fromkeys(("residual_dropout", "embedding_dropout", "mlp_type", "norm_type"), Field()),
+        **dict.fromkeys(
+            ("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "activation_function"), Field()
+        ),
     },
     constants={"norm": "layernorm"},
     tensors={name: stored for name, stored in LLAMA.tensors.items() if ".mlp." not in name}

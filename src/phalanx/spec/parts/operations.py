@@ -164,7 +164,7 @@ class Activation(Operation):
 
 
 class Gate(Operation):
-    """A value times the sigmoid of another, which is wider or as wide or one number of each token."""
+    """A value times the sigmoid of one number of each token."""
 
 
 class GatherHeads(Operation):

@@ -1,6 +1,7 @@
 """Reordering of the experts in a checkpoint.
 
-A mixture computes the same function if its experts and the router are permuted together. The permutation changes which
+A mixture computes the same function if its experts and the router are permuted together, unless tokens choose groups of
+experts. The permutation changes which
 experts are neighbors, and therefore which of them share a rank.
 
 Why: `docs/design/decisions/renumbered-experts.md`."""

@@ -104,7 +104,7 @@ def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
     number_bytes = shape.number_bytes(x)
     if norm.has_offset:
         width = shape.width(x) if norm.crosses_ranks else norm.width
-        return width * shape.residual_bytes + norm_bytes(replace(norm, has_offset=False), shape)
+        return width * shape.high_precision_bytes + norm_bytes(replace(norm, has_offset=False), shape)
     if norm.crosses_ranks and shape.tp > 1:  # by single operations
         inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
         return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)

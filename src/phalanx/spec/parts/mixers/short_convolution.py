@@ -16,7 +16,7 @@ class ShortConvolution(Spec):
 
     Source: LFM2, arXiv 2511.23404."""
 
-    kind: Literal["short_convolution"]
+    kind: Literal["short_convolution"] = Field(examples=["short_convolution"])
     """Kind of the mixer."""
     kernel_size: int = Field(3, gt=0)
     """Tokens that the convolution sees, the current one included."""
