@@ -90,7 +90,7 @@ def _drop_errors_of_other_types(items: Sequence[dict[str, Any]]) -> list[dict[st
     paths = [tuple(_field_path(item)) for item in items]
 
     def is_of_other_type(item: dict[str, Any], path: tuple[str, ...]) -> bool:
-        if isinstance(item["input"], list):
+        if isinstance(item["input"], list | dict):
             return any(len(other_path) > len(path) and other_path[: len(path)] == path for other_path in paths)
         return item["type"] == "tuple_type" and paths.count(path) > 1
 
@@ -98,7 +98,9 @@ def _drop_errors_of_other_types(items: Sequence[dict[str, Any]]) -> list[dict[st
 
 
 def _field_path(item: dict[str, Any]) -> list[str]:
-    return [str(part) for part in item["loc"] if not str(part).startswith(PYDANTIC_INNER_PREFIXES)]
+    parts = map(str, item["loc"])
+    # Of a table of one of several types, pydantic names the class.
+    return [part for part in parts if not (part.startswith(PYDANTIC_INNER_PREFIXES) or part[:1].isupper())]
 
 
 def _dotted_name(parts: Sequence[str]) -> str:

@@ -15,15 +15,6 @@ from phalanx.spec.layer_pattern import parse_layers
 from phalanx.spec.parts.mixers import MixerSpec
 
 MAX_FLASH_HEAD_DIM = 256
-NO_ATTENTION: dict[str, object] = {
-    "sliding_window": None,
-    "attention_sinks": False,
-    "qk_norm": "none",
-    "position_embedding": "none",
-}
-"""Values of attention's fields in a layer with another mixer."""
-ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim", "rope"}
-"""Fields of a kind of layers that describe attention."""
 
 
 class RopeSpec(Spec):
@@ -51,6 +42,20 @@ class RopeSpec(Spec):
     def width(self, head_dim: int) -> int:
         """Return the number of a head's channels that are rotated."""
         return int(head_dim * self.fraction)
+
+
+NO_ATTENTION: dict[str, object] = {
+    "sliding_window": None,
+    "attention_sinks": False,
+    "attention_bias": "none",
+    "attention_scale": None,
+    "qk_norm": "none",
+    "position_embedding": "none",
+    "rope": RopeSpec(),
+}
+"""Values of attention's fields in a layer with another mixer."""
+ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim"}
+"""Fields of a kind of layers that describe attention."""
 
 
 class MoESpec(Spec):
@@ -281,8 +286,8 @@ class ModelSpec(Spec):
         if self.norm_offset and self.norm == "layernorm":
             raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
         if self.mixer and self.layers is None:
-            fields = ("sliding_window", "attention_sinks", "qk_norm", "attention_bias", "attention_scale")
-            if unused := [field for field in fields if getattr(self, field) != type(self).model_fields[field].default]:
+            fields = [field for field in NO_ATTENTION if field not in ("position_embedding", "rope")]
+            if unused := [field for field in fields if getattr(self, field) != NO_ATTENTION[field]]:
                 problem = "has no effect in a model without attention"
                 raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it, or the mixer")
         rotated = self.rope.width(self.head_dim)

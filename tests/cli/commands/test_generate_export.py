@@ -20,7 +20,7 @@ from phalanx.spec.families.config_json import hf_config
 from phalanx.testing.fault_injection import NotAllowed, small_disk
 from phalanx.train.create_run import create_run
 from tests.helpers.cli_runner import command_output, command_stderr
-from tests.helpers.small_runs import make_trainer, small_run, train_to_end
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end
 
 SHORT_TRAINING = {"training.precision": "fp32", "training.steps": 12}
 
@@ -157,6 +157,22 @@ def test_export_hands_on_files_of_the_model_that_training_started_from(tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (moved, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def test_export_has_the_trained_biases_of_routers(tmp_path):
+    moe = {**MOE["moe"], "num_shared_experts": 1, "router_score": "sigmoid", "bias_update_rate": 0.01, "z_loss_coef": 0}
+    model = {**MOE, "moe": moe, "qk_norm": "head", "rope": {"fraction": 0.5}}
+    run = small_run(Path(json.__file__).parent, tmp_path, {**SHORT_TRAINING, "training.steps": 4, "model": model})
+    directory = create_run(run, 1, resume=False)
+    trainer = make_trainer(run)
+    train_to_end(trainer)
+    command_output("export", directory, tmp_path / "out", "--dtype", "bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "glm4_moe"
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    layer = run.model.num_layers - 1
+    bias = trainer.strategy.module.get_buffer(f"blocks.{layer}.mlp.router.bias")
+    assert torch.equal(exported[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"], bias)
+    assert bias.abs().max() > 0
 
 
 def test_export_with_another_tokenizer_replaces_that_of_the_source(tmp_path, finished_trainer):

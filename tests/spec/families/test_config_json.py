@@ -249,7 +249,7 @@ def test_config_of_a_scaled_model_is_accepted_by_transformers(scale):
 def test_layers_that_config_json_cannot_say_are_refused():
     window = {"name": "window", "sliding_window": 16}
     spec = parse_table(ModelSpec, {**BASE, **HYBRID, "layers": "conv full window", "kinds": [*HYBRID["kinds"], window]})
-    with pytest.raises(UserError, match="layers with sliding_window = 16, which a lfm2 model cannot"):
+    with pytest.raises(UserError, match="layers with sliding_window = 16, which no Hugging Face model"):
         hf_config(spec)
 
 

@@ -38,17 +38,19 @@ def export(
     from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
+    from phalanx.parallel.module_tensors import named_buffers
     from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
     trained = load_trained_model(run, step, trust=bool(trust))
     parameters = dict(trained.module.named_parameters())
+    biases = dict(named_buffers(trained.module))
     source = trained.directory / FROM_HF_DIR
     end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
             trained.run.model,
-            parameters,
+            parameters | biases,
             directory,
             trained.tokenizer_file,
             eos_id=end,

@@ -32,7 +32,7 @@ MACHINE_FIELDS = (
     "watts_per_device",
     "host_watts_per_device",
 )
-FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
+FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half; windows: less)"
 STATE_NOTE = "in fp32, before sharding; in bf16 the same sum; twice that for fp64; without activations"
 
 

@@ -67,7 +67,7 @@ def require_known_fields(config: Table) -> None:
     for table in sorted({"rope_parameters", "rope_scaling"} & known):
         ropes = {table: config.get(table) or {}}
         if isinstance(fields.get(table), RopeByType):
-            ropes = {f"{table}.{kind}": rope or {} for kind, rope in ropes[table].items()}
+            ropes = {f"{table}.{kind}": rope for kind, rope in ropes[table].items() if isinstance(rope, dict)}
         for path, rope in ropes.items():
             unknown |= {f"{path}.{field}": value for field, value in rope.items() if field not in ROPE_FIELDS}
     for name, value in unknown.items():
@@ -107,7 +107,7 @@ def _require_equal_layers(family: Family, config: Table, spec: ModelSpec) -> Non
         for dial, value, _ in walk_fields(ours):
             is_relevant = dial not in UNEXPORTED_DIALS and not family.leaves_out(dial) and not isinstance(value, Spec)
             if is_relevant and value != exported.get(dial):
-                problem = f"has layers with {dial} = {value!r}, which a {family.model_type} model cannot have"
+                problem = f"has layers with {dial} = {value!r}, which no Hugging Face model with the other settings has"
                 raise UserError("model", spec.layers or spec.preset, problem, "export a model without such layers")
 
 

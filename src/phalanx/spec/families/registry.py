@@ -42,8 +42,11 @@ def family_of(config: Table) -> Family:
     """
     supported = families()
     model_type = config.get("model_type")
+    known = sorted({*supported, *COUNTED_FAMILIES})
+    if model_type is None:
+        raise UserError("config.json model_type", None, "is missing", f"set it to one of: {', '.join(known)}")
     if model_type not in supported and (part := next(filter(config.get, UNKNOWN_PARTS), None)):
-        fix = f"use a model with one of: {', '.join([*sorted(supported), *COUNTED_FAMILIES])}"
+        fix = f"use a model with one of: {', '.join(known)}"
         problem = f"{UNKNOWN_PARTS[part]}, which Phalanx neither trains nor plans"
         raise UserError(f"config.json {part}", config[part], problem, fix)
     require_supported("model_type", model_type, sorted(supported))
