@@ -21,8 +21,10 @@ GATED_BYTES = 8.0
 Gate, up, the activated gate and their product, in 2 bytes each.
 """
 
-LEAN_WIDE_BYTES = 8.0
-"""Bytes per element of the residual stream's width in Phalanx: inputs of two norms, and their outputs."""
+LEAN_READ_BYTES = 4.0
+"""Bytes per element of the residual stream's width in Phalanx: the inputs of attention and MLP, in 2 bytes each."""
+LEAN_NORM_BYTES = 2.0
+"""Bytes per element of this width and per norm in Phalanx: its input."""
 LEAN_GATED_BYTES = 4.0
 """Bytes per element of a gated MLP's inner width in Phalanx, which saves the inputs of the activation: gate and up."""
 LEAN_PLAIN_BYTES = 2.0
@@ -60,7 +62,8 @@ def _activations_of_kind(constants: MemoryConstants, jobs: JobTable) -> BlockAct
     residual_bytes = np.where(jobs.is_gated, constants.wide_gated_bytes, constants.wide_bytes) + np.where(
         jobs.is_gated & ~jobs.is_fused, constants.norm_bytes, 0.0
     )
-    residual = np.where(jobs.is_phalanx, LEAN_WIDE_BYTES, residual_bytes) * jobs.width / jobs.sequence_shards
+    lean_bytes = LEAN_READ_BYTES + LEAN_NORM_BYTES * jobs.norms
+    residual = np.where(jobs.is_phalanx, lean_bytes, residual_bytes) * jobs.width / jobs.sequence_shards
     attention = _projection_bytes(jobs) / jobs.tp
     # Flash attention saves one number per row of scores.
     separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)

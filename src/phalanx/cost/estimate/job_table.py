@@ -61,6 +61,8 @@ class JobTable:
     attention_parameters: Column
     """Parameters of one layer's attention projections."""
     ffn: Column
+    norms: Column
+    """Norms of the residual stream in a block."""
     mlp_matrices: Column
     """Matrices of an MLP: 3 if it is gated, else 2."""
     vocab: Column

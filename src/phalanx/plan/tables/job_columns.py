@@ -23,7 +23,7 @@ from phalanx.spec.activations import NUM_INPUTS
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
-from phalanx.spec.layers import expert_layers, layer_specs
+from phalanx.spec.layers import distinct_layers, expert_layers, layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
@@ -40,6 +40,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "layers": spec.num_layers,
         "dense_layers": spec.num_layers - len(expert_layers(spec)),
         "width": spec.hidden_size,
+        "norms": sum(len(branch.norms) for branch in describe_block(distinct_layers(spec)[0], Layout())),
         "mlp_matrices": NUM_INPUTS[spec.activation] + 1,
         "vocab": spec.vocab_size,
         "tied": float(spec.tie_embeddings),
