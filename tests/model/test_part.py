@@ -132,9 +132,18 @@ def test_peak_is_planned_if_it_is_in_the_mixer(layout_name: str, model_name: str
 
 
 KNOWN_DEVIATIONS = {
+    # In so small a block, what a norm computes in fp32 is larger than the gradients of the MLP.
+    **{
+        make_case("tp of whole tokens", model, "bf16", masked): "peak_bytes"
+        for model in ("norms after", "norms before and after", "norms with offsets")
+        for masked in (False, True)
+    },
+    **{
+        make_case("ring", "biases and norms before and after", "bf16", masked): "peak_bytes" for masked in (False, True)
+    },
     # The gradients of the rotation in fp32 are not planned. They are larger than those of a narrow MLP.
     **{make_case("tp of whole tokens", "gelu", "bf16", masked): "peak_bytes" for masked in (False, True)},
-    # The scaled gradient is gathered, and then freed.
+    # The scaled gradient is freed after it is gathered, but not at once.
     **{
         make_case("tp", "scales", numerics, masked): "peak_bytes"
         for numerics in ("fp32", "fp64", "bf16")
@@ -166,10 +175,12 @@ def differences(case: BlockCase, traced: BlockNumbers, declared: BlockNumbers) -
     }
     is_planned = PEAK_OF[next(name for name, numerics in NUMERICS.items() if numerics == case.numerics)]
     # Not planned are the gradients of biases, and of experts the indices of their rows.
-    is_close = declared.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.013 if case.spec.moe else 0.003)
+    # In small blocks, norms compute all tokens at once.
+    tolerance = 0.013 if case.spec.moe or case.spec.norm_position != "before" else 0.003
+    is_close = declared.peak_bytes == pytest.approx(traced.peak_bytes, rel=tolerance)
     if is_planned == "dense":
         is_planned = case.spec.moe is None
-    if is_close or not is_planned or case.spec.norm_position != "before":
+    if is_close or not is_planned:
         different.pop("peak_bytes", None)
     if case in KNOWN_DEVIATIONS:
         del different[KNOWN_DEVIATIONS[case]]

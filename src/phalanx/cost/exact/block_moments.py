@@ -91,22 +91,25 @@ def block_moments(
             inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns
         )
         return BlockMoments(mlp=(BlockMoment(temporary=inner_bytes + output_gradient),))
-    # A norm's gradient of the sum of two branches exists until both have run.
     stream_bytes = shape.value_bytes(mixer.input)
-    other_gradients = stream_bytes if block[-1].after_sum else 0
+    other_gradients = 0
+    gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
     mlp: list[BlockMoment] = []
     freed = FreedBefore()
     for ffn in reversed(ffns):
+        # The gradient of a norm's input takes the place of that input, until it is gathered or sorted by expert.
+        is_replaced = gathers_gradient or ffn.kind == "experts"
+        freed_norm = stream_bytes if is_replaced and block[-1].after else 0
         ffn_moments = _expert_moments if ffn.kind == "experts" else _dense_mlp_moments
         for moment in ffn_moments(ffn, shape, splits_backward=splits_backward):
-            temporary = moment.temporary + other_gradients - freed.saved
+            temporary = moment.temporary + other_gradients - freed.saved - freed_norm
             block_weights = moment.block_weights + freed.weights
             mlp.append(replace(moment, temporary=temporary, block_weights=block_weights))
         # The next branch adds to the gradient that this one leaves for the input.
         other_gradients += stream_bytes
         freed = FreedBefore(freed.saved + saved_by[ffn].total(), freed.weights + _ffn_weights(ffn, shape))
     attention = _attention_moments(mixer, freed, shape, saved_by=saved_by)
-    if block[0].scale != 1:  # the gradient of what is added differs from that of the stream
+    if block[0].scale != 1 and not gathers_gradient:  # the gradient of what is added differs from that of the stream
         output_gradient += stream_bytes
     return BlockMoments(
         mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in mlp),
