@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -120,7 +121,7 @@ def _exchange_heads(core: Kernel, cp: ContextParallelGroup, *values_and_mask: An
     by_rank = [x.to(values[-1].dtype).unflatten(2, (cp.size, -1)) for x in values]
     packed = torch.cat([x.flatten(3) for x in by_rank], dim=3).movedim(2, 0)
     all_tokens = cast(Tensor, _AllToAll.apply(packed, cp)).movedim(0, 1).flatten(1, 2)
-    local_values = all_tokens.split([x[0, 0, 0].numel() for x in by_rank], dim=2)
+    local_values = all_tokens.split([prod(x.shape[3:]) for x in by_rank], dim=2)
     local_heads = (x.unflatten(2, like.shape[3:]) for x, like in zip(local_values, by_rank, strict=True))
     local_parameters = {
         name: parameter.chunk(cp.size)[cp.rank] if isinstance(parameter, Tensor) else parameter
