@@ -68,6 +68,8 @@ KINDS = {
         "sliding_window": WINDOW,
     },
     "starcoder2": SHAPE,
+    "exaone4": {**SHAPE, "num_hidden_layers": 4, "sliding_window": WINDOW},
+    "seed_oss": {**SHAPE, "head_dim": 8, "pad_token_id": 0},
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 WINDOWS = {
@@ -159,9 +161,18 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
     save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
 
 
-def test_lfm2_with_biases_and_its_own_width_equals_transformers(build_model, tmp_path):
-    fields = {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]}
-    assert_logits_equal(build_model, save_random_model(tmp_path, "lfm2", **fields))
+VARIANTS = {
+    "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "seed_oss": {"attention_out_bias": True},
+    "smollm3": {"attention_bias": True, "no_rope_layers": [0, 1, 1, 0]},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["full_attention", *["sliding_attention"] * 5]},
+}
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_variant_of_a_family_equals_transformers(build_model, tmp_path, kind):
+    assert_logits_equal(build_model, save_random_model(tmp_path, kind, **VARIANTS[kind]))
 
 
 def test_biases_of_routers_are_exported_in_fp32(build_model, tmp_path):
