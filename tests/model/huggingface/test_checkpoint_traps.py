@@ -68,6 +68,8 @@ KINDS = {
         "sliding_window": WINDOW,
     },
     "starcoder2": SHAPE,
+    "ernie4_5": {**SHAPE, "head_dim": 8},
+    "glm4": {**SHAPE, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1},
     "exaone4": {**SHAPE, "num_hidden_layers": 4, "sliding_window": WINDOW},
     "seed_oss": {**SHAPE, "head_dim": 8, "pad_token_id": 0},
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},

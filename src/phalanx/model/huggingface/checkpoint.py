@@ -60,7 +60,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     require_known_fields(config)
     files = _tensor_files(directory)
     shapes = parameter_shapes(spec)
-    sources = hf_sources(family, shapes)
+    sources = hf_sources(family, spec)
     hf_names = defaultdict(list)
     for hf_name, source in sources.items():
         for name in source.names:

@@ -76,7 +76,7 @@ def export_hf(
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
-    sources = hf_sources(family_of(config), shapes)
+    sources = hf_sources(family_of(config), spec)
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,24 +26,34 @@ class TensorSource(NamedTuple):
     """Row of stacked experts that are separate tensors in the checkpoint; else None."""
     rows: Rows
     """How the checkpoint stores them."""
+    channels: Sequence[int]
+    """Order of a head's channels in the model, by their number in a checkpoint with interleaved ones."""
 
     def stored(self, tensor: Tensor) -> Tensor:
         """Return the tensor as the checkpoint has it."""
+        if self.rows.interleaved:
+            return self._reordered(tensor, torch.tensor(self.channels).argsort())
         if self.rows.convolution:
             return tensor.unsqueeze(1)
         return tensor.T if self.rows.transposed else tensor
 
     def loaded(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the checkpoint as the model has it."""
+        if self.rows.interleaved:
+            return self._reordered(tensor, torch.tensor(self.channels))
         if self.rows.convolution:
             return tensor.squeeze(1)
         return tensor.T if self.rows.transposed else tensor
 
+    def _reordered(self, tensor: Tensor, channels: Tensor) -> Tensor:
+        """Return the rows of all heads with their channels in an order."""
+        return tensor.unflatten(0, (-1, len(channels)))[:, channels].flatten(0, 1)
 
-def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource]:
-    """Return the sources of every tensor of a family's checkpoint, by its Hugging Face name.
 
-    `shapes` are those of Phalanx's tensors, whose order these have. Biases of routers may be missing.
+def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
+    """Return the sources of every tensor of a family's checkpoint, by its Hugging Face name, in the model's order.
+
+    Biases of routers may be missing.
 
     Raises:
         UserError: the family has no such parameter.
@@ -53,8 +63,10 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
         rows = stored if isinstance(stored, Rows) else Rows(stored)
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
+    rotated = spec.rope.width(spec.head_dim)
+    channels = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, spec.head_dim)]
     sources: dict[str, TensorSource] = {}
-    for name, shape in shapes.items():
+    for name, shape in parameter_shapes(spec).items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""
         pattern = re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
         if pattern not in tensors and pattern.endswith(ROUTER_BIAS):
@@ -66,7 +78,7 @@ def hf_sources(family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, Te
         names = tuple(part.replace("{i}", layer) for part in names)
         for expert in range(shape[0]) if "{e}" in hf_name else [None]:
             tensor = hf_name.replace("{i}", layer).replace("{e}", str(expert))
-            sources[tensor] = TensorSource(names, expert, rows)
+            sources[tensor] = TensorSource(names, expert, rows, channels)
     return sources
 
 

@@ -107,13 +107,17 @@ class Written(Field):
 class Rows:
     """Parameters in one tensor, one after another along the output axis.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps].
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. If
+    `interleaved`, channels that are rotated together are neighbors in each head, not half of the channels apart.
     """
 
-    def __init__(self, *names: str, transposed: bool = False, convolution: bool = False) -> None:
+    def __init__(
+        self, *names: str, transposed: bool = False, convolution: bool = False, interleaved: bool = False
+    ) -> None:
         self.names = names
         self.transposed = transposed
         self.convolution = convolution
+        self.interleaved = interleaved
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,13 @@ QK_NORM_TENSORS: dict[str, str | Rows] = {
 }
 """Norms of queries and keys, where a family has them."""
 
+INTERLEAVED_TENSORS: dict[str, str | Rows] = {
+    f"model.layers.{{i}}.self_attn.{name}_proj.{leaf}": Rows(f"attention.w{name}.{leaf}", interleaved=True)
+    for name in "qk"
+    for leaf in ("weight", "bias")
+}
+"""Queries and keys, where neighboring channels are rotated together."""
+
 EXPERT_TENSORS: dict[str, str | Rows] = {
     "model.layers.{i}.mlp.gate.weight": "mlp.router.gate.weight",
     "model.layers.{i}.mlp.experts.{e}.gate_proj.weight": "mlp.experts.gate",
