@@ -126,7 +126,8 @@ def _values(field: dict[str, Any]) -> str:
         values = option.get("enum") or ([option["const"]] if "const" in option else [])
         bounds = [f"{sign} {option[key]}" for key, sign in limits.items() if key in option]
         shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        words.append(", ".join(f"`{value}`" for value in shown) or " ".join([str(option.get("type", "table")), *bounds]))
+        kind = str(option.get("type", "table"))
+        words.append(", ".join(f"`{value}`" for value in shown) or " ".join([kind, *bounds]))
     return " or ".join(dict.fromkeys(words))
 
 
