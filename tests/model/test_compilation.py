@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from phalanx.model.compilation import compile_blocks
-from phalanx.model.products import SWIGLU, Activation, compiled_activation, gelu
+from phalanx.model.products import ACTIVATIONS, compiled_activation
+from phalanx.spec.activations import NUM_INPUTS
 from tests.helpers.random_models import build_model
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
@@ -23,10 +24,11 @@ def without_kernels():
     compiled_activation.cache_clear()
 
 
-@pytest.mark.parametrize("activation", [SWIGLU, gelu("none"), gelu("tanh")], ids=["swiglu", "gelu", "tanh"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [[3, 5]])
-def test_compiled_activation_equals_eager(activation: Activation, tokens: list[int]) -> None:
-    count = 2 if activation is SWIGLU else 1
+def test_compiled_activation_equals_eager(name: str, tokens: list[int]) -> None:
+    activation = ACTIVATIONS[name]
+    count = NUM_INPUTS[name]
     for rows in tokens:
         inputs = [torch.randn(rows, 8, dtype=torch.float64) for _ in range(count)]
         gradient = torch.randn(rows, 8, dtype=torch.float64)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
-SILU_BACKWARD = torch.ops.aten.silu_backward.grad_input
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 TensorTuple = tuple[Tensor, ...]
 LinearFunction = Callable[..., Tensor]
@@ -57,22 +56,28 @@ def compiled_activation(activation: Activation) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
-def _swiglu_forward_and_vjp(gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
-    silu = F.silu(gate)
+def gated(activate: Callable[..., Tensor], backward: Any, **options: object) -> Activation:
+    """Return activate(gate) x up (GLU variants, arXiv 2002.05202). `backward` is the operator of its gradient."""
 
-    def vjp(gradient: Tensor) -> TensorTuple:
-        grad_up = silu.mul_(gradient)
-        return SILU_BACKWARD(gradient.mul_(up), gate, grad_input=gradient), grad_up
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return activate(gate, **options) * up
 
-    return silu * up, vjp
+    def forward_and_vjp(gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
+        activated = activate(gate, **options)
+
+        def vjp_in_place(gradient: Tensor) -> TensorTuple:
+            grad_up = activated.mul_(gradient)
+            return backward.grad_input(gradient.mul_(up), gate, **options, grad_input=gradient), grad_up
+
+        return activated * up, vjp_in_place
+
+    def vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+        grad_up = gradient * activate(gate, **options)
+        return gradient.copy_(backward(gradient * up, gate, **options)), grad_up
+
+    return Activation(forward, forward_and_vjp, vjp)
 
 
-def _swiglu_vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
-    grad_up = gradient * F.silu(gate)
-    return gradient.copy_(torch.ops.aten.silu_backward(gradient * up, gate)), grad_up
-
-
-@cache
 def gelu(approximate: str) -> Activation:
     """Return GELU, exact ("none") or approximated by a hyperbolic tangent ("tanh")."""
 
@@ -88,29 +93,13 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
-def _geglu_tanh_forward_and_vjp(gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
-    activated = F.gelu(gate, approximate="tanh")
-
-    def vjp(gradient: Tensor) -> TensorTuple:
-        grad_up = activated.mul_(gradient)
-        return GELU_BACKWARD(gradient.mul_(up), gate, approximate="tanh", grad_input=gradient), grad_up
-
-    return activated * up, vjp
-
-
-def _geglu_tanh_vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
-    grad_up = gradient * F.gelu(gate, approximate="tanh")
-    return gradient.copy_(torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")), grad_up
-
-
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
-SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_forward_and_vjp, _swiglu_vjp)
-"""silu(gate) x up (GLU variants, arXiv 2002.05202)."""
-GEGLU_TANH = Activation(
-    lambda gate, up: F.gelu(gate, approximate="tanh") * up, _geglu_tanh_forward_and_vjp, _geglu_tanh_vjp
-)
-"""gelu(gate) x up, approximated by a hyperbolic tangent (Gemma)."""
-ACTIVATIONS = {"swiglu": SWIGLU, "geglu_tanh": GEGLU_TANH, "gelu": gelu("none"), "gelu_tanh": gelu("tanh")}
+ACTIVATIONS = {
+    "swiglu": gated(F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
+    "gelu": gelu("none"),
+    "gelu_tanh": gelu("tanh"),
+}
 """Activations by their names (`spec.activations`)."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
     return sources
 
 
+@lru_cache
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Return the shape of each tensor of a model by Phalanx's name, in the model's own order."""
     with torch.device("meta"):

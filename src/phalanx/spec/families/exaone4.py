@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Fixed, Read, Table
-from phalanx.spec.families.forms import WINDOW, LayerKind, LayerTypes, every_nth_full
-from phalanx.spec.families.llama import LLAMA, QK_NORM_TENSORS, query_heads
+from phalanx.spec.families.forms import FULL, WINDOW, LayerTypes, every_nth_full
+from phalanx.spec.families.llama import query_heads
 from phalanx.spec.families.olmo import OLMO2
 
-FULL = LayerKind(
-    "full",
-    lambda layer: layer.sliding_window is None,
-    {"sliding_window": False, "position_embedding": "none"},
-)
+FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
 
 
 class HybridLayers(LayerTypes):
@@ -28,21 +24,19 @@ EXAONE4 = replace(
     OLMO2,
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    fields=LLAMA.fields
+    fields=OLMO2.fields
     | {
         "vocab_size": Read("vocab_size", 102400),
         "num_key_value_heads": Read("num_kv_heads", 32, unset=query_heads),
         "intermediate_size": Read("ffn_hidden_size", 16384),
-        "rms_norm_eps": Read("norm_eps", 1e-5),
         "attention_bias": Fixed(False),
         "sliding_window": Read("sliding_window", 4096),
         # Published files have letters, such as "LLLG", and the list of types.
         "layer_types": HybridLayers(
-            {"sliding_attention": WINDOW, "full_attention": FULL},
+            {"sliding_attention": WINDOW, "full_attention": FULL_NOPE},
             every_nth_full(4, "sliding_window_pattern"),
             ("sliding_window_pattern",),
         ),
     },
     constants={"qk_norm": "head", "norm_position": "after"},
-    tensors=OLMO2.tensors | QK_NORM_TENSORS,
 )

@@ -71,7 +71,6 @@ GEMMA3 = replace(
         "cache_implementation": Field(),
         "final_logit_softcapping": Fixed(None),
         "attn_logit_softcapping": Fixed(None),
-        "use_bidirectional_attention": Fixed(False),
     },
     constants={"norm_offset": True, "qk_norm": "head", "norm_position": "both"},
     tensors=LLAMA.tensors

@@ -5,31 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Fixed, Read
-from phalanx.spec.families.forms import LayerWindow, LeadingLayers, SwitchedWindow
+from phalanx.spec.families.forms import LeadingLayers, SwitchedWindow
 from phalanx.spec.families.llama import (
+    ATTENTION_BIAS,
     EXPERT_FIELDS,
     EXPERT_TENSORS,
-    LLAMA,
     QK_NORM_TENSORS,
     even_head_dim,
     query_heads,
 )
+from phalanx.spec.families.qwen2 import QWEN2
 
 QWEN3 = replace(
-    LLAMA,
+    QWEN2,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=LLAMA.fields
-    | {
-        "vocab_size": Read("vocab_size", 151936),
-        "num_key_value_heads": Read("num_kv_heads", 32, unset=query_heads),
-        "head_dim": Read("head_dim", 128, unset=even_head_dim),
-        "intermediate_size": Read("ffn_hidden_size", 22016),
-        "max_position_embeddings": Read("max_seq_len", 32768),
-        "use_sliding_window": LayerWindow(),
-    },
+    fields=QWEN2.fields | {"head_dim": Read("head_dim", 128, unset=even_head_dim), "attention_bias": ATTENTION_BIAS},
     constants={"qk_norm": "head"},
-    tensors=LLAMA.tensors | QK_NORM_TENSORS,
+    tensors=QWEN2.tensors | QK_NORM_TENSORS,
 )
 
 QWEN3_MOE = replace(

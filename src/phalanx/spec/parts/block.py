@@ -62,14 +62,13 @@ def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     x = residual_stream(layer)
     mixer = layer.mixer.describe(x) if layer.mixer else describe_attention(layer, layout, x)
     x = residual_stream(layer)
-    if layer.moe is None:
-        return _describe_branch(layer, mixer), _describe_branch(layer, describe_mlp(layer, x))
-    experts = _describe_branch(layer, describe_experts(layer, layer.moe, layout, x))
-    if not layer.moe.dense_branch:
-        return _describe_branch(layer, mixer), experts
+    ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
+    first, last = (_describe_branch(layer, part) for part in (mixer, ffn))
+    if layer.moe is None or not layer.moe.dense_branch:
+        return first, last
     dense = _describe_branch(layer, describe_mlp(layer, residual_stream(layer), "dense"))
     after_sum = _describe_norm_after(layer, "sum_after") if layer.norm_position == "both" else None
-    return _describe_branch(layer, mixer), dense, replace(experts, shares_input=True, after_sum=after_sum)
+    return first, dense, replace(last, shares_input=True, after_sum=after_sum)
 
 
 def _describe_branch(layer: ModelSpec, part: Part) -> Branch:
