@@ -26,13 +26,13 @@ def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str,
     """A backward pass counts twice as much as the forward pass, and recomputation is off. With a pipeline, the
     sum is at least that of the stage with the most FLOPs."""
     no_recomputation = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
-    run = small_run(TEXT, tmp_path, changes | no_recomputation)
-    forward = sum(product.flops * count for product, (_, count) in matmul_shapes(ResolvedRun(run, world_size)).items())
-    forward += sum(core.flops * count for core, count in attention_shapes(ResolvedRun(run, world_size)).items())
-    measured = 3 * forward * ResolvedRun(run, world_size).batch.gradient_accumulation_steps
-    max_flops = max(rank_flops(ResolvedRun(run, world_size), rank) for rank in range(world_size))
+    resolved = ResolvedRun(small_run(TEXT, tmp_path, changes | no_recomputation), world_size)
+    forward = sum(product.flops * count for product, (_, count) in matmul_shapes(resolved).items())
+    forward += sum(core.flops * count for core, count in attention_shapes(resolved).items())
+    measured = 3 * forward * resolved.micro_batches
+    max_flops = max(rank_flops(resolved, rank) for rank in range(world_size))
     assert measured == pytest.approx(max_flops, rel=0.02) or (
-        run.layout.pp > 1 and max_flops <= measured < 1.4 * max_flops
+        resolved.layout.pp > 1 and max_flops <= measured < 1.4 * max_flops
     )
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.init_parameters import init_parameters, init_router_biases
+from phalanx.parallel.init_parameters import WeightInitializer, init_parameters, init_router_biases
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 
 ModelBuilder = Callable[..., Transformer]
@@ -36,7 +39,20 @@ def build_model(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float6
     """Return a model from its spec, or from changes of SMALL_MODEL; in fp64 by default."""
     with torch.device("meta"):
         model = Transformer(spec or ModelSpec(**SMALL_MODEL | changes)).to(dtype)
+    return fill(model, random_weight)
+
+
+def load_model(directory: Path, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    """Return the model of a Hugging Face directory, with changes of its spec."""
+    spec = load_model_spec(str(directory)).replace(**changes)
+    with torch.device("meta"):
+        model = Transformer(spec).to(dtype)
+    return fill(model, open_hf_weights(directory, spec))
+
+
+def fill(model: Transformer, weights: WeightInitializer) -> Transformer:
+    """Return a model of meta tensors with weights and the biases of its routers."""
     materialize(model, torch.device("cpu"))
-    init_parameters(Strategy(model), random_weight)
-    init_router_biases(Strategy(model), random_weight)
+    init_parameters(Strategy(model), weights)
+    init_router_biases(Strategy(model), weights)
     return model

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from phalanx.cost.exact.block_moments import WeightGradients, block_moments, largest_moment
 from phalanx.cost.exact.derive.deferred import deferred_by_part
@@ -225,7 +224,7 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     forward, backward = CollectiveRecorder(REQUESTED_OPERATION.get), CollectiveRecorder(REQUESTED_OPERATION.get)
     forward_flops, backward_flops = FlopCounter(), FlopCounter()
     x, *others = _block_inputs(case, model, documents, peak)
-    saved.exclude(*(value for value in tree_leaves(others) if isinstance(value, Tensor)))
+    saved.exclude(*find_tensors(others))
     with EchoedMessages(), forward, forward_flops, peak, saved.record_saved_tensors(case.numerics.autocast):
         outputs = _without_none(block(x, *others))
     del x

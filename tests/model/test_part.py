@@ -107,7 +107,7 @@ NUMERICS = {
     "bf16": Numerics("bf16"),
 }
 # The plan counts neither the casts of gradients in autocast, nor the copies of experts' rows in fp64, where PyTorch has
-# no grouped product, nor what the norm of a part's output frees before the part's backward pass.
+# no grouped product.
 PEAK_OF = {"fp32": True, "fp64": "dense", "autocast": False, "bf16": True}
 
 

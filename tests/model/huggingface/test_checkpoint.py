@@ -9,13 +9,10 @@ from safetensors.torch import load_file, save_file
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.huggingface.export import export_hf, shard_names
-from phalanx.parallel.init_parameters import init_parameters
-from phalanx.parallel.module_tensors import materialize
-from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
-from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
+from tests.helpers.random_models import load_model
 
 SHAPE = {
     "vocab_size": 97,
@@ -72,25 +69,18 @@ def load_transformers_logits(directory, **options):
         return model, model.eval()(TOKENS).logits
 
 
-def import_model(build, directory, dtype=torch.float32):
-    model = build(load_model_spec(str(directory)), dtype)
-    materialize(model, torch.device("cpu"))
-    init_parameters(Strategy(model), open_hf_weights(directory, model.spec))
-    return model
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_hf_export_and_import_match_transformers_logits(build_model, tmp_path, kind):
     ours = build_model(build_spec(kind), torch.float32)
     theirs, logits = load_transformers_logits(export_model(ours, tmp_path / "ours"))
     assert theirs.config.model_type == kind.partition(",")[0]
     theirs.save_pretrained(tmp_path / "theirs")
-    imported = import_model(build_model, tmp_path / "theirs")
+    imported = load_model(tmp_path / "theirs", torch.float32)
     with torch.no_grad():
         for model in (ours, imported):
             torch.testing.assert_close(model(TOKENS)[0], logits, rtol=0, atol=2e-5)
     assert_identical(ours, imported)
-    assert_identical(ours, import_model(build_model, tmp_path / "ours"))
+    assert_identical(ours, load_model(tmp_path / "ours", torch.float32))
 
 
 def assert_identical(first, second):
@@ -100,7 +90,7 @@ def assert_identical(first, second):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(build_model, tmp_path, kind):
+def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = hf_config(build_spec(kind))
@@ -112,7 +102,7 @@ def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(build_model
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.no_grad():
         expected = theirs(TOKENS).logits
-        torch.testing.assert_close(import_model(build_model, tmp_path)(TOKENS)[0], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(load_model(tmp_path, torch.float32)(TOKENS)[0], expected, rtol=0, atol=2e-5)
 
 
 def test_hf_import_accepts_gpt2_hub_tensor_names(build_model, tmp_path):
@@ -121,7 +111,7 @@ def test_hf_import_accepts_gpt2_hub_tensor_names(build_model, tmp_path):
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "x" / "model.safetensors")
-    assert_identical(model, import_model(build_model, tmp_path / "x"))
+    assert_identical(model, load_model(tmp_path / "x", torch.float32))
 
 
 def test_hf_export_writes_bf16_shards_with_index(build_model, tmp_path):
@@ -132,7 +122,7 @@ def test_hf_export_writes_bf16_shards_with_index(build_model, tmp_path):
     assert {file.name for file in files} == set(index["weight_map"].values())
     assert index["metadata"]["total_size"] == 2 * sum(parameter.numel() for parameter in model.parameters())
     _, logits = load_transformers_logits(tmp_path / "x", dtype=torch.float32)
-    imported = import_model(build_model, tmp_path / "x")
+    imported = load_model(tmp_path / "x", torch.float32)
     for exported_parameter, parameter_read in zip(model.parameters(), imported.parameters(), strict=True):
         assert torch.equal(exported_parameter.bfloat16().float(), parameter_read)
     with torch.no_grad():

@@ -13,13 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.huggingface.export import export_hf
-from phalanx.parallel.init_parameters import init_parameters, init_router_biases
-from phalanx.parallel.module_tensors import materialize
-from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.registry import families
 from phalanx.spec.files.load import load_model_spec
 from tests.helpers.altered_fields import altered_fields
+from tests.helpers.random_models import load_model
 
 WINDOW = 16
 SHAPE = {
@@ -47,6 +45,7 @@ KINDS = {
         "num_hidden_layers": 3,
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,
+        "num_nextn_predict_layers": 0,
         "moe_intermediate_size": 24,
         "n_group": 4,
         "topk_group": 2,
@@ -138,24 +137,15 @@ def transformers_logits(directory: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **eager).eval()(TOKENS).logits
 
 
-def build_phalanx_model(build, directory: Path, **changes):
-    model = build(load_model_spec(str(directory)).replace(**changes), torch.float64)
-    materialize(model, torch.device("cpu"))
-    weights = open_hf_weights(directory, model.spec)
-    init_parameters(Strategy(model), weights)
-    init_router_biases(Strategy(model), weights)
-    return model
-
-
-def phalanx_logits(build, directory: Path, **changes) -> torch.Tensor:
+def phalanx_logits(directory: Path, **changes) -> torch.Tensor:
     with torch.no_grad():
-        return build_phalanx_model(build, directory, **changes)(TOKENS)[0]
+        return load_model(directory, **changes)(TOKENS)[0]
 
 
-def assert_logits_equal(build, directory: Path, **changes) -> None:
+def assert_logits_equal(directory: Path, **changes) -> None:
     expected = transformers_logits(directory)
     assert expected.std() > 0.3
-    torch.testing.assert_close(phalanx_logits(build, directory, **changes), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(phalanx_logits(directory, **changes), expected, rtol=0, atol=1e-10)
 
 
 def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
@@ -173,12 +163,12 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_variant_of_a_family_equals_transformers(build_model, tmp_path, kind):
-    assert_logits_equal(build_model, save_random_model(tmp_path, kind, **VARIANTS[kind]))
+def test_variant_of_a_family_equals_transformers(tmp_path, kind):
+    assert_logits_equal(save_random_model(tmp_path, kind, **VARIANTS[kind]))
 
 
-def test_biases_of_routers_are_exported_in_fp32(build_model, tmp_path):
-    model = build_phalanx_model(build_model, save_random_model(tmp_path / "source", "glm4_moe"))
+def test_biases_of_routers_are_exported_in_fp32(tmp_path):
+    model = load_model(save_random_model(tmp_path / "source", "glm4_moe"))
     export_hf(model.spec, dict(model.state_dict()), tmp_path / "bf16", dtype="bf16")
     tensors = load_file(tmp_path / "bf16" / "model.safetensors")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -186,14 +176,14 @@ def test_biases_of_routers_are_exported_in_fp32(build_model, tmp_path):
     assert {tensor.dtype for other, tensor in tensors.items() if "bias" not in other} == {torch.bfloat16}
 
 
-def test_prediction_layers_are_not_read_but_a_missing_layer_is_noticed(build_model, tmp_path):
+def test_prediction_layers_are_not_read_but_a_missing_layer_is_noticed(tmp_path):
     add_tensor(save_random_model(tmp_path, "glm4_moe"), "model.layers.3.eh_proj.weight", torch.ones(4))
     edit_config(tmp_path, num_nextn_predict_layers=1)
-    model = build_phalanx_model(build_model, tmp_path)
+    model = load_model(tmp_path)
     export_hf(model.spec, dict(model.state_dict()), tmp_path / "out", source=tmp_path)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     with pytest.raises(UserError, match=r"model\.layers\.2.* is not used by the model"):
-        build_phalanx_model(build_model, tmp_path, num_layers=2)
+        load_model(tmp_path, num_layers=2)
 
 
 VISION = {
@@ -202,18 +192,16 @@ VISION = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "image_size": 28,
+    "patch_size": 14,
 }
-WRAPPERS = {
-    "gemma3": ({**VISION, "image_size": 28, "patch_size": 14}, {"mm_tokens_per_image": 4}),
-    "mistral3": ({**VISION, "model_type": "pixtral", "image_size": 28, "patch_size": 14}, {}),
-}
+WRAPPERS = {"gemma3": (VISION, {"mm_tokens_per_image": 4}), "mistral3": (VISION | {"model_type": "pixtral"}, {})}
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_text_model_of_a_multimodal_model_equals_transformers(build_model, tmp_path, kind):
+def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    text_kind = {"gemma3": "gemma3_text", "mistral3": "mistral"}[kind]
+    text_kind = next(name for name, family in families().items() if family.wrapper == kind)
     vision, fields = WRAPPERS[kind]
     text = {**KINDS[text_kind], "model_type": text_kind}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
@@ -224,8 +212,9 @@ def test_text_model_of_a_multimodal_model_equals_transformers(build_model, tmp_p
             parameter += 0.3 * torch.randn_like(parameter)
         expected = model(TOKENS).logits
     model.save_pretrained(tmp_path / "whole")
-    torch.testing.assert_close(phalanx_logits(build_model, tmp_path / "whole"), expected, rtol=0, atol=1e-10)
-    ours = build_phalanx_model(build_model, tmp_path / "whole")
+    ours = load_model(tmp_path / "whole")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS)[0], expected, rtol=0, atol=1e-10)
     export_hf(ours.spec, dict(ours.state_dict()), tmp_path / "text", source=tmp_path / "whole")
     assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == text_kind
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
@@ -234,19 +223,20 @@ def test_text_model_of_a_multimodal_model_equals_transformers(build_model, tmp_p
 
 def test_logits_of_every_family_are_compared():
     assert KINDS.keys() == families().keys()
+    assert WRAPPERS.keys() == {family.wrapper for family in families().values() if family.wrapper}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers(build_model, tmp_path, kind):
-    assert_logits_equal(build_model, save_random_model(tmp_path, kind))
+def test_logits_equal_transformers(tmp_path, kind):
+    assert_logits_equal(save_random_model(tmp_path, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers_when_every_field_is_altered(build_model, tmp_path, kind):
+def test_logits_equal_transformers_when_every_field_is_altered(tmp_path, kind):
     altered = altered_fields(kind, KINDS[kind])
     if kind == "olmoe":  # its norms in transformers have the width of the model, whatever the width of heads
         del altered["head_dim"]
-    assert_logits_equal(build_model, save_random_model(tmp_path, kind, **altered))
+    assert_logits_equal(save_random_model(tmp_path, kind, **altered))
 
 
 CONFIG_TRAPS = {
@@ -273,30 +263,34 @@ CONFIG_TRAPS = {
 
 
 @pytest.mark.parametrize("trap", CONFIG_TRAPS)
-def test_logits_equal_transformers_when_config_leaves_out_or_repeats(build_model, tmp_path, trap):
+def test_logits_equal_transformers_when_config_leaves_out_or_repeats(tmp_path, trap):
     kind, dropped, changes = CONFIG_TRAPS[trap]
     edit_config(save_random_model(tmp_path, kind), *dropped, **changes)
-    assert_logits_equal(build_model, tmp_path)
+    assert_logits_equal(tmp_path)
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_logits_beyond_sliding_window_equal_transformers(build_model, tmp_path, kind):
+def test_logits_beyond_sliding_window_equal_transformers(tmp_path, kind):
     save_random_model(tmp_path, kind, **WINDOWS[kind])
-    spec = build_phalanx_model(build_model, tmp_path).spec
+    spec = load_model(tmp_path).spec
     assert (spec.max_seq_len, spec.sliding_window) == (64, WINDOW)
     assert TOKENS.shape[1] > WINDOW
-    assert_logits_equal(build_model, tmp_path)
-    without_window = phalanx_logits(build_model, tmp_path, sliding_window=None, full_attention_layers=[])
+    assert_logits_equal(tmp_path)
+    without_window = phalanx_logits(tmp_path, sliding_window=None, full_attention_layers=[])
     difference = (transformers_logits(tmp_path) - without_window).abs().amax((0, 2))
     assert difference[:WINDOW].max() < 1e-10
     assert difference[WINDOW:].min() > 1e-3
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_export_of_windowed_model_keeps_config_and_weights(build_model, tmp_path, kind):
-    source = save_random_model(tmp_path / "source", kind, **WINDOWS[kind])
-    model = build_phalanx_model(build_model, source)
-    export_hf(model.spec, dict(model.named_parameters()), tmp_path / "out", source=source)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [*((kind, {}) for kind in KINDS), *WINDOWS.items()],
+    ids=[*KINDS, *(f"{kind} with a window" for kind in WINDOWS)],
+)
+def test_export_keeps_config_and_weights(tmp_path, kind, fields):
+    source = save_random_model(tmp_path / "source", kind, **fields)
+    model = load_model(source)
+    export_hf(model.spec, dict(model.state_dict()), tmp_path / "out", source=source)
     kept = json.loads((source / "config.json").read_text())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == kept | {"dtype": "float32"}
     weights = [load_file(directory / "model.safetensors") for directory in (source, tmp_path / "out")]
@@ -304,7 +298,7 @@ def test_export_of_windowed_model_keeps_config_and_weights(build_model, tmp_path
     assert all(torch.equal(tensor.to(torch.float32), weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_single_file_is_read_before_older_index(build_model, tmp_path):
+def test_single_file_is_read_before_older_index(tmp_path):
     from transformers import AutoModelForCausalLM
 
     older = save_random_model(tmp_path / "older", "llama", seed=5)
@@ -313,28 +307,28 @@ def test_single_file_is_read_before_older_index(build_model, tmp_path):
     for file in (tmp_path / "shards").glob("model*"):
         shutil.copy(file, newer)
     assert (newer / "model.safetensors.index.json").is_file()
-    assert_logits_equal(build_model, newer)
+    assert_logits_equal(newer)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_differing_head_of_tied_model_is_rejected_or_untied(build_model, tmp_path, kind):
+def test_differing_head_of_tied_model_is_rejected_or_untied(tmp_path, kind):
     edit_config(save_random_model(tmp_path, kind, tie_word_embeddings=False), tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"lm_head\.weight.*\n.*tie_embeddings = false"):
-        build_phalanx_model(build_model, tmp_path)
-    assert_logits_equal(build_model, tmp_path, tie_embeddings=False)
+        load_model(tmp_path)
+    assert_logits_equal(tmp_path, tie_embeddings=False)
 
 
-def test_equal_head_of_tied_model_is_accepted(build_model, tmp_path):
+def test_equal_head_of_tied_model_is_accepted(tmp_path):
     save_random_model(tmp_path, "llama", tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
     add_tensor(tmp_path, "lm_head.weight", tensors["model.embed_tokens.weight"].clone())
-    assert_logits_equal(build_model, tmp_path)
+    assert_logits_equal(tmp_path)
 
 
-def test_rotary_tables_and_masks_of_old_files_are_ignored(build_model, tmp_path):
+def test_rotary_tables_and_masks_of_old_files_are_ignored(tmp_path):
     add_tensor(save_random_model(tmp_path, "llama"), "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
-    assert_logits_equal(build_model, tmp_path)
+    assert_logits_equal(tmp_path)
 
 
 EXTRA_TENSORS = {

@@ -13,7 +13,6 @@ from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.report.explorer import details as details_module
 from phalanx.report.explorer.details import layout_details
-from phalanx.spec.resolved_run import ResolvedRun
 from tests.helpers.explorations import small_exploration
 
 
@@ -35,26 +34,26 @@ PIPELINES.append({"pp": 2, "schedule": "interleaved", "virtual_stages": 2})
 @pytest.mark.parametrize("fields", [{"pp": 1, "data_parallel": "zero3"}, *PIPELINES])
 def test_layout_details_equal_what_the_planner_says(fields):
     exploration, candidate = small_exploration(), layout_of(**fields)
-    run, world_size = exploration.resolved.run, exploration.resolved.world_size
-    details = layout_details(ResolvedRun(run, world_size), candidate)
-    option = evaluate_layout(ResolvedRun(run, world_size), candidate.layout())
+    resolved = exploration.resolved
+    details = layout_details(resolved, candidate)
+    option = evaluate_layout(resolved, candidate.layout())
     assert details["name"] == str(candidate)
     assert details["parts"] == option.parts
     assert (details["step_seconds"], details["p_oom"]) == (option.step_seconds, option.p_oom)
     assert details["counted_bytes"] == option.memory_bytes
     assert (details["node_host_bytes"], details["host_use"]) == (8 * option.host_bytes, "checkpoint copies")
-    layout_run = run.model_copy(update={"layout": candidate.layout()})
-    memories = rank_memory(ResolvedRun(layout_run, world_size))
+    layout_run = resolved.with_layout(candidate.layout())
+    memories = rank_memory(layout_run)
     assert list(details["memory"]) == list(memories)
     for role, memory in memories.items():
         role_details = details["memory"][role]
-        assert role_details["peak_bytes"] == process_bytes(run.cluster, memory.device)
+        assert role_details["peak_bytes"] == process_bytes(resolved.run.cluster, memory.device)
         assert role_details["parts"]["activations"] == memory.activations
         assert sum(role_details["parts"].values()) - memory.non_concurrent_bytes == role_details["peak_bytes"]
-    site = node_layout(run.cluster, 8)
+    site = node_layout(resolved.run.cluster, 8)
     assert details["traffic"] == {
         axis: bytes_by_link(matrix, site)
-        for axis, matrix in traffic_matrices(ResolvedRun(layout_run, world_size), site.ranks_per_island).items()
+        for axis, matrix in traffic_matrices(layout_run, site.ranks_per_island).items()
     }
 
 
