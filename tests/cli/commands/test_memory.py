@@ -124,6 +124,12 @@ def test_memory_reports_why_strategy_cannot_run(run):
     )
 
 
+def test_memory_reports_why_another_strategy_cannot_have_an_option_of_the_run(run):
+    rows = rows_by_strategy_and_role(run, "--ranks", "4", "--set", "training.replica_check_interval=10")
+    assert "replica_check_interval" in rows["parameter_server rank"]["problem"]
+    assert rows["ddp rank"]["problem"] == ""
+
+
 def test_memory_prints_one_row_per_pipeline_stage(run):
     stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
     rows = rows_by_strategy_and_role(run, *stages)

@@ -121,7 +121,7 @@ def memory_rows(resolved: ResolvedRun) -> list[MemoryRow]:
         is_own = strategy == own.data_parallel
         layout = own if is_own else _replace_strategy(own, strategy, resolved.world_size)
         if layout is not None:
-            strategy_rows = _count_layout_memory(replace(resolved, run=resolved.run.replace(layout=layout)), is_own)
+            strategy_rows = _count_layout_memory(resolved, layout, is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -147,10 +147,11 @@ def _replace_strategy(layout: Layout, strategy: Strategy, world_size: int) -> La
     return layout.model_copy(update={"dp_shard": shards[-1]}) if shards else None
 
 
-def _count_layout_memory(resolved: ResolvedRun, is_own: bool) -> list[MemoryRow]:
-    strategy = resolved.layout.data_parallel
+def _count_layout_memory(resolved: ResolvedRun, layout: Layout, is_own: bool) -> list[MemoryRow]:
+    strategy = layout.data_parallel
     cluster = resolved.run.cluster
     try:
+        resolved = replace(resolved, run=resolved.run.replace(layout=layout))
         memory_by_role = rank_memory(resolved)
         micro_batch = resolved.batch.micro_batch_size
     except UserError as error:
