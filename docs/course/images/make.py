@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from phalanx.cost.exact.activation_memory import activation_bytes
+from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.model_state import model_state_bytes, sharded_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import node_share, round_bytes, round_time
@@ -87,7 +88,11 @@ def memory() -> Figure:
     figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
     for checkpointing, color in (("none", RED), ("full", TEAL)):
         layout = Layout(activation_checkpointing=checkpointing)
-        total = [state + activation_bytes(spec.model, size, 128, "fp32", layout).peak for size in sizes]
+        shapes = (
+            ForwardShape(batch=size, sequence=128, precision="fp32", layout=layout, autocast=False, masked=False)
+            for size in sizes
+        )
+        total = [state + activation_bytes(spec.model, shape).peak for shape in shapes]
         axis.plot(sizes, [value / 1e6 for value in total], "o-", markersize=3, color=color)
         label(axis, f"recompute {checkpointing}", (12, total[11] / 1e6), (-8, 6), color, ha="right")
     axis.fill_between(sizes, state / 1e6, color=BLUE, alpha=0.25)

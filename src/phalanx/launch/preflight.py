@@ -80,7 +80,7 @@ def check_settings(resolved: ResolvedRun) -> None:
             fix = 'lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"'
             raise LocalNodeError("layout.activation_checkpointing", "offload", problem, fix)
     if run.layout.offload_directory is not None:
-        _check_offload(run, run.layout.offload_directory, resolved.world_size)
+        _check_offload(resolved, run.layout.offload_directory)
 
 
 def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
@@ -113,7 +113,7 @@ def _check_copies(resolved: ResolvedRun) -> None:
     raise UserError("recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, fix)
 
 
-def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
+def _check_offload(resolved: ResolvedRun, directory: str) -> None:
     path = Path(directory).expanduser()
     fix = "set layout.offload_directory to a writable directory on a local disk"
     if not path.is_dir():
@@ -121,7 +121,7 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "is not writable", fix)
     free_bytes = shutil.disk_usage(path).free
-    needed_bytes = world_size / run.cluster.nodes * disk_offload_bytes(ResolvedRun(run, world_size))
+    needed_bytes = resolved.world_size / resolved.run.cluster.nodes * disk_offload_bytes(resolved)
     if needed_bytes > free_bytes:
         problem = f"needs {needed_bytes / 1e9:.2f} GB for optimizer state, but has {free_bytes / 1e9:.2f} GB free"
         raise UserError("layout.offload_directory", directory, problem, fix)

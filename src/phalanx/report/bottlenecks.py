@@ -20,8 +20,9 @@ from phalanx.report.run_data import RunData
 from phalanx.report.slowdowns import IMBALANCE_RATIO, STRAGGLER_RATIO, change_point, measure_slowdowns
 from phalanx.report.step_breakdown import StepTimes, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
+from phalanx.spec.parallel_dims import expert_parallel_groups
 from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
@@ -59,7 +60,7 @@ def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
     bottlenecks = [*_find_data_loading(times)]
     if resolved is not None:
         run = resolved.run
-        stragglers = [*_find_straggler(run_data, run, times)]
+        stragglers = [*_find_straggler(run_data, resolved, times)]
         bottlenecks += [*stragglers, *_find_memory_pressure(run, times)]
         if run.layout.pp > 1:
             stages = stage_times(run_data, times.steps)
@@ -90,9 +91,9 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
     )
 
 
-def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
+def _find_straggler(run_data: RunData, resolved: ResolvedRun, times: StepTimes) -> Iterator[Bottleneck]:
     """Find the rank with the longest time for its work, and the reason: more rows for its experts, or a slow device."""
-    slowdown = max(measure_slowdowns(run_data, run, times), key=lambda slowdown: slowdown.score, default=None)
+    slowdown = max(measure_slowdowns(resolved, times), key=lambda slowdown: slowdown.score, default=None)
     if slowdown is None or slowdown.score < 1:
         return
     index = slowdown.index
@@ -104,7 +105,7 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
         other_rows = np.delete(times.rows, index, axis=1).mean(1)
         row_ratio = float(np.median((times.rows[:, index] / np.maximum(other_rows, 1))[slowdown.start :]))
     if row_ratio > IMBALANCE_RATIO and slowdown.factor < row_ratio * STRAGGLER_RATIO:
-        layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step)
+        layer, expert, hot_share = _find_hot_expert(run_data, resolved, rank, step)
         detail = f"; expert {expert} of layer {layer} receives {hot_share:.1f} times an even share" if hot_share else ""
         yield Bottleneck(
             kind="expert",
@@ -129,16 +130,17 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
     )
 
 
-def _find_hot_expert(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
+def _find_hot_expert(run_data: RunData, resolved: ResolvedRun, rank: int, step: int) -> tuple[int, int, float]:
     """Return layer, expert and relative load of this rank's most frequent hot expert.
 
     Only steps from `step` on count in which the hottest expert of all ranks belongs to this rank. The load is the
     median share of the layer's tokens times the number of experts; it is 0 without such steps.
     """
-    assert run.model.moe is not None
-    groups = expert_parallel_groups(parallel_dims(run.layout, run_data.world_size))
+    moe = resolved.run.model.moe
+    assert moe is not None
+    groups = expert_parallel_groups(resolved.dims)
     ep_rank = next(group.index(rank) for group in groups if rank in group)
-    experts_per_rank = run.model.moe.num_experts // run.layout.ep
+    experts_per_rank = moe.num_experts // resolved.layout.ep
     lines = next(iter(run_data.ranks.values())).steps
     hot = [line["hot_expert"] for line in lines if "hot_expert" in line and line["step"] >= step]
     local_hot = [(layer, expert, share) for layer, expert, share in hot if expert // experts_per_rank == ep_rank]

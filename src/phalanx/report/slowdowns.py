@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.exact.flops import rank_flops
-from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes
 from phalanx.spec.resolved_run import ResolvedRun
-from phalanx.spec.run import RunSpec
 
 STRAGGLER_RATIO = 1 / 0.75
 SLOW_ALONE = 1.6
@@ -47,14 +45,13 @@ class Slowdown:
         return self.factor / self.threshold
 
 
-def measure_slowdowns(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Slowdown]:
+def measure_slowdowns(resolved: ResolvedRun, times: StepTimes) -> Iterator[Slowdown]:
     """Yield the slowdown of each rank that computes.
 
     Its peers are the replicas of its stages. A rank without replicas is compared with all others, and needs a
     higher ratio to count as slow, because stages differ.
     """
     # FLOPs of each rank's passes in a step, with balanced experts
-    resolved = ResolvedRun(run, run_data.world_size)
     flops = np.array([rank_flops(resolved, rank) for rank in times.ranks])
     indices = [int(index) for index in np.flatnonzero(flops > 0)]
     if len(indices) < 2:

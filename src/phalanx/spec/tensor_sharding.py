@@ -8,10 +8,9 @@ from functools import cache, lru_cache, partial
 from math import prod
 from typing import Literal
 
-from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import ONE_RANK, Block, blocks, describe_block
+from phalanx.spec.parts.block import Block, blocks
 from phalanx.spec.parts.model import model_parameters
 from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
 
@@ -96,7 +95,7 @@ def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Return the number of ranks that have the same key/value heads."""
-    parts = (branch.part for layer in distinct_layers(spec) for branch in describe_block(layer, ONE_RANK))
+    parts = (branch.part for block in dict.fromkeys(blocks(spec)) for branch in block)
     return max((cut.replication(tp) for part in parts for cut in part.cuts if cut.copied_below), default=1)
 
 

@@ -121,12 +121,10 @@ def trace_rank(resolved: ResolvedRun, rank: int, full: bool = False) -> Traced:
 
     With `full`, all micro-batches, blocks and chunks are traced, also equal ones.
     """
-    run = resolved.run
-    world_size = resolved.world_size
     started_at = time.perf_counter()
     torch.set_num_threads(1)
     world_size = resolved.world_size
-    run = resolved.run.replace(training=run.training.replace(compile=False))
+    run = resolved.run.replace(training=resolved.run.training.replace(compile=False))
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

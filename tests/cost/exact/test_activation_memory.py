@@ -2,12 +2,13 @@ from unittest import mock
 
 import pytest
 
-from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes
+from phalanx.cost.exact.activation_memory import StageBlocks
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.layers import expert_layers
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from tests.helpers.activations import activation_bytes
 
 torch = pytest.importorskip("torch")
 

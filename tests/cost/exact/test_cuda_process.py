@@ -5,7 +5,6 @@
 import pytest
 
 from benchmarks.gpu_memory import KNOWN_LIMITS, LIMITS, planned_memory, recorded_rows
-from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
 from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -15,6 +14,7 @@ from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
+from tests.helpers.activations import activation_bytes
 
 ROWS = recorded_rows()
 TRAINING = {"seq_len": 8192, "tokens_per_step": 64 * 8192}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.spec import chunks
 from phalanx.spec.layout import Layout
+from tests.helpers.activations import activation_bytes
 
 torch = pytest.importorskip("torch")
 

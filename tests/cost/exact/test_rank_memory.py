@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
@@ -22,6 +21,7 @@ from phalanx.spec.layout import MAX_BF16_SUMS, Layout
 from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
+from tests.helpers.activations import activation_bytes
 from tests.helpers.model_specs import model_specs
 
 ZERO_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

@@ -18,7 +18,6 @@ from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import COMMAND_SECONDS, Machine
 from phalanx.doctor.subprocesses import run_command as run_child
 from phalanx.spec.errors import UserError
-from phalanx.spec.resolved_run import ResolvedRun
 
 
 def doctor(
@@ -194,6 +193,7 @@ def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> li
     run_spec = assume_no_recomputation(run_spec)
     from phalanx.doctor.multi_node_benchmark import launch_check
     from phalanx.launch.process import select_nproc
+    from phalanx.spec.resolved_run import ResolvedRun
 
     ranks = select_nproc(run_spec, nproc)
     if ranks == 1:

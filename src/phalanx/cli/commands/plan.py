@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -31,7 +32,6 @@ from phalanx.cli.common.options import (
 )
 from phalanx.cli.common.output_file import RUN_FILE, check_output_file
 from phalanx.spec.errors import UserError
-from phalanx.spec.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from phalanx.plan.search.result import EvaluatedLayout
@@ -142,7 +142,7 @@ def plan(
         node_failures_per_hour = 3600 / _parse_duration("--mtbf", mtbf)
         cluster = resolved.run.cluster
         cluster = cluster.replace(failures_per_device_hour=node_failures_per_hour / (cluster.nproc_per_node or 1))
-        resolved = ResolvedRun.on_cluster(resolved.run.replace(cluster=cluster))
+        resolved = replace(resolved, run=resolved.run.replace(cluster=cluster))
     num_shown = top or DEFAULT_TOP
     ranked = rank_layouts(resolved, num_shown, all_schedules=all_)
     # Before any output, which a pager may cut off
@@ -229,6 +229,7 @@ def _with_best_checkpoint_interval(run: RunSpec, planned: EvaluatedLayout) -> tu
     """
     from phalanx.plan.training_cost import estimate_training_cost
     from phalanx.spec.formatting import format_duration
+    from phalanx.spec.resolved_run import ResolvedRun
 
     checkpoint = run.checkpoint
     is_decided = "every" in checkpoint.model_fields_set or checkpoint.keep.every or checkpoint.keep.best

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.common.progress import search_progress
-from phalanx.spec.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from phalanx.plan.search.result import Plan
     from phalanx.spec.cluster import ClusterSpec
+    from phalanx.spec.resolved_run import ResolvedRun
 
 MIN_SEARCHED = 10
 """Minimum number of layouts to search, so that a safer one than the first can be found."""
@@ -42,6 +42,7 @@ def run_on_cluster(
     from phalanx.spec.base import require
     from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE, MAX_NODES
     from phalanx.spec.files.load import load_run
+    from phalanx.spec.resolved_run import ResolvedRun
 
     run_spec = load_run(run, overrides, machine=machine)
     if topology is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -11,11 +10,11 @@ from typer import Option
 from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
 from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrModel, Topology
 from phalanx.cli.common.progress import search_progress
-from phalanx.spec.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from phalanx.plan.export.common import Trainer
     from phalanx.plan.search.result import EvaluatedLayout
+    from phalanx.spec.resolved_run import ResolvedRun
 
 
 def export_layout(
@@ -44,7 +43,7 @@ def export_layout(
     with search_progress(resolved.world_size) as report:
         evaluated = search_exportable(resolved, trainer, keep=MIN_SEARCHED, report=report).best
     try:
-        exported = export(replace(resolved, run=resolved.run.replace(layout=evaluated.candidate.layout())), trainer)
+        exported = export(resolved.with_layout(evaluated.candidate.layout()), trainer)
     except UserError as error:
         problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--to", trainer, problem, fix=error.fix) from None
@@ -65,7 +64,7 @@ def _explain_not_best(resolved: ResolvedRun, exported: EvaluatedLayout, trainer:
     if best.candidate == exported.candidate:
         return []
     try:
-        export(replace(resolved, run=resolved.run.replace(layout=best.candidate.layout())), trainer)
+        export(resolved.with_layout(best.candidate.layout()), trainer)
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
         return [f"The best layout for Phalanx is {best.candidate} ({best.step_seconds:.3f} s): {reason}."]

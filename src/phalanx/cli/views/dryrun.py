@@ -94,13 +94,14 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
 def _build_overview_table(run: RunSpec, report: DryRunReport) -> Table:
     columns = ("rank", "collectives", "sent", "peak memory", "planned", "", "FLOPs", "planned", "", "traced in")
     table = text_table(numbers=columns)
+    dims = parallel_dims(run.layout, report.world_size)
     for traced, checks in report.results:
         collectives = [check for check in checks if check.kind == "collective"]
         total = next(check for check in checks if check.quantity == "total")
         flops = next(check for check in checks if check.kind == "flops")
         calls = sum(check.traced_calls for check in collectives)
         all_agree = all(check.agrees for check in collectives)
-        coordinates = _mesh_coordinates(parallel_dims(run.layout, report.world_size), traced["rank"]).items()
+        coordinates = _mesh_coordinates(dims, traced["rank"]).items()
         coordinate_text = "".join(f" {axis} {coordinate}" for axis, coordinate in coordinates)
         table.add_row(
             Text(f"{traced['rank']}") + Text(coordinate_text, "dim"),

@@ -40,7 +40,6 @@ from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, blocks, describe_norm, residual_stream
-from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +97,7 @@ def full_model_stage(num_layers: int, layout: Layout) -> StageBlocks:
     )
 
 
-def activation_bytes(
-    spec: ModelSpec,
-    batch: int,
-    seq_len: int,
-    precision: Precision,
-    layout: Layout | None = None,
-    autocast: bool = False,
-    masked: bool = False,
-    stage: StageBlocks | None = None,
-    on_cuda: bool = False,
-    all_logits: bool = False,
-) -> ActivationBytes:
+def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | None = None) -> ActivationBytes:
     """Return the activations of one rank for a micro-batch, in a pipeline those of one stage.
 
     A tensor-parallel rank has a shard of heads, inner widths and logits. With sequence parallelism it also has a shard
@@ -118,29 +106,9 @@ def activation_bytes(
 
     Backward frees tensors after use. While layer l is recomputed, memory contains what previous layers saved and what
     layer l recomputes, but nothing of later layers or the loss.
-
-    Args:
-        batch: Sequences of the micro-batch.
-        seq_len: Tokens of a sequence.
-        autocast: bf16 is autocast over fp32 parameters (several replicas of DDP), not parameters in bf16 (ZeRO).
-        masked: Documents in a sequence are hidden from each other.
-        stage: Stage of the pipeline.
-        on_cuda: Count CUDA's kernels instead of a CPU's.
-        all_logits: The loss is a function of all logits of the micro-batch.
     """
-    layout = layout or Layout()
+    layout = shape.layout
     stage = stage or full_model_stage(spec.num_layers, layout)
-    autocast = autocast and precision in BF16_PRECISIONS
-    shape = ForwardShape(
-        batch=batch,
-        sequence=seq_len,
-        precision=precision,
-        layout=layout,
-        autocast=autocast,
-        masked=masked,
-        on_cuda=on_cuda,
-        all_logits=all_logits,
-    )
     model_blocks = blocks(spec, layout)
     stage_blocks = [model_blocks[layer] for layer in stage.layers]
     saved_by = {branch.part: saved_by_part(spec, branch.part, shape) for block in set(stage_blocks) for branch in block}

@@ -12,7 +12,7 @@ from operator import add
 
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
-from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.forward_shape import forward_shape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.buckets import ddp_bucket_names, may_reduce_together, zero_bucket_names
@@ -21,7 +21,7 @@ from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.parameter_shapes import Shapes, num_elements
-from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.block import blocks, residual_stream
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
@@ -75,15 +75,7 @@ def cuda_exchange_bytes(resolved: ResolvedRun) -> int:
     layout = run.layout
     if not run.cluster.uses_cuda:
         return 0
-    shape = ForwardShape(
-        batch=resolved.batch.micro_batch_size,
-        sequence=run.training.seq_len,
-        precision=run.training.precision,
-        layout=layout,
-        autocast=False,
-        masked=False,
-        on_cuda=True,
-    )
+    shape = forward_shape(resolved)
     parts = {branch.part for block in set(blocks(run.model, layout)) for branch in block}
     exchanged_bytes = max(attention_exchange_bytes(part, shape) for part in parts if part.kind == "attention")
     if layout.tp > 1:
@@ -97,13 +89,8 @@ def cuda_exchange_bytes(resolved: ResolvedRun) -> int:
 
 def pipeline_buffer_bytes(resolved: ResolvedRun, schedule: Schedule, pp_rank: int) -> int:
     """Return the bytes of messages between pipeline stages: posted receives on every link, and one send."""
-    run = resolved.run
-    compute_bytes = COMPUTE_BYTES[run.training.precision]
-    # Under autocast the residual stream is in the parameters' fp32.
-    message_bytes = max(4, compute_bytes) if resolved.strategy == "ddp" else compute_bytes
-    tokens = resolved.batch.micro_batch_size * run.training.seq_len // run.layout.cp
-    residual_tokens = tokens // run.layout.tp if run.layout.sequence_parallel else tokens
-    return message_bytes * count_message_buffers(schedule, pp_rank) * residual_tokens * run.model.hidden_size
+    message_bytes = forward_shape(resolved).value_bytes(residual_stream(resolved.run.model))
+    return message_bytes * count_message_buffers(schedule, pp_rank)
 
 
 def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[CommBufferPeak]:

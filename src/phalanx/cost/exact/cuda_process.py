@@ -5,10 +5,8 @@ Others measured both on few machines; `phalanx calibrate` replaces them with a m
 
 from __future__ import annotations
 
-from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.cost.exact.forward_shape import forward_shape
 from phalanx.program.rank_tensors import RankTensors
-from phalanx.spec.batch import needs_all_logits
-from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import ZERO_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims
@@ -66,15 +64,11 @@ def gap_bytes(resolved: ResolvedRun, rank: RankTensors, largest_sum: int) -> int
     be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`. `largest_sum` is the
     largest buffer of a gradient reduction, in bytes.
     """
-    run = resolved.run
-    has_head = "norm.weight" in rank.dense
-    precision = run.training.precision
-    vocab = -(-run.model.vocab_size // run.layout.tp)
-    rows = resolved.batch.micro_batch_size * run.training.seq_len // run.layout.cp
-    if not needs_all_logits(run):
-        rows = logits_chunk_rows(rows, vocab, COMPUTE_BYTES[precision])
-    logits_bytes = COMPUTE_BYTES[precision] * rows * vocab
-    return round(LOST_SHARE * max(largest_sum, logits_bytes if has_head else 0))
+    if "norm.weight" not in rank.dense:  # no head
+        return round(LOST_SHARE * largest_sum)
+    spec, shape = resolved.run.model, forward_shape(resolved)
+    logits_bytes = shape.compute_bytes * shape.logits_rows(spec) * shape.max_local_count(spec.vocab_size)
+    return round(LOST_SHARE * max(largest_sum, logits_bytes))
 
 
 def _num_peers(resolved: ResolvedRun) -> int:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.attention_backend import AttentionBackend, model_backend
+from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Value
-from phalanx.spec.precision import Precision
+from phalanx.spec.precision import BF16_PRECISIONS, Precision
+from phalanx.spec.resolved_run import ResolvedRun
 
 INDEX_BYTES = 8
 """Bytes of an index of a token, target, position or rank in an order: int64."""
@@ -28,7 +30,9 @@ class ForwardShape:
     precision: Precision
     layout: Layout
     autocast: bool
+    """True if bf16 is autocast over fp32 parameters (several replicas of DDP), not parameters in bf16 (ZeRO)."""
     masked: bool
+    """True if documents in a sequence are hidden from each other."""
     on_cuda: bool = False
     """True for CUDA's kernels, which save other tensors than a CPU's."""
     all_logits: bool = False
@@ -115,3 +119,18 @@ class ForwardShape:
     def weight_copies(self, count: int) -> int:
         """Return the bytes of the casts of `count` fp32 weights, which products save under autocast."""
         return count * self.compute_bytes if self.autocast else 0
+
+
+def forward_shape(resolved: ResolvedRun) -> ForwardShape:
+    """Return the sizes of the forward pass of a run's micro-batch."""
+    run = resolved.run
+    return ForwardShape(
+        batch=resolved.batch.micro_batch_size,
+        sequence=run.training.seq_len,
+        precision=run.training.precision,
+        layout=run.layout,
+        autocast=resolved.strategy in ("ddp", "parameter_server") and run.training.precision in BF16_PRECISIONS,
+        masked=run.data.mask_documents,
+        on_cuda=run.cluster.uses_cuda,
+        all_logits=needs_all_logits(run),
+    )

@@ -6,7 +6,6 @@ those for the sequences of a step.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import lcm
 
 from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
@@ -17,7 +16,7 @@ from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.layers import distinct_layers
-from phalanx.spec.layout import FSDP_STRATEGIES, Layout, TpAttention, check_supported
+from phalanx.spec.layout import FSDP_STRATEGIES, Layout, check_supported
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.operations import AttentionCore, Part
@@ -135,15 +134,9 @@ def check_divisibility(resolved: ResolvedRun) -> None:
         _check_context(spec, layout, run.training.seq_len)
 
 
-@lru_cache  # a search checks thousands of layouts with the same of these degrees
-def _describe_parts(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> list[Part]:
-    """Return the parts of a block of each kind."""
-    layout = Layout(tp=tp, tp_attention=tp_attention, ep=ep)
-    return [branch.part for block in dict.fromkeys(blocks(spec, layout)) for branch in block]
-
-
 def _parts(spec: ModelSpec, layout: Layout) -> list[Part]:
-    return _describe_parts(spec, layout.tp, layout.tp_attention, layout.ep)
+    """Return the parts of a block of each kind."""
+    return [branch.part for block in dict.fromkeys(blocks(spec, layout)) for branch in block]
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from phalanx.cost.exact.activation_memory import full_model_stage, pipeline_stages
 from phalanx.cost.exact.activation_traffic import stage_activation_traffic
-from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.forward_shape import ForwardShape, forward_shape
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
-from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.parameter_shapes import num_elements
+from phalanx.spec.parts.block import residual_stream
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
@@ -25,7 +25,7 @@ def model_parallel_traffic(resolved: ResolvedRun, stage_tensors: list[RankTensor
     """
     run = resolved.run
     micro_batches = resolved.micro_batches
-    shape = _forward_shape(resolved)
+    shape = forward_shape(resolved)
     if run.layout.pp == 1:
         stage = full_model_stage(run.model.num_layers, run.layout)
         return [_scale_traffic(micro_batches, stage_activation_traffic(run.model, shape, stage))]
@@ -45,23 +45,10 @@ def model_parallel_traffic(resolved: ResolvedRun, stage_tensors: list[RankTensor
     return traffic
 
 
-def _forward_shape(resolved: ResolvedRun) -> ForwardShape:
-    run = resolved.run
-    return ForwardShape(
-        batch=resolved.batch.micro_batch_size,
-        sequence=run.training.seq_len,
-        precision=run.training.precision,
-        layout=run.layout,
-        autocast=resolved.strategy == "ddp",
-        masked=run.data.mask_documents,
-        all_logits=needs_all_logits(run),
-    )
-
-
 def _stage_messages(run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_rank: int) -> Traffic:
     """Return the messages of a pipeline rank to other ranks: outputs of its stages, and gradients of their inputs."""
     num_sends = sum(schedule.messages_by_receiver(pp_rank).values())
-    message_bytes = shape.residual_tokens * run.model.hidden_size * shape.residual_bytes
+    message_bytes = shape.value_bytes(residual_stream(run.model))
     purpose = "activations and their gradients, from stage to stage"
     return Traffic("send", num_sends * message_bytes, purpose, "pp", calls=num_sends)
 

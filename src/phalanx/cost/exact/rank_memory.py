@@ -170,17 +170,21 @@ def _stage_memory(resolved: ResolvedRun, rank: RankTensors, state: _StageState, 
         return memory
     return replace(
         memory,
-        unused=max(0, _reserved_bytes(resolved, rank, state, persistent, working) - peak_bytes),
+        unused=max(0, _reserved_bytes(resolved, rank, state, persistent, working, peak_bytes) - peak_bytes),
         nccl=nccl_bytes(resolved),
         checkpoint_copy=checkpoint_copy_bytes(resolved, rank),
     )
 
 
 def _reserved_bytes(
-    resolved: ResolvedRun, rank: RankTensors, state: _StageState, persistent: PersistentMemory, working: WorkingMemory
+    resolved: ResolvedRun,
+    rank: RankTensors,
+    state: _StageState,
+    persistent: PersistentMemory,
+    working: WorkingMemory,
+    peak_bytes: int,
 ) -> int:
     """Return the bytes that CUDA's allocator reserves: memory of one stream cannot be reused by another."""
-    peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
     largest_sum = 0
     if resolved.strategy in FSDP_STRATEGIES:
         buffers = fsdp_stream_buffers(resolved, rank)

@@ -10,6 +10,7 @@ from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes, pipeline_stages
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes, pipeline_buffer_bytes
+from phalanx.cost.exact.forward_shape import forward_shape
 from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks, weight_gradients
 from phalanx.cost.exact.model_state import zero_gradient_bytes
@@ -18,7 +19,6 @@ from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
-from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
@@ -45,7 +45,7 @@ def working_memories(resolved: ResolvedRun, ranks: Sequence[RankTensors]) -> lis
     are in flight, whose bytes include these exchanges, and stages send messages.
     """
     if resolved.layout.pp == 1:
-        activations = _stage_activations(resolved)
+        activations = activation_bytes(resolved.run.model, forward_shape(resolved))
         cuda_exchange = cuda_exchange_bytes(resolved)
         return [
             WorkingMemory(
@@ -70,23 +70,6 @@ def working_memories(resolved: ResolvedRun, ranks: Sequence[RankTensors]) -> lis
     return memories
 
 
-def _stage_activations(resolved: ResolvedRun, stage: StageBlocks | None = None) -> ActivationBytes:
-    """Return the activations of a micro-batch, in a pipeline those of one stage."""
-    run = resolved.run
-    return activation_bytes(
-        run.model,
-        resolved.batch.micro_batch_size,
-        run.training.seq_len,
-        precision=run.training.precision,
-        layout=run.layout,
-        autocast=resolved.strategy in ("ddp", "parameter_server"),
-        masked=run.data.mask_documents,
-        stage=stage,
-        on_cuda=run.cluster.uses_cuda,
-        all_logits=needs_all_logits(run),
-    )
-
-
 def _in_flight_peaks(
     resolved: ResolvedRun, schedule: Schedule, ranks: Sequence[RankTensors]
 ) -> list[PeakInFlightBytes]:
@@ -99,10 +82,11 @@ def _in_flight_peaks(
     signatures = [
         (tuple(layers[layer] for layer in stage.layers), stage.first, stage.last, stage.recomputed) for stage in stages
     ]
+    shape = forward_shape(resolved)
     activations_by_signature = dict[object, ActivationBytes]()
     for signature, stage in zip(signatures, stages, strict=True):
         if signature not in activations_by_signature:
-            activations_by_signature[signature] = _stage_activations(resolved, stage)
+            activations_by_signature[signature] = activation_bytes(run.model, shape, stage)
     stage_activations = [activations_by_signature[signature] for signature in signatures]
     cuda_exchange = cuda_exchange_bytes(resolved)
     return [

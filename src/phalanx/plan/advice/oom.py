@@ -101,17 +101,18 @@ def diagnose(run: RunSpec) -> Diagnosis:
 
     Raises UserError if the layout cannot run, or the memory of the devices is unknown.
     """
+    resolved = ResolvedRun.on_cluster(run)
     current = run_footprint(run)
     effects = evaluate_single_remedies(run)
     steps, needed = cheapest_sequence(run, current, effects)
     try:
-        best = next(iter(search_layouts(ResolvedRun.on_cluster(run), keep=1).layouts), None)
+        best = next(iter(search_layouts(resolved, keep=1).layouts), None)
     except UserError:
         best = None
     return Diagnosis(
         current_footprint=current,
         limit_bytes=limit_bytes(run),
-        micro_batch=ResolvedRun.on_cluster(run).batch.micro_batch_size,
+        micro_batch=resolved.batch.micro_batch_size,
         single_remedies=cheapest_first(effects, current),
         steps=steps,
         needed=needed,
@@ -148,8 +149,9 @@ def run_footprint(run: RunSpec) -> RunFootprint:
 
 def step_seconds(run: RunSpec) -> float | None:
     """Return the planner's step time, or None if it cannot predict it."""
+    resolved = ResolvedRun.on_cluster(run)
     try:
-        return evaluate(ResolvedRun.on_cluster(run), [candidate_from_run(ResolvedRun.on_cluster(run))])[0].step_seconds
+        return evaluate(resolved, [candidate_from_run(resolved)])[0].step_seconds
     except UserError:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import sqrt
 from typing import Literal
 
@@ -47,7 +47,7 @@ class ExportedConfig:
 class ExportJob(ResolvedRun):
     """Run on a number of ranks, with the quantities of configuration files."""
 
-    @property
+    @cached_property
     def stages(self) -> list[range]:
         """Layers of every pipeline stage, in order; one stage without a pipeline."""
         return layers_per_stage(self.run) if self.layout.pp > 1 else [range(self.run.model.num_layers)]

@@ -97,14 +97,14 @@ def _build_export_job(resolved: ResolvedRun, trainer: Trainer) -> ExportJob:
 
     Raises UserError if ranks have unequal shares of a step, which no other trainer supports.
     """
-    run = resolved.run
-    batch = resolved.batch
-    sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
-    if batch.global_batch_size != sequences:
+    job = ExportJob(resolved.run, resolved.world_size)
+    run, batch = job.run, job.batch
+    if not batch.has_equal_micro_batches:
+        sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
         problem = (
             f"gives ranks unequal shares ({batch.global_batch_size} sequences per step), "
             f"which {TRAINER_NAMES[trainer]} does not support"
         )
         fix = f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another layout.micro_batch_size"
         raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
-    return ExportJob(run, resolved.world_size)
+    return job

@@ -23,11 +23,11 @@ from phalanx.spec.activations import NUM_INPUTS
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
-from phalanx.spec.layers import distinct_layers, expert_layers, layer_specs
-from phalanx.spec.layout import Layout
+from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
-from phalanx.spec.parts.block import describe_block
+from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.operations import Part
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
@@ -40,7 +40,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "layers": spec.num_layers,
         "dense_layers": spec.num_layers - len(expert_layers(spec)),
         "width": spec.hidden_size,
-        "norms": sum(len(branch.norms) for branch in describe_block(distinct_layers(spec)[0], Layout())),
+        "norms": sum(len(branch.norms) for branch in blocks(spec)[0]),
         "mlp_matrices": NUM_INPUTS[spec.activation] + 1,
         "vocab": spec.vocab_size,
         "tied": float(spec.tie_embeddings),
@@ -65,8 +65,8 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
 
     Windows are no kind of their own: attention's time is linear in the pairs that they leave."""
     kinds: dict[tuple[float, ...], list[ModelSpec]] = {}
-    for layer in layer_specs(spec):
-        kinds.setdefault(_kernel_sizes(layer), []).append(layer)
+    for layer, (mixer, *_) in zip(layer_specs(spec), blocks(spec), strict=True):
+        kinds.setdefault(_kernel_sizes(layer, mixer.part), []).append(layer)
     num_routed = len(expert_layers(spec))
     rows = []
     for (heads, kv_heads, head_dim, ffn, _), layers in kinds.items():
@@ -88,14 +88,14 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     return {name: rows[0][name] if len(rows) == 1 else tuple(row[name] for row in rows) for name in PER_KIND}
 
 
-def _kernel_sizes(layer: ModelSpec) -> tuple[float, ...]:
+def _kernel_sizes(layer: ModelSpec, mixer: Part) -> tuple[float, ...]:
     """Return the sizes on which the speed of a layer's kernels depends, and whether it has attention.
 
     They are heads, key/value heads, their width, and that of the MLP. Another mixer counts as attention with products
     of its widths, in which no query sees a key."""
     if layer.mixer is None:
         return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.ffn_hidden_size, True
-    (core,) = describe_block(layer, Layout())[0].part.cores
+    (core,) = mixer.cores
     heads = core.writes.width / layer.head_dim
     kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - heads) / 2
     return heads, kv_heads, layer.head_dim, layer.ffn_hidden_size, False

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from phalanx.spec.layers import layer_specs
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import Layout, TpAttention
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.attention import describe_attention
 from phalanx.spec.parts.experts import describe_experts
@@ -50,9 +50,14 @@ Block = tuple[Branch, ...]
 """Branches of a layer, in their order."""
 
 
-@lru_cache
 def blocks(spec: ModelSpec, layout: Layout = ONE_RANK) -> tuple[Block, ...]:
     """Return the blocks of a model under a layout; layers of one kind are one object."""
+    return _blocks(spec, layout.tp, layout.tp_attention, layout.ep)
+
+
+@lru_cache  # a search asks for thousands of layouts with the same of these degrees
+def _blocks(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> tuple[Block, ...]:
+    layout = Layout(tp=tp, tp_attention=tp_attention, ep=ep)
     describe = cache(lambda layer: describe_block(layer, layout))
     return tuple(map(describe, layer_specs(spec)))
 
