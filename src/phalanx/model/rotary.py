@@ -43,8 +43,13 @@ def _scale_yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
     def channel(turns: float) -> float:
         return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(channel(rope.beta_fast)), 0)
-    high = min(math.ceil(channel(rope.beta_slow)), head_dim - 1)
+    low = channel(rope.beta_fast)
+    high = channel(rope.beta_slow)
+    if rope.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     ramp_J = (torch.arange(head_dim // 2, dtype=torch.float64, device=base_J.device) - low) / max(high - low, 0.001)
     stretch_J = ramp_J.clamp(0, 1)
     return stretch_J * base_J / rope.factor + (1 - stretch_J) * base_J
@@ -57,9 +62,13 @@ def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.
     T], are those of tokens in their documents."""
     angle = positions[..., None].double() * frequencies(rope, rope.width(head_dim), positions.device)
     angle = torch.cat((-angle, angle), dim=-1)[..., None, :]
-    # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
-    scale = 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" and rope.factor > 1 else 1.0
+    scale = yarn_attention_factor(rope) if rope.scaling == "yarn" else 1.0
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+
+
+def yarn_attention_factor(rope: RopeSpec) -> float:
+    """Return the factor of queries and keys, by which YaRN sharpens attention (section 3.4)."""
+    return rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
 
 
 def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:

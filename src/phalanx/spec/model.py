@@ -38,6 +38,10 @@ class RopeSpec(Spec):
     """Minimum rotations within the original context of an unchanged frequency (yarn)."""
     beta_slow: float = 1.0
     """Rotations within the original context below which a frequency is fully scaled (yarn)."""
+    attention_factor: float | None = Field(None, gt=0, examples=[1.0])
+    """Factor of queries and keys (yarn); by default 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Round the channels between which frequencies are partly scaled to whole ones (yarn)."""
 
     def width(self, head_dim: int) -> int:
         """Return the number of a head's channels that are rotated."""

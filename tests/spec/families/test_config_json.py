@@ -121,7 +121,6 @@ UNSUPPORTED_SETTINGS = [
     ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
     ("rope_type", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
-    ("attention_factor", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}}),
     ("hidden_act", {"hidden_act": "relu"}),
     ("hidden_act", {"hidden_act": "gelu"}),
     ("model_type", {"model_type": "mamba"}),

@@ -66,7 +66,8 @@ def gap_bytes(resolved: ResolvedRun, rank: RankTensors, largest_sum: int) -> int
     """
     if "norm.weight" not in rank.dense:  # no head
         return round(LOST_SHARE * largest_sum)
-    spec, shape = resolved.run.model, forward_shape(resolved)
+    spec = resolved.run.model
+    shape = forward_shape(resolved)
     logits_bytes = shape.compute_bytes * shape.logits_rows(spec) * shape.max_local_count(spec.vocab_size)
     return round(LOST_SHARE * max(largest_sum, logits_bytes))
 

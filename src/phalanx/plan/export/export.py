@@ -98,7 +98,8 @@ def _build_export_job(resolved: ResolvedRun, trainer: Trainer) -> ExportJob:
     Raises UserError if ranks have unequal shares of a step, which no other trainer supports.
     """
     job = ExportJob(resolved.run, resolved.world_size)
-    run, batch = job.run, job.batch
+    run = job.run
+    batch = job.batch
     if not batch.has_equal_micro_batches:
         sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
         problem = (

@@ -15,7 +15,7 @@ from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec, RopeSpec
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-SCALING_FIELDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
+SCALING_FIELDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
 """Fields of the rope table that are dials of the same name, by the scaling that uses them."""
 ROPE_FIELDS = frozenset(
     """
@@ -27,7 +27,7 @@ ROPE_FIELDS = frozenset(
 
 
 ROPE_DIALS = any_value("theta", "factor", "original_context", "low_freq_factor", "high_freq_factor") | {
-    **any_value("beta_fast", "beta_slow"),
+    **any_value("beta_fast", "beta_slow", "attention_factor", "truncate"),
     "scaling": SCALINGS.values(),
 }
 """Dials of a rotary embedding, of which a field can express these values."""
@@ -85,11 +85,11 @@ class Rope(Field):
             raise UserError("config.json rope_parameters.factor", None, "is missing", fix=fix)
         scaling["rope.factor"] = float(factor)
         if rope_type == "yarn":
-            require_value("truncate", rope.get("truncate"), True)
-            require_value("attention_factor", rope.get("attention_factor"), 0.1 * math.log(float(factor)) + 1.0)
-            require_value("mscale_all_dim", rope.get("mscale_all_dim"), 0)
-        fields = (field for fields in SCALING_FIELDS.values() for field in fields)
-        return scaling | {f"rope.{field}": float(rope[field]) for field in fields if rope.get(field) is not None}
+            scaling["rope.attention_factor"] = attention_factor(rope, float(factor))
+        given = {field: rope[field] for field in SCALING_FIELDS.get(rope_type, ()) if rope.get(field) is not None}
+        return scaling | {
+            f"rope.{field}": value if field == "truncate" else float(value) for field, value in given.items()
+        }
 
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return the embedding in the fields of all versions."""
@@ -97,6 +97,22 @@ class Rope(Field):
         fraction = {"partial_rotary_factor": spec.rope.fraction} if self.has_fraction else {}
         scaling = {} if spec.rope.scaling == "none" else table | fraction
         return {"rope_theta": spec.rope.theta, "rope_scaling": scaling or None, name: table | fraction, **fraction}
+
+
+def attention_factor(rope: Table, factor: float) -> float | None:
+    """Return YaRN's factor of queries and keys; None if it is the default."""
+    default = yarn_mscale(factor)
+    scales = [rope.get("mscale"), rope.get("mscale_all_dim")]
+    if all(scales):
+        default = yarn_mscale(factor, scales[0]) / yarn_mscale(factor, scales[1])
+    value = rope.get("attention_factor")
+    value = default if value is None else float(value)
+    return None if value == yarn_mscale(factor) else value
+
+
+def yarn_mscale(factor: float, scale: float = 1.0) -> float:
+    """Return the factor that YaRN gives queries and keys of a context that is `factor` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_table(rope: RopeSpec) -> Table:
@@ -107,6 +123,8 @@ def rope_table(rope: RopeSpec) -> Table:
     if rope.scaling in SCALING_FIELDS:
         table["original_max_position_embeddings"] = rope.original_context
         table |= {field: getattr(rope, field) for field in SCALING_FIELDS[rope.scaling]}
+    if rope.scaling == "yarn" and rope.attention_factor is not None:
+        table["attention_factor"] = rope.attention_factor
     return table
 
 
@@ -134,6 +152,7 @@ class RopeByType(Rope):
         window = tables.get("sliding_attention") or {}
         for table in (full, window):
             require_value("partial_rotary_factor", table.get("partial_rotary_factor"), 1.0)
+            table.pop("truncate", None)  # transformers does not read it in these
         local_theta = config.get(self.window_field, self.window_theta)
         window_dials = self.read_table({"rope_theta": local_theta} | window, {}, dials)
         of_windows = {f"kinds.window.{dial}": value for dial, value in window_dials.items()}
