@@ -78,15 +78,17 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
                 return torch.zeros(shape)
             raise UserError(FIELD, name, "is not in the checkpoint", fix=SHAPE_FIX)
         has_experts = sources[hf_names[name][0]].expert is not None
+        own_shape = shape[1:] if has_experts else shape
         tensors = []
         for hf_name in hf_names[name]:
-            names = sources[hf_name].names
-            first_row = sum(shapes[other][0] for other in names[: names.index(name)])
-            tensor = sources[hf_name].loaded(read_tensor(hf_name))
-            if len(names) > 1:
-                rows = sum(shapes[other][0] for other in names)
-                tensor = _check_shape(tensor, hf_name, torch.Size((rows, *shape[1:])))[first_row:][: shape[0]]
-            tensors.append(_check_shape(tensor, hf_name, shape[1:] if has_experts else shape))
+            source = sources[hf_name]
+            num_rows = [shapes[other][int(has_experts)] for other in source.names]
+            first_row = sum(num_rows[: source.names.index(name)])
+            joined_shape = torch.Size((sum(num_rows), *own_shape[1:]))
+            stored = read_tensor(hf_name)
+            if source.rows.order:
+                _check_shape(stored, hf_name, joined_shape)
+            tensors.append(_check_shape(source.loaded(stored), hf_name, joined_shape)[first_row:][: own_shape[0]])
         return torch.stack(tensors) if has_experts else tensors[0]
 
     def read_tensor(hf_name: str) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from phalanx.model.transformer import Transformer
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, Rows
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
 ROUTER_BIAS = ".router.bias"
@@ -27,28 +27,29 @@ class TensorSource(NamedTuple):
     """Row of stacked experts that are separate tensors in the checkpoint; else None."""
     rows: Rows
     """How the checkpoint stores them."""
-    channels: Sequence[int]
-    """Order of a head's channels in the model, by their number in a checkpoint with interleaved ones."""
+    layer: ModelSpec
+    """Description of the layer (`spec.layers`); outside of layers that of the model."""
 
     def stored(self, tensor: Tensor) -> Tensor:
         """Return the tensor as the checkpoint has it."""
-        if self.rows.interleaved:
-            return self._reordered(tensor, torch.tensor(self.channels).argsort())
+        if self.rows.order:
+            return tensor[self._order(tensor)]
         if self.rows.convolution:
             return tensor.unsqueeze(1)
         return tensor.T if self.rows.transposed else tensor
 
     def loaded(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the checkpoint as the model has it."""
-        if self.rows.interleaved:
-            return self._reordered(tensor, torch.tensor(self.channels))
+        if self.rows.order:
+            return torch.empty_like(tensor).index_copy_(0, self._order(tensor), tensor)
         if self.rows.convolution:
             return tensor.squeeze(1)
         return tensor.T if self.rows.transposed else tensor
 
-    def _reordered(self, tensor: Tensor, channels: Tensor) -> Tensor:
-        """Return the rows of all heads with their channels in an order."""
-        return tensor.unflatten(0, (-1, len(channels)))[:, channels].flatten(0, 1)
+    def _order(self, tensor: Tensor) -> Tensor:
+        """Return the index in the model of each row of the checkpoint's tensor."""
+        assert self.rows.order
+        return torch.tensor(list(self.rows.order(self.layer, len(tensor))))
 
 
 def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
@@ -64,8 +65,7 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         rows = stored if isinstance(stored, Rows) else Rows(stored)
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
-    rotated = spec.rope.width(spec.head_dim)
-    channels = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, spec.head_dim)]
+    layers = layer_specs(spec)
     sources: dict[str, TensorSource] = {}
     for name, shape in parameter_shapes(spec).items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""
@@ -79,7 +79,7 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         names = tuple(part.replace("{i}", layer) for part in names)
         for expert in range(shape[0]) if "{e}" in hf_name else [None]:
             tensor = hf_name.replace("{i}", layer).replace("{e}", str(expert))
-            sources[tensor] = TensorSource(names, expert, rows, channels)
+            sources[tensor] = TensorSource(names, expert, rows, layers[int(layer)] if layer else spec)
     return sources
 
 

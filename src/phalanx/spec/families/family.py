@@ -7,7 +7,7 @@ Why: `docs/design/decisions/hf-families.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -104,20 +104,48 @@ class Written(Field):
         return {name: attrgetter(self.dial)(spec) if self.dial else self.value}
 
 
-class Rows:
-    """Parameters in one tensor, one after another along the output axis.
+RowOrder = Callable[[ModelSpec, int], Iterable[int]]
+"""Function of a layer (`spec.layers`) and the number of rows of a tensor in a checkpoint. For each of these, it returns
+the index of the row in the parameters, one after another along the output axis."""
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. If
-    `interleaved`, channels that are rotated together are neighbors in each head, not half of the channels apart.
+
+class Rows:
+    """Parameters in one tensor, one after another along the output axis, or their rows in another order.
+
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps].
     """
 
     def __init__(
-        self, *names: str, transposed: bool = False, convolution: bool = False, interleaved: bool = False
+        self, *names: str, transposed: bool = False, convolution: bool = False, order: RowOrder | None = None
     ) -> None:
         self.names = names
         self.transposed = transposed
         self.convolution = convolution
-        self.interleaved = interleaved
+        self.order = order
+
+
+def rotated_pairs(layer: ModelSpec, rows: int) -> Iterator[int]:
+    """Yield the rows of heads in which channels that are rotated together are neighbors, not half of them apart."""
+    rotated = layer.rope.width(layer.head_dim)
+    channels = [*pairs_of_halves(rotated), *range(rotated, layer.head_dim)]
+    for first in range(0, rows, layer.head_dim):
+        yield from (first + channel for channel in channels)
+
+
+def pairs_of_halves(width: int) -> list[int]:
+    """Return the channels of two halves in pairs, one of each half."""
+    return [channel for pair in zip(range(width // 2), range(width // 2, width), strict=True) for channel in pair]
+
+
+def alternating_groups(widths: Sequence[int], rows: int) -> Iterator[int]:
+    """Yield the rows of several parameters with equally many groups of rows, such as heads, group by group.
+
+    `widths` are the rows of a group in each parameter."""
+    groups = rows // sum(widths)
+    starts = [groups * sum(widths[:index]) for index in range(len(widths))]
+    for group in range(groups):
+        for start, width in zip(starts, widths, strict=True):
+            yield from range(start + group * width, start + (group + 1) * width)
 
 
 @dataclass(frozen=True)

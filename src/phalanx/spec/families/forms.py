@@ -102,9 +102,10 @@ class Rope(Field):
 def attention_factor(rope: Table, factor: float) -> float | None:
     """Return YaRN's factor of queries and keys; None if it is the default."""
     default = yarn_mscale(factor)
-    scales = [rope.get("mscale"), rope.get("mscale_all_dim")]
-    if all(scales):
-        default = yarn_mscale(factor, scales[0]) / yarn_mscale(factor, scales[1])
+    scale = rope.get("mscale")
+    scale_all = rope.get("mscale_all_dim")
+    if scale and scale_all:
+        default = yarn_mscale(factor, scale) / yarn_mscale(factor, scale_all)
     value = rope.get("attention_factor")
     value = default if value is None else float(value)
     return None if value == yarn_mscale(factor) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.spec.families.family import Family, Field, Fixed, Read, Rows, Table, Written
+from phalanx.spec.families.family import Family, Field, Fixed, Read, Rows, Table, Written, rotated_pairs
 from phalanx.spec.families.forms import Rope
 
 
@@ -64,7 +64,7 @@ QK_NORM_TENSORS: dict[str, str | Rows] = {
 """Norms of queries and keys, where a family has them."""
 
 INTERLEAVED_TENSORS: dict[str, str | Rows] = {
-    f"model.layers.{{i}}.self_attn.{name}_proj.{leaf}": Rows(f"attention.w{name}.{leaf}", interleaved=True)
+    f"model.layers.{{i}}.self_attn.{name}_proj.{leaf}": Rows(f"attention.w{name}.{leaf}", order=rotated_pairs)
     for name in "qk"
     for leaf in ("weight", "bias")
 }
