@@ -111,7 +111,7 @@ def attention_shapes(resolved: ResolvedRun) -> dict[AttentionShape, int]:
     micro_batch_size = resolved.batch.micro_batch_size
     counts: Counter[AttentionShape] = Counter()
     kinds = layer_specs(spec)
-    for layer in (kinds[index] for index in layers if kinds[index].mixer is None):
+    for layer in (kinds[index] for index in layers if kinds[index].attends):
         heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (layer.num_heads, layer.num_kv_heads))
         make_shape = partial(
             AttentionShape,

@@ -53,8 +53,7 @@ class Attention(PartModule):
         self.head_dim = layer.head_dim
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.qk_norm = layer.qk_norm
-        self.query_scale = layer.attention_scale * layer.head_dim**0.5 if layer.attention_scale else 1.0
-        """Factor of queries: kernels divide scores by sqrt(K)."""
+        self.query_scale = layer.query_scale
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
@@ -97,7 +96,10 @@ def attend(
 
     The number of query heads is a multiple of that of keys and values, whose dtype is that of the products. Without
     a `mask`, every row is one document. A query sees at most `window` keys, itself included. `sinks_H` are logits
-    in the softmax's denominator."""
+    in the softmax's denominator. Narrower values are padded, because flash kernels have one width."""
+    if (width := v_BTHK.shape[-1]) < q_BTHK.shape[-1]:
+        v_BTHK = F.pad(v_BTHK, (0, q_BTHK.shape[-1] - width))
+        return attend(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)[..., :width]
     q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
     window = None if window is None or window >= q_BTHK.shape[1] else window
     if mask is None and (window is not None or sinks_H is not None):

@@ -29,6 +29,11 @@ def multiply_each(x: Tensor, *layers: nn.Module) -> TensorTuple:
     return tuple(layer(x) for layer in layers)
 
 
+def identity(x: Tensor) -> Tensor:
+    """Return a tensor as it is."""
+    return x
+
+
 def read_input(reader: Reader, x: Tensor) -> Any:
     """Return the result of the first operations of a module, which read its input."""
     return reader(x)
@@ -48,6 +53,8 @@ class PartModule(nn.Module):
     """The column-parallel products of one input, which layouts may replace."""
     read_input: Callable[[Reader, Tensor], Any]
     """Application of the first operations, which recomputation of norms may wrap."""
+    gather_tokens: Callable[[Tensor], Tensor]
+    """Function of a value of this rank's tokens that returns that of all tokens, which layouts may replace."""
     core: Kernel
     """The kernel of a mixer, in which tokens see each other, which layouts may wrap or replace."""
     sequence_inputs: Callable[[SequenceContext], tuple[Any, ...]]
@@ -71,6 +78,7 @@ class PartModule(nn.Module):
         self.part = part
         self.multiply_columns = multiply_each
         self.read_input = read_input
+        self.gather_tokens = identity
 
     def project(self, x: Tensor, *names: str) -> TensorTuple:
         """Return the column-parallel products of `x` with some layers."""

@@ -17,6 +17,7 @@ from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
 from phalanx.model.norm import make_norm
+from phalanx.model.part import identity
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_window
 from phalanx.spec.layers import distinct_layers, layer_specs
@@ -178,11 +179,6 @@ class Transformer(nn.Module):
 
 def do_not_wait(module: nn.Module) -> None:
     """Return at once: all weights of a module are there."""
-
-
-def identity(x: Tensor) -> Tensor:
-    """Return a tensor as it is."""
-    return x
 
 
 def row_positions(x_BT: Tensor) -> Tensor:

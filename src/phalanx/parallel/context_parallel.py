@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.attention_sinks import add_sinks, sinks_gradient
@@ -161,7 +162,10 @@ def _ring_attention(
 ) -> Tensor:
     """Compute attention [B, t, H, K] of this rank's tokens.
 
-    Windows are longer than rows (`cost.exact.layout_checks.check_divisibility`)."""
+    Windows are longer than rows (`cost.exact.layout_checks.check_divisibility`). Narrower values are padded."""
+    if (width := v.shape[-1]) < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+        return _ring_attention(cp, q, k, v, ring, window, sinks_H)[..., :width]
     ring = ring or find_ring_blocks(cp.rank, cp.size, q.shape[1] * cp.size)
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))

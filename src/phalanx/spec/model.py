@@ -12,7 +12,7 @@ from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.layer_pattern import parse_layers
-from phalanx.spec.parts.mixers import MixerSpec
+from phalanx.spec.parts.mixers import LatentAttention, MixerSpec
 
 MAX_FLASH_HEAD_DIM = 256
 
@@ -290,10 +290,11 @@ class ModelSpec(Spec):
         if self.norm_offset and self.norm == "layernorm":
             raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
         if self.mixer and self.layers is None:
-            fields = [field for field in NO_ATTENTION if field not in ("position_embedding", "rope")]
-            if unused := [field for field in fields if getattr(self, field) != NO_ATTENTION[field]]:
+            fields = NO_ATTENTION.keys() - {"position_embedding", "rope"} - self.mixer.attention_fields
+            if unused := [field for field in sorted(fields) if getattr(self, field) != NO_ATTENTION[field]]:
                 problem = "has no effect in a model without attention"
                 raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it, or the mixer")
+            self.mixer.check(self)
         rotated = self.rope.width(self.head_dim)
         if self.position_embedding == "rope" and (rotated % 2 or rotated == 0):
             times = "" if self.rope.fraction == 1 else f"times model.rope.fraction ({self.rope.fraction}) "
@@ -338,7 +339,10 @@ class ModelSpec(Spec):
         of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
         layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
-        return layer.model_copy(update=NO_ATTENTION) if layer.mixer else layer
+        if layer.mixer is None:
+            return layer
+        unused = NO_ATTENTION.keys() - layer.mixer.attention_fields
+        return layer.model_copy(update={field: NO_ATTENTION[field] for field in unused})
 
     def _check_kinds(self) -> None:
         """Check that `layers` names the kinds, and the values of each. The short forms are not used with it."""
@@ -372,8 +376,9 @@ class ModelSpec(Spec):
         field = f"kinds ({kind.name})"
         if kind.mixer is False and self.mixer is None:
             raise UserError(f"{field}.mixer", False, "has no effect without model.mixer", "remove it")
-        if kind.mixer and (unused := sorted(kind.model_fields_set & ATTENTION_FIELDS)):
-            problem = "has no effect on a layer without attention"
+        unused = kind.mixer and sorted(kind.model_fields_set & ATTENTION_FIELDS - kind.mixer.attention_fields)
+        if unused:
+            problem = "has no effect on a layer with this mixer"
             raise UserError(f"{field}.{unused[0]}", getattr(kind, unused[0]), problem, "remove it, or the mixer")
         if kind.moe is False and self.moe is None:
             raise UserError(f"{field}.moe", False, "has no effect without model.moe", "remove it, or set model.moe")
@@ -387,6 +392,23 @@ class ModelSpec(Spec):
             if not isinstance(cause, UserError):
                 raise
             raise UserError(f"{field}.{cause.field}", cause.value, cause.problem, cause.fix) from None
+
+    @property
+    def attends(self) -> bool:
+        """True if the mixer of a layer is attention, or a form of it."""
+        return self.mixer is None or self.mixer.attends
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of a head's channels that are rotated in a layer."""
+        if isinstance(self.mixer, LatentAttention):
+            return self.mixer.rope_dim
+        return self.rope.width(self.head_dim)
+
+    @property
+    def query_scale(self) -> float:
+        """Factor of queries in a layer, because kernels divide scores by sqrt(head_dim)."""
+        return self.attention_scale * self.head_dim**0.5 if self.attention_scale else 1.0
 
     @property
     def source_name(self) -> str | None:

@@ -266,11 +266,11 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     layers = {layer_specs(spec)[index] for index in stage.layers}
     # Rotary embedding: products with cosine and sine, in a table of each kind.
-    tables = {(layer.rope, layer.head_dim) for layer in layers if layer.position_embedding == "rope"}
-    rotated_channels = sum(rope.width(head_dim) for rope, head_dim in tables)
+    tables = {(layer.rope, layer.rotary_width) for layer in layers if layer.position_embedding == "rope"}
+    rotated_channels = sum(width for _, width in tables)
     table_bytes = 2 * num_positions * rotated_channels * shape.high_precision_bytes
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.mixer is None)
+    has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.attends)
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
     saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
     return saved_bytes + (token_bytes if stage.first else 0) + mask_bytes

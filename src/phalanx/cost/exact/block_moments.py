@@ -218,6 +218,8 @@ def _attention_moments(
     kernel_bytes = max(
         head_gradients + shape.operand_bytes(core.writes), sum(map(shape.value_bytes, core.backward_values))
     )
+    # The product of the kernel's output has freed it, unless the kernel keeps it too.
+    kernel_bytes -= 0 if core.writes in core.keeps else shape.operand_bytes(core.writes)
     exchange_bytes = attention_exchange_bytes(attention, shape)
     # Ulysses exchanges the gradients of heads after the kernel; other exchanges are under way while it computes.
     exchanges_later = shape.layout.cp > 1 and shape.layout.cp_method == "ulysses"

@@ -173,6 +173,8 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
 def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
     problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})" if layout.cp > 1 else ""
     for layer in distinct_layers(spec):
+        if layer.mixer and layer.attends:
+            problem = f"is not supported by mixer = {layer.mixer.kind!r}"
         if layer.mixer is None and layer.num_kv_heads != layer.num_heads:
             heads = f"model.num_heads ({layer.num_heads})"
             problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal {heads}"

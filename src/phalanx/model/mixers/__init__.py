@@ -16,4 +16,4 @@ def make_mixer(layer: ModelSpec, part: Part) -> PartModule:
     if layer.mixer is None:
         return Attention(layer, part)
     module = import_module(f"{__package__}.{layer.mixer.kind}")
-    return cast(PartModule, getattr(module, type(layer.mixer).__name__)(part))
+    return cast(PartModule, getattr(module, type(layer.mixer).__name__)(layer, part))

@@ -13,6 +13,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.part import PartModule
 from phalanx.model.products import ProductLinear, TensorTuple
 from phalanx.model.sequence_context import SequenceContext
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import Part
 
 
@@ -23,8 +24,8 @@ class ShortConvolution(PartModule):
     bias: nn.Parameter | None
     out: ProductLinear
 
-    def __init__(self, part: Part) -> None:
-        """Create the mixer from its declaration."""
+    def __init__(self, layer: ModelSpec, part: Part) -> None:
+        """Create the mixer of a layer (`spec.layers`) from its declaration."""
         super().__init__(part)
         if "bias" not in part.parameters:
             self.bias = None

@@ -45,7 +45,7 @@ from phalanx.parallel.tensor.autograd import (
     column_parallel,
 )
 from phalanx.spec.layout import Layout
-from phalanx.spec.parts.operations import Dispatch, GroupedLinear, Norm, Route
+from phalanx.spec.parts.operations import Dispatch, GatherTokens, GroupedLinear, Norm, Route
 
 
 class TensorParallelGroup:
@@ -140,6 +140,8 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
     for module in model.modules():
         if isinstance(module, PartModule):
             _share_products(module, tp)
+    for part in modules_declaring(model, GatherTokens):
+        part.gather_tokens = partial(_gather_tokens, tp)
     for mixture in modules_declaring(model, Dispatch) if layout.ep == 1 else ():
         mixture.mix = partial(_mix_expert_shards, tp)
     for router in modules_declaring(model, Route) if tp.sequence else ():
@@ -151,6 +153,11 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
         model.embedding.look_up = partial(_embed_tokens, tp)
     if tp.sequence:
         _apply_sequence_parallel(model, tp)
+
+
+def _gather_tokens(tp: TensorParallelGroup, x: Tensor) -> Tensor:
+    """Return a value of all tokens, of which each rank uses it for its own heads."""
+    return cast(Tensor, GatherFromSequence.apply(x, tp))
 
 
 def _share_products(module: PartModule, tp: TensorParallelGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,41 +65,55 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     """Return the columns that differ between kinds of layers: a tuple for each, or a number if there is one kind.
 
     Windows are no kind of their own: attention's time is linear in the pairs that they leave."""
-    kinds: dict[tuple[float, ...], list[ModelSpec]] = {}
+    kinds: dict[KernelSizes, list[ModelSpec]] = {}
     for layer, (mixer, *_) in zip(layer_specs(spec), blocks(spec), strict=True):
-        kinds.setdefault(_kernel_sizes(layer, mixer.part), []).append(layer)
+        kinds.setdefault(KernelSizes.of_layer(layer, mixer.part), []).append(layer)
     num_routed = len(expert_layers(spec))
     rows = []
-    for (heads, kv_heads, head_dim, ffn, _), layers in kinds.items():
+    for sizes, layers in kinds.items():
         routed = sum(layer.moe is not None for layer in layers)
         rows.append(
             {
                 "kind_share": len(layers) / spec.num_layers,
                 "kind_dense_share": (len(layers) - routed) / max(1, spec.num_layers - num_routed),
                 "kind_routed_share": routed / max(1, num_routed),
-                "heads": heads,
-                "kv_heads": kv_heads,
-                "head_dim": head_dim,
-                "value_dim": head_dim,
+                "heads": sizes.heads,
+                "kv_heads": sizes.kv_heads,
+                "head_dim": sizes.head_dim,
+                "value_dim": sizes.value_dim,
                 "attention_parameters": sum(count_parameters(layer).attention for layer in layers) / len(layers),
-                "ffn": ffn,
+                "ffn": sizes.ffn,
                 "attended_fraction": attended_fraction(layers, sequence),
             }
         )
     return {name: rows[0][name] if len(rows) == 1 else tuple(row[name] for row in rows) for name in PER_KIND}
 
 
-def _kernel_sizes(layer: ModelSpec, mixer: Part) -> tuple[float, ...]:
-    """Return the sizes on which the speed of a layer's kernels depends, and whether it has attention.
+class KernelSizes(NamedTuple):
+    """Sizes on which the speed of a layer's kernels depends.
 
-    They are heads, key/value heads, their width, and that of the MLP. Another mixer counts as attention with products
-    of its widths, in which no query sees a key."""
-    if layer.mixer is None:
-        return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.ffn_hidden_size, True
-    (core,) = mixer.cores
-    heads = core.writes.width / layer.head_dim
-    kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - heads) / 2
-    return heads, kv_heads, layer.head_dim, layer.ffn_hidden_size, False
+    Another mixer than attention counts as attention with products of its widths, in which no query sees a key."""
+
+    heads: float
+    kv_heads: float
+    head_dim: int
+    value_dim: int
+    ffn: int
+    attends: bool
+
+    @classmethod
+    def of_layer(cls, layer: ModelSpec, mixer: Part) -> KernelSizes:
+        """Return the sizes of a layer with a mixer."""
+        (core,) = mixer.cores
+        if layer.attends:
+            _, kv_heads, value_heads = (value.cut for value in core.reads)
+            assert kv_heads
+            assert value_heads
+            heads = core.heads
+            return cls(heads.units, kv_heads.units, heads.unit, value_heads.unit, layer.ffn_hidden_size, True)
+        num_heads = core.writes.width / layer.head_dim
+        num_kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - num_heads) / 2
+        return cls(num_heads, num_kv_heads, layer.head_dim, layer.head_dim, layer.ffn_hidden_size, False)
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:

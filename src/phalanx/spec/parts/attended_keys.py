@@ -22,5 +22,5 @@ def attended_keys(window: int | None, seq_len: int, causal: bool = True) -> floa
 
 def attended_fraction(layers: Sequence[ModelSpec], seq_len: int) -> float:
     """Return the fraction of the causal pairs of queries and keys that windows leave, over layers (`spec.layers`)."""
-    keys = (attended_keys(layer.sliding_window, seq_len) for layer in layers if layer.mixer is None)
+    keys = (attended_keys(layer.sliding_window, seq_len) for layer in layers if layer.attends)
     return sum(keys) / (len(layers) * seq_len / 2)

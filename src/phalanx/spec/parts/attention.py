@@ -26,13 +26,15 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
         per_head = spec.head_dim if spec.qk_norm == "head" else 0
         q = part.norm("q_norm", q, per_head or q.width, spec.norm_eps, spec.norm_offset)
         k = part.norm("k_norm", k, per_head or k.width, spec.norm_eps, spec.norm_offset)
+    # Rotated: not the tensors that a product or norm has written.
+    q = replace(q)
+    k = replace(k)
     out = Value(heads.width, heads)
     part.add(
         AttentionCore(
             reads=(q, k, v),
             writes=out,
-            # Rotated queries and keys: not the tensors that a product or norm has written.
-            keeps=(replace(q), replace(k), v, out),
+            keeps=(q, k, v, out),
             heads=heads,
             flops_per_key=4 * heads.width,
             window=spec.sliding_window,

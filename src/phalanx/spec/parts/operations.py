@@ -167,6 +167,10 @@ class Gate(Operation):
     """A value times the sigmoid of one number of each token."""
 
 
+class GatherTokens(Operation):
+    """Gather of the tokens of a value that all tensor-parallel ranks need, each for its own heads."""
+
+
 class GatherHeads(Operation):
     """Gather of columns, so that each rank has all heads."""
 

@@ -123,11 +123,14 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
 
 
 def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
-    """Return what the kernel of a mixer saves. With context parallelism these are copies, in Ulysses of other heads."""
+    """Return what the kernel of a mixer saves. With context parallelism these are copies, in Ulysses of other heads.
+
+    What Ulysses has received is one tensor, which is saved if a part of it is."""
     cp = shape.layout.cp
+    is_ulysses = cp > 1 and shape.layout.cp_method == "ulysses"
     return {
         (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.compute_bytes
-        for value in core.keeps
+        for value in ((*core.reads, *core.keeps) if is_ulysses else core.keeps)
     }
 
 

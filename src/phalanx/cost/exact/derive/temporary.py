@@ -53,7 +53,7 @@ def attention_exchange_bytes(part: Part, shape: ForwardShape) -> int:
         return exchanged_bytes
     (core,) = part.cores
     if shape.layout.cp_method == "ring" and isinstance(core, AttentionCore):
-        _, *keys_and_values = core.reads
+        _, *keys_and_values, _ = core.keeps
         numbers = sum(map(shape.width, keys_and_values))
         number_bytes = 2 * (shape.compute_bytes + shape.high_precision_bytes)
         return exchanged_bytes + number_bytes * numbers * shape.tokens

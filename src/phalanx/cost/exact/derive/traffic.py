@@ -19,6 +19,7 @@ from phalanx.spec.parts.operations import (
     Core,
     Dispatch,
     GatherHeads,
+    GatherTokens,
     GroupedLinear,
     Linear,
     Norm,
@@ -72,6 +73,9 @@ def _operation_traffic(part: Part, operation: Operation, shape: ForwardShape) ->
                 "all_reduce", shape.tokens * shape.high_precision_bytes, tp, SCALARS_PURPOSE, "tp"
             )
             return sums, sums
+        case GatherTokens(reads=(x,)):
+            size = _all_tokens_bytes(x, shape)
+            return tp_gather(shape, size), tp_reduce(shape, size)
         case GatherHeads():
             size = shape.operand_bytes(operation.writes)
             gather, scatter = (
@@ -117,7 +121,7 @@ def _ring_traffic(core: AttentionCore, shape: ForwardShape) -> tuple[TrafficRows
     return to their rank.
     """
     cp = shape.layout.cp
-    _, *keys_and_values = core.reads
+    _, *keys_and_values, _ = core.keeps
     numbers = sum(shape.tokens * shape.width(value) for value in keys_and_values)
     size = (cp - 1) * numbers * shape.compute_bytes
     gradient_bytes = cp * numbers * shape.high_precision_bytes

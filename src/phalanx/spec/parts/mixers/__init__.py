@@ -4,7 +4,14 @@ The module of a mixer is the class of the same name in the file of the same name
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
+from phalanx.spec.parts.mixers.latent_attention import LatentAttention
 from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 
-MixerSpec = ShortConvolution
+__all__ = ["LatentAttention", "MixerSpec", "ShortConvolution"]
+
+MixerSpec = Annotated[ShortConvolution | LatentAttention, Field(discriminator="kind")]
 """Description of any mixer."""

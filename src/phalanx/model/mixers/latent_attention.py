@@ -1,0 +1,67 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Shapes: B batch, T tokens, D width, H heads, K width of their queries and keys, V of their values, R rotated channels,
+L latent of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.model.attention import attend
+from phalanx.model.part import PartModule, multiply_each
+from phalanx.model.products import ProductLinear, TensorTuple
+from phalanx.model.rotary import RotaryTable, apply_rotary
+from phalanx.model.sequence_context import SequenceContext
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Part
+
+
+class LatentAttention(PartModule):
+    """softmax(q k^T / sqrt(K)) v, where heads of k and v are products of a latent, and R channels of k are shared."""
+
+    q_norm: nn.Module
+    kv_norm: nn.Module
+    wq_a: ProductLinear
+    wkv_a: ProductLinear
+    wk_rope: ProductLinear
+    wo: ProductLinear
+
+    def __init__(self, layer: ModelSpec, part: Part) -> None:
+        """Create the mixer of a layer (`spec.layers`) from its declaration."""
+        super().__init__(part)
+        self.has_query_latent = "wq_a.weight" in part.parameters
+        self.head_dim = layer.head_dim
+        self.rope = layer.rope if layer.position_embedding == "rope" else None
+        self.rotary_width = layer.rotary_width
+        self.query_scale = layer.query_scale
+        self.core = attend
+
+    def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Any]:
+        """Return the rotary table and the mask."""
+        table = context.rotary(self.rope, self.rotary_width) if self.rope else None
+        return table, context.mask(self.head_dim)
+
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
+        """Return the output of the layer, [B, T, D], for a normalized input."""
+        q, latent_BTL, key_BTR = self.read_input(self.project_in, x_BTD)
+        if self.has_query_latent:
+            (q,) = self.project(self.q_norm(q), "wq_b")
+        k, v = self.project(self.kv_norm(latent_BTL), "wk_b", "wv_b")
+        heads = q.shape[-1] // self.head_dim
+        q_BTHK, k_BTHN, v_BTHV = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+        key_BT1R = self.gather_tokens(key_BTR).unsqueeze(2)
+        if self.query_scale != 1.0:
+            q_BTHK = q_BTHK * self.query_scale
+        if rotary is not None:
+            q_BTHK, key_BT1R = apply_rotary(q_BTHK, rotary), apply_rotary(key_BT1R, rotary)
+        # Rotated channels are the first of a head.
+        k_BTHK = torch.cat((key_BT1R.expand(*k_BTHN.shape[:3], -1), k_BTHN), dim=-1)
+        return self.wo(self.core(q_BTHK, k_BTHK, v_BTHV, mask).flatten(2))
+
+    def project_in(self, x_BTD: Tensor) -> TensorTuple:
+        """Return queries or their latent, the latent of keys and values, and the key of all heads."""
+        (q,) = multiply_each(x_BTD, self.wq_a) if self.has_query_latent else self.project(x_BTD, "wq")
+        return q, *multiply_each(x_BTD, self.wkv_a, self.wk_rope)

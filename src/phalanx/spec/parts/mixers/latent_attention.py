@@ -1,0 +1,89 @@
+"""Multi-head latent attention (MLA)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.parts.mixers.mixer import Mixer
+from phalanx.spec.parts.operations import AttentionCore, Cut, GatherTokens, Part, Value
+
+if TYPE_CHECKING:
+    from phalanx.spec.model import ModelSpec
+
+LATENT_NORM_EPS = 1e-6
+"""Added to the mean square of a latent, whatever the other norms add, as in the released code."""
+
+
+class LatentAttention(Mixer):
+    """Attention whose keys and values are products of a narrow latent, besides one rotated key of all heads.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1."""
+
+    attention_fields: ClassVar[frozenset[str]] = frozenset(
+        {"num_heads", "head_dim", "position_embedding", "rope", "attention_bias", "attention_scale"}
+    )
+    attends: ClassVar[bool] = True
+    kind: Literal["latent_attention"] = Field(examples=["latent_attention"])
+    """Kind of the mixer."""
+    latent_rank: int = Field(gt=0, examples=[512])
+    """Width of the latent of keys and values."""
+    query_rank: int | None = Field(None, gt=0, examples=[1536])
+    """Width of the latent of queries; by default they are a product of the input."""
+    rope_dim: int = Field(gt=0, examples=[64])
+    """Channels of a head that are rotated, and have one key for all heads. The others of `head_dim` do not."""
+    value_dim: int = Field(gt=0, examples=[128])
+    """Width of a head's values."""
+
+    def check(self, layer: ModelSpec) -> None:
+        """Raise UserError if the widths of a head do not fit, or heads are grouped."""
+        if layer.num_kv_heads != layer.num_heads:
+            fix = "remove it: each head has keys and values of its own"
+            raise UserError("num_kv_heads", layer.num_kv_heads, "is not supported with latent attention", fix)
+        if self.rope_dim >= layer.head_dim or self.rope_dim % 2:
+            problem = f"must be even, and less than head_dim ({layer.head_dim})"
+            raise UserError("mixer.rope_dim", self.rope_dim, problem, "set head_dim to the width of queries and keys")
+        if self.value_dim > layer.head_dim:
+            problem = f"exceeds head_dim ({layer.head_dim}), the width of queries and keys"
+            raise UserError("mixer.value_dim", self.value_dim, problem, "use a smaller value_dim")
+        if layer.rope.fraction != 1:
+            raise UserError("rope.fraction", layer.rope.fraction, "has no effect with mixer.rope_dim", "remove it")
+
+    def describe(self, layer: ModelSpec, x: Value) -> Part:
+        """Return the part: latents and their norms, heads as products of these, attention, and a product of its output.
+
+        Each rank computes the latents. Values are padded to the width of keys in the kernel."""
+        part = Part("attention", "attention", x)
+        heads = Cut("model.num_heads", layer.num_heads, layer.head_dim)
+        value_heads = replace(heads, unit=self.value_dim)
+        has_bias = layer.attention_bias != "none"
+        queries = x
+        if self.query_rank:
+            query_latent = part.linear("wq_a", x, width=self.query_rank, bias=has_bias)
+            queries = part.norm("q_norm", query_latent, self.query_rank, LATENT_NORM_EPS)
+        latent = part.linear("wkv_a", x, width=self.latent_rank, bias=has_bias)
+        rotated_key = part.linear("wk_rope", x, width=self.rope_dim, bias=has_bias)
+        part.linear("wq_b" if self.query_rank else "wq", queries, heads)
+        latent = part.norm("kv_norm", latent, self.latent_rank, LATENT_NORM_EPS)
+        part.linear("wk_b", latent, replace(heads, unit=layer.head_dim - self.rope_dim))
+        v = part.linear("wv_b", latent, value_heads)
+        part.add(GatherTokens(reads=(rotated_key,), writes=replace(rotated_key, tokens="all")))
+        out = Value(value_heads.width, value_heads)
+        # Rotated queries, and keys with the rotated channels.
+        q, k, padded_v, padded_out = (Value(heads.width, heads) for _ in range(4))
+        operands = (q, k, v, out) if self.value_dim == layer.head_dim else (q, k, padded_v, padded_out)
+        part.add(
+            AttentionCore(
+                reads=(q, k, v),
+                writes=out,
+                keeps=operands,
+                backward_values=operands,
+                heads=heads,
+                flops_per_key=2 * (heads.width + value_heads.width),
+            )
+        )
+        part.linear("wo", out, bias=layer.attention_bias == "all", init="output")
+        return part
