@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.spec.families.family import Read
+from phalanx.spec.families.family import Read, SameAs
 from phalanx.spec.families.registry import families
 
 SIZES_OF_HEADS = {"head_dim": 12, "sliding_window": 16}
@@ -13,11 +13,19 @@ SIZES_OF_HEADS = {"head_dim": 12, "sliding_window": 16}
 
 def altered_fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return another value for each field of a config.json that the table of a family reads into a dial."""
-    return {
+    fields = families()[kind].fields
+    altered = {
         name: _altered_value(name, field, config.get(name, field.default))
-        for name, field in families()[kind].fields.items()
+        for name, field in fields.items()
         if isinstance(field, Read) and (field.words is None or len(set(field.words.values())) > 1)
     }
+    by_dial = {field.dial: name for name, field in fields.items() if isinstance(field, Read) and name in altered}
+    equal = {
+        name: altered[by_dial[field.dial]]
+        for name, field in fields.items()
+        if isinstance(field, SameAs) and name in config
+    }
+    return altered | equal
 
 
 def _altered_value(name: str, field: Read, value: Any) -> Any:

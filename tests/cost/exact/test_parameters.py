@@ -7,6 +7,8 @@ from phalanx.spec.model import ModelSpec
 from tests.helpers.model_specs import model_specs
 
 PUBLISHED_TOTALS = {
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
     "lfm2-1.2b": 1_170_340_608,
@@ -39,15 +41,27 @@ def test_count_parameters_matches_published_totals(preset):
         assert count_parameters(load_model_spec(preset)).total == PUBLISHED_TOTALS[preset]
 
 
+ACTIVE_PARAMETERS = {
+    "deepseek-v3": 37_552_282_624,
+    "kimi-k2": 32_861_477_888,
+    "qwen3-235b-a22b": 22_190_763_520,
+    "glm-4.5": 33_632_251_904,
+    "minimax-m2": 11_030_537_216,
+}
+"""Parameters that a token uses, counted on transformers' models of these shapes."""
+
+
+@pytest.mark.parametrize("preset", ACTIVE_PARAMETERS)
+def test_active_parameters_equal_those_of_transformers(preset):
+    assert count_parameters(load_model_spec(preset)).active == ACTIVE_PARAMETERS[preset]
+
+
 @pytest.mark.parametrize(
     ("preset", "billions"),
     [
         ("mixtral-8x7b", 12.9),
         ("olmoe-1b-7b", 1.3),
         ("qwen3-30b-a3b", 3.35),
-        ("qwen3-235b-a22b", 22.190763520),
-        ("glm-4.5", 33.632251904),
-        ("minimax-m2", 11.030537216),
         ("spes-1b", 0.375),
         ("spes-7b", 1.70),
         ("spes-9b", 3.09),

@@ -30,7 +30,28 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4}
+LATENT = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+SIGMOID_EXPERTS = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 KINDS = {
+    "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "v_head_dim": 12},
+    "youtu": LATENT,
     "llama": SHAPE,
     "mistral": {**SHAPE, "sliding_window": None},
     "qwen3": {**SHAPE, "head_dim": 8},
@@ -40,18 +61,7 @@ KINDS = {
     "lfm2": {**SHAPE, "num_hidden_layers": 3, "block_multiple_of": 8, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "qwen2": SHAPE,
     "qwen2_moe": {**SHAPE, **EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
-    "glm4_moe": {
-        **SHAPE,
-        "num_hidden_layers": 3,
-        "num_experts_per_tok": 2,
-        "n_routed_experts": 8,
-        "num_nextn_predict_layers": 0,
-        "moe_intermediate_size": 24,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": True,
-    },
+    "glm4_moe": {**SHAPE, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "use_qk_norm": True},
     "minimax_m2": {**SHAPE, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
     "granite": {**SHAPE, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
     "phi3": {**SHAPE, "pad_token_id": 0, "original_max_position_embeddings": 64},
@@ -154,6 +164,7 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 VARIANTS = {
+    "deepseek_v3": {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 12},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "seed_oss": {"attention_out_bias": True},
@@ -165,6 +176,13 @@ VARIANTS = {
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_variant_of_a_family_equals_transformers(tmp_path, kind):
     assert_logits_equal(save_random_model(tmp_path, kind, **VARIANTS[kind]))
+
+
+def test_type_of_kimi_k2_is_that_of_deepseek_v3_with_another_name(tmp_path):
+    directory = save_random_model(tmp_path, "deepseek_v3")
+    expected = phalanx_logits(directory)
+    edit_config(directory, model_type="kimi_k2")
+    assert torch.equal(phalanx_logits(directory), expected)
 
 
 def test_biases_of_routers_are_exported_in_fp32(tmp_path):
@@ -262,6 +280,16 @@ CONFIG_TRAPS = {
         "olmo3",
         (),
         {"rope_scaling": YARN | {"rope_theta": 5e5, "truncate": False}},
+    ),
+    "deepseek_v3, where yarn has two scales": (
+        "deepseek_v3",
+        (),
+        {"rope_scaling": YARN | {"type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "deepseek_v3, words of the hub": (
+        "deepseek_v3",
+        ("head_dim", "qk_head_dim", "rope_interleave", "norm_topk_prob", "n_shared_experts"),
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1},
     ),
     "mixtral without theta and eps": ("mixtral", ("rope_parameters", "rope_theta", "rms_norm_eps"), {}),
     "olmoe without eps": ("olmoe", ("rms_norm_eps",), {}),

@@ -44,7 +44,7 @@ ROPES = [
 @pytest.mark.parametrize(
     ("model_type", "field", "value"),
     [
-        ("deepseek_v3", "kv_lora_rank", 512),
+        ("deepseek_v32", "index_topk", 2048),
         ("qwen2_5_vl", "vision_config", {"a": 1}),
         ("gemma2", "attn_logit_softcapping", 50.0),
     ],
@@ -230,7 +230,7 @@ UNEXPORTABLE_FIELDS = {
     "model.sliding_window": {"sliding_window": 16, "qk_norm": "full", "moe": MOE},
     "model.attention_bias": {"sliding_window": 16, "full_attention_layers": [0]},
     "model.attention_sinks": {"attention_sinks": True},
-    "model.mixer": {"mixer": {"kind": "short_convolution"}},
+    "model.mixer.kind": {"mixer": {"kind": "short_convolution"}},
     "model.layers": {"moe": MOE, **HYBRID},
 }
 
@@ -275,7 +275,7 @@ def test_hf_config_refuses_a_value_that_it_does_not_name(base, field):
     spec = with_unknown_value(parse_table(ModelSpec, base), field.removeprefix("model."))
     with pytest.raises(UserError, match="is not used by any supported Hugging Face architecture") as error_info:
         hf_config(spec)
-    assert error_info.value.field == field
+    assert error_info.value.field.removesuffix(".kind") == field
 
 
 class WiderModelSpec(ModelSpec):

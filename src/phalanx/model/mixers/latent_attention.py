@@ -22,8 +22,8 @@ from phalanx.spec.parts.operations import Part
 class LatentAttention(PartModule):
     """softmax(q k^T / sqrt(K)) v, where heads of k and v are products of a latent, and R channels of k are shared."""
 
-    q_norm: nn.Module
-    kv_norm: nn.Module
+    q_latent_norm: nn.Module
+    latent_norm: nn.Module
     wq_a: ProductLinear
     wkv_a: ProductLinear
     wk_rope: ProductLinear
@@ -48,8 +48,8 @@ class LatentAttention(PartModule):
         """Return the output of the layer, [B, T, D], for a normalized input."""
         q, latent_BTL, key_BTR = self.read_input(self.project_in, x_BTD)
         if self.has_query_latent:
-            (q,) = self.project(self.q_norm(q), "wq_b")
-        k, v = self.project(self.kv_norm(latent_BTL), "wk_b", "wv_b")
+            (q,) = self.project(self.q_latent_norm(q), "wq_b")
+        k, v = self.project(self.latent_norm(latent_BTL), "wk_b", "wv_b")
         heads = q.shape[-1] // self.head_dim
         q_BTHK, k_BTHN, v_BTHV = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
         key_BT1R = self.gather_tokens(key_BTR).unsqueeze(2)

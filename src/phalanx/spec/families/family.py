@@ -93,6 +93,22 @@ class Fixed(Field):
 
 
 @dataclass(frozen=True)
+class SameAs(Field):
+    """A field that must have the value of a dial, which is also its default."""
+
+    dial: str
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return no dials. Raises UserError for another value."""
+        require_value(name, config.get(name), dials[self.dial])
+        return {}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the field with the value of the dial."""
+        return Read(self.dial).write(name, spec)
+
+
+@dataclass(frozen=True)
 class Written(Field):
     """A field that does not affect results, which export writes for other programs: a value, or that of a dial."""
 
@@ -167,6 +183,8 @@ class Family:
     ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     """Patterns of tensors that are not read: those of old versions that every version computes, and those of layers for
     multi-token prediction, which follow layer {L}, the last one."""
+    other_types: tuple[str, ...] = ()
+    """Further values of model_type, which published files of the family have."""
     wrapper: str | None = None
     """model_type of models whose text model is of this family, with its fields in text_config (`wrappers`)."""
     unused: tuple[str, ...] = ()

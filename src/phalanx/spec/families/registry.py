@@ -19,7 +19,7 @@ COUNTED_FAMILIES = {
 """Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory
 noticeably. Their matrices are those of a supported family."""
 UNKNOWN_PARTS = {
-    "kv_lora_rank": "belongs to multi-head latent attention",
+    "index_topk": "chooses keys by sparse attention",
     "vision_config": "describes a vision tower",
     "attn_logit_softcapping": "caps the scores of attention",
 }
@@ -40,7 +40,7 @@ def family_of(config: Table) -> Family:
 
     Raises UserError if Phalanx does not support it.
     """
-    supported = families()
+    supported = {name: family for family in families().values() for name in (family.model_type, *family.other_types)}
     model_type = config.get("model_type")
     known = sorted({*supported, *COUNTED_FAMILIES})
     if model_type is None:

@@ -63,11 +63,11 @@ class LatentAttention(Mixer):
         queries = x
         if self.query_rank:
             query_latent = part.linear("wq_a", x, width=self.query_rank, bias=has_bias)
-            queries = part.norm("q_norm", query_latent, self.query_rank, LATENT_NORM_EPS)
+            queries = part.norm("q_latent_norm", query_latent, self.query_rank, LATENT_NORM_EPS)
         latent = part.linear("wkv_a", x, width=self.latent_rank, bias=has_bias)
         rotated_key = part.linear("wk_rope", x, width=self.rope_dim, bias=has_bias)
         part.linear("wq_b" if self.query_rank else "wq", queries, heads)
-        latent = part.norm("kv_norm", latent, self.latent_rank, LATENT_NORM_EPS)
+        latent = part.norm("latent_norm", latent, self.latent_rank, LATENT_NORM_EPS)
         part.linear("wk_b", latent, replace(heads, unit=layer.head_dim - self.rope_dim))
         v = part.linear("wv_b", latent, value_heads)
         part.add(GatherTokens(reads=(rotated_key,), writes=replace(rotated_key, tokens="all")))

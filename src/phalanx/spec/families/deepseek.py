@@ -1,0 +1,222 @@
+"""DeepSeek-V3, and other families with latent attention: Kimi K2, GLM-4.7-Flash, Youtu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.families.family import (
+    Field,
+    Fixed,
+    Read,
+    Rows,
+    SameAs,
+    Table,
+    alternating_groups,
+    any_value,
+    pairs_of_halves,
+)
+from phalanx.spec.families.forms import Rope, yarn_mscale
+from phalanx.spec.families.glm4_moe import GLM4_MOE
+from phalanx.spec.families.llama import LLAMA
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.mixers import LatentAttention
+
+
+class WidthWithoutRotation(Read):
+    """Channels of a head that are not rotated; `head_dim` has the others too."""
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the width of a head."""
+        (width,) = super().read(name, config, dials).values()
+        return {self.dial: width + dials["mixer.rope_dim"]}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the width of the channels that are not rotated."""
+        return {name: spec.head_dim - spec.rotary_width}
+
+
+class LatentRope(Rope):
+    """Rotary embedding whose YaRN also changes the scale of scores, by the square of a factor of the context."""
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dials of `model.rope`, and the scale of scores."""
+        return dict(super().dials) | any_value("attention_scale")
+
+    def read_table(self, rope: Table, config: Table, dials: Table) -> Table:
+        """Return the dials of the embedding, and the scale of scores if it is not the default."""
+        table = super().read_table(rope, config, dials)
+        scale = rope.get("mscale_all_dim")
+        if not scale or table["rope.scaling"] == "none":
+            return table
+        return table | {"attention_scale": dials["head_dim"] ** -0.5 * yarn_mscale(table["rope.factor"], scale) ** 2}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the embedding in the fields of all versions."""
+        fields = super().write(name, spec)
+        if spec.attention_scale is not None and spec.rope.factor > 1:
+            square = spec.attention_scale * spec.head_dim**0.5
+            scale = round((math.sqrt(square) - 1) / (0.1 * math.log(spec.rope.factor)), 9)
+            for table in (fields[name], fields["rope_scaling"]):
+                if table:
+                    table["mscale_all_dim"] = scale
+        return fields
+
+
+class LayersWithExperts(Field):
+    """List of the types of layers' MLPs, of which the leading ones may be dense."""
+
+    dials = any_value("moe.num_leading_dense_layers")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the number of dense layers. Raises UserError for a dense layer after one with experts."""
+        num_layers = dials["num_layers"]
+        types = config.get(name)
+        num_dense = 1 if types is None else types.count("dense")
+        expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+        if types is not None and types != expected:
+            fix = "use a model whose dense layers are the first ones"
+            raise UserError(f"config.json {name}", types, "is not supported", fix)
+        return {"moe.num_leading_dense_layers": num_dense}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the list."""
+        assert spec.moe
+        num_dense = spec.moe.num_leading_dense_layers
+        return {name: ["dense"] * num_dense + ["sparse"] * (spec.num_layers - num_dense)}
+
+
+def rotated_last(layer: ModelSpec, rows: int) -> Iterator[int]:
+    """Yield the rows of heads that are stored with the rotated channels last, in neighboring pairs."""
+    rotated = layer.rotary_width
+    channels = [*range(rotated, layer.head_dim), *pairs_of_halves(rotated)]
+    for first in range(0, rows, layer.head_dim):
+        yield from (first + channel for channel in channels)
+
+
+def latent_and_key(layer: ModelSpec, rows: int) -> list[int]:
+    """Return the rows of the latent of keys and values, and those of the rotated key, in neighboring pairs."""
+    rank = rows - layer.rotary_width
+    return [*range(rank), *(rank + channel for channel in pairs_of_halves(layer.rotary_width))]
+
+
+def keys_and_values(layer: ModelSpec, rows: int) -> Iterator[int]:
+    """Yield the rows of keys and values, head by head."""
+    assert isinstance(layer.mixer, LatentAttention)
+    return alternating_groups((layer.head_dim - layer.rotary_width, layer.mixer.value_dim), rows)
+
+
+ATTENTION = "model.layers.{i}.self_attn."
+LATENT_TENSORS: dict[str, str | Rows] = {
+    f"{ATTENTION}q_proj.weight": Rows("attention.wq.weight", order=rotated_last),
+    f"{ATTENTION}q_a_proj.weight": "attention.wq_a.weight",
+    f"{ATTENTION}q_a_proj.bias": "attention.wq_a.bias",
+    f"{ATTENTION}q_a_layernorm.weight": "attention.q_latent_norm.weight",
+    f"{ATTENTION}q_b_proj.weight": Rows("attention.wq_b.weight", order=rotated_last),
+    **{
+        f"{ATTENTION}kv_a_proj_with_mqa.{leaf}": Rows(
+            f"attention.wkv_a.{leaf}", f"attention.wk_rope.{leaf}", order=latent_and_key
+        )
+        for leaf in ("weight", "bias")
+    },
+    f"{ATTENTION}kv_a_layernorm.weight": "attention.latent_norm.weight",
+    f"{ATTENTION}kv_b_proj.weight": Rows("attention.wk_b.weight", "attention.wv_b.weight", order=keys_and_values),
+}
+LATENT_FIELDS: dict[str, Field] = {
+    "vocab_size": Read("vocab_size", 129280),
+    "hidden_size": Read("hidden_size", 7168),
+    "num_hidden_layers": Read("num_layers", 61),
+    "num_attention_heads": Read("num_heads", 128),
+    "num_key_value_heads": SameAs("num_heads"),
+    "q_lora_rank": Read("mixer.query_rank", 1536),
+    "kv_lora_rank": Read("mixer.latent_rank", 512),
+    "qk_rope_head_dim": Read("mixer.rope_dim", 64),
+    "qk_nope_head_dim": WidthWithoutRotation("head_dim", 128),
+    "v_head_dim": Read("mixer.value_dim", 128),
+    "head_dim": SameAs("mixer.rope_dim"),
+    "qk_head_dim": SameAs("head_dim"),
+    "intermediate_size": Read("ffn_hidden_size", 18432),
+    "max_position_embeddings": Read("max_seq_len", 4096),
+    "rms_norm_eps": Read("norm_eps", 1e-6),
+    "attention_bias": Read("attention_bias", False, words={False: "none", True: "all", None: "none"}),
+    "rope_parameters": LatentRope(),
+    "rope_interleave": Fixed(True),
+}
+"""Fields of a model with latent attention. Rotated channels are neighbors in checkpoints."""
+LATENT = {"mixer.kind": "latent_attention", "qk_norm": "none"}
+GLM_FIELDS = {
+    name: field for name, field in GLM4_MOE.fields.items() if name not in ("use_qk_norm", "partial_rotary_factor")
+}
+
+DEEPSEEK_V3 = replace(
+    GLM4_MOE,
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    other_types=("kimi_k2",),
+    fields=LATENT_FIELDS
+    | GLM_FIELDS
+    | LATENT_FIELDS
+    | {
+        "moe_intermediate_size": Read("moe.expert_ffn_size", 2048),
+        "n_routed_experts": Read("moe.num_experts", 256, other_names=("num_local_experts",)),
+        "routed_scaling_factor": Read("moe.routed_scale", 2.5),
+        "n_group": Read("moe.num_groups", 8),
+        "topk_group": Read("moe.top_groups", 4),
+        "first_k_dense_replace": Read("moe.num_leading_dense_layers", 3),
+        "moe_layer_freq": Fixed(1),
+        **dict.fromkeys(("ep_size", "aux_loss_alpha", "seq_aux"), Field()),
+    },
+    constants=GLM4_MOE.constants | LATENT,
+    tensors=GLM4_MOE.tensors | LATENT_TENSORS,
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    other_types=(),
+    fields={name: field for name, field in DEEPSEEK_V3.fields.items() if name != "first_k_dense_replace"}
+    | {
+        "vocab_size": Read("vocab_size", 154880),
+        "hidden_size": Read("hidden_size", 2048),
+        "num_hidden_layers": Read("num_layers", 47),
+        "num_attention_heads": Read("num_heads", 20),
+        "q_lora_rank": Read("mixer.query_rank", 768),
+        "qk_nope_head_dim": WidthWithoutRotation("head_dim", 192),
+        "v_head_dim": Read("mixer.value_dim", 256),
+        "intermediate_size": Read("ffn_hidden_size", 10240),
+        "max_position_embeddings": Read("max_seq_len", 202752),
+        "rms_norm_eps": Read("norm_eps", 1e-5),
+        "moe_intermediate_size": Read("moe.expert_ffn_size", 1536),
+        "n_routed_experts": Read("moe.num_experts", 64, other_names=("num_local_experts",)),
+        "num_experts_per_tok": Read("moe.top_k", 4),
+        "routed_scaling_factor": Read("moe.routed_scale", 1.8),
+        "n_group": Read("moe.num_groups", 1),
+        "topk_group": Read("moe.top_groups", 1),
+        "mlp_layer_types": LayersWithExperts(),
+    },
+)
+
+YOUTU = replace(
+    LLAMA,
+    model_type="youtu",
+    architecture="YoutuForCausalLM",
+    fields=LATENT_FIELDS
+    | LLAMA.fields
+    | LATENT_FIELDS
+    | {
+        "vocab_size": Read("vocab_size", 128256),
+        "hidden_size": Read("hidden_size", 2048),
+        "num_hidden_layers": Read("num_layers", 32),
+        "num_attention_heads": Read("num_heads", 16),
+        "intermediate_size": Read("ffn_hidden_size", 6144),
+        "max_position_embeddings": Read("max_seq_len", 131072),
+        "tie_word_embeddings": Read("tie_embeddings", True),
+        "embedding_initializer_range": Field(),
+    },
+    constants=LLAMA.constants | LATENT,
+    tensors=LLAMA.tensors | LATENT_TENSORS,
+)
