@@ -73,6 +73,25 @@ DIALS: Table = {
     "logits_divisor": 2.5,
 }
 """Biases, scales and offsets, as in Qwen2, Granite and Gemma."""
+LATENT: Table = {
+    **MOE,
+    "num_layers": 4,
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "qk_norm": "none",
+    "attention_bias": "all",
+    "mixer": {"kind": "latent_attention", "latent_rank": 20, "query_rank": 24, "rope_dim": 4, "value_dim": 6},
+    "layers": "latent*2 dense nope",
+    "kinds": [
+        {
+            "name": "dense",
+            "moe": False,
+            "mixer": {"kind": "latent_attention", "latent_rank": 16, "rope_dim": 6, "value_dim": 12},
+        },
+        {"name": "nope", "position_embedding": "none"},
+    ],
+}
+"""Latent attention, as in DeepSeek-V3."""
 CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
 CONVOLUTIONS: Table = {
     **MOE,
@@ -94,6 +113,14 @@ CONVOLUTIONS: Table = {
     ],
 }
 """Convolutions in most layers, as in LFM2, and an MLP with the experts, as in Gemma 4."""
+
+MODELS_OF_KINDS: dict[str, Table] = {
+    "attention": KINDS,
+    "convolution": CONVOLUTIONS,
+    "dials": DIALS,
+    "latent": LATENT,
+}
+"""Models with several kinds of layers, or with less common dials."""
 
 GPT2: Table = {
     "qk_norm": "none",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -34,8 +34,8 @@ from phalanx.program.rank_tensors import local_shape
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.flops import core_flops, tokens_through
-from phalanx.spec.parts.operations import AttentionCore, GroupedLinear, Part
+from phalanx.spec.parts.flops import kernel_flops, tokens_through
+from phalanx.spec.parts.operations import GroupedLinear, Part
 from phalanx.spec.precision import Precision
 from phalanx.spec.tensor_sharding import block_shardings
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
@@ -142,22 +142,12 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
 
 
 def _rank_flops(part: Part, shape: ForwardShape) -> float:
-    flops = core_flops(_with_padded_values(part), shape.sequence, ranks=shape.tp) * shape.tokens
+    flops = kernel_flops(part, shape.sequence, shape.tp) * shape.tokens
     for linear in part.linears:
         matrices = linear.matrix.shape[0] // shape.layout.ep if isinstance(linear, GroupedLinear) else 1
         tokens = tokens_through(linear, shape.layout, shape.tokens)
         flops += 2 * tokens * matrix_numbers(linear, shape) / matrices
     return flops
-
-
-def _with_padded_values(part: Part) -> Part:
-    """Return the part with the FLOPs of kernels, which pad values to the width of keys."""
-    padding = {core: core.heads.width - core.writes.width for core in part.attention_cores}
-    operations = [
-        replace(each, flops_per_key=each.flops_per_key + 2 * padding[each]) if isinstance(each, AttentionCore) else each
-        for each in part.operations
-    ]
-    return replace(part, operations=operations)
 
 
 def _sum_traffic(layout: Layout, rows: Iterable[Traffic]) -> Messages:

@@ -22,7 +22,7 @@ from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layou
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import CONVOLUTIONS, DENSE, DIALS, GPT2, KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, GPT2, MODELS_OF_KINDS, MOE, Table, small_run, train_and_evaluate
 
 STEPS = 5
 TOLERANCE = 1e-10
@@ -33,9 +33,7 @@ MODELS: dict[str, Table] = {
     "gpt2": {**DENSE, **GPT2},
     "tied": {**DENSE, "tie_embeddings": True},
     "windows": {**DENSE, "sliding_window": 12, "full_attention_layers": [0, 3], "attention_sinks": True},
-    "kinds": KINDS,
-    "convolutions": CONVOLUTIONS,
-    "dials": DIALS,
+    **MODELS_OF_KINDS,
     "three-heads": {**DENSE, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 3},
 }
 WORLD_SIZES = (2, 3, 4, 4, 4, 5, 6, 8)

@@ -15,7 +15,7 @@ import pytest
 from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import CONVOLUTIONS, DENSE, DIALS, KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, KINDS, LATENT, MODELS_OF_KINDS, MOE, Table, small_run, train_and_evaluate
 from tests.parity.covering_set import (
     FACTORS,
     FILE,
@@ -136,21 +136,28 @@ def test_windows_and_sinks_equal_single_process_training(case: str, documents: P
     check_parity(ranks, {"model": {**DENSE, **model}, **layout, **micro_batch}, documents, tmp_path)
 
 
-@pytest.mark.parametrize("model", [KINDS, CONVOLUTIONS, DIALS], ids=["attention", "convolution", "dials"])
+@pytest.mark.parametrize("model", MODELS_OF_KINDS)
 @pytest.mark.parametrize("name", KIND_CASES)
 def test_layout_of_several_kinds_of_layers_equals_single_process(
-    name: str, model: Table, documents: Path, tmp_path: Path
+    name: str, model: str, documents: Path, tmp_path: Path
 ) -> None:
+    table = MODELS_OF_KINDS[model]
     ranks, layout = KIND_CASES[name]
-    layout = {field: value for field, value in layout.items() if field != "layout.ep" or "moe" in model}
-    check_parity(ranks, {"model": model, **layout}, documents, tmp_path)
+    layout = {field: value for field, value in layout.items() if field != "layout.ep" or "moe" in table}
+    check_parity(ranks, {"model": table, **layout}, documents, tmp_path)
 
 
-@pytest.mark.parametrize("norm_position", ["before", "after"])
-def test_ring_of_several_kinds_of_layers_equals_single_process(
-    norm_position: str, documents: Path, tmp_path: Path
-) -> None:
-    model = {**KINDS, "sliding_window": None, "norm_position": norm_position}
+RINGS: dict[str, Table] = {
+    "norms before": {**KINDS, "sliding_window": None, "norm_position": "before"},
+    "norms after": {**KINDS, "sliding_window": None, "norm_position": "after"},
+    "latent": LATENT,
+}
+"""Models with several kinds of layers that a ring supports."""
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_ring_of_several_kinds_of_layers_equals_single_process(name: str, documents: Path, tmp_path: Path) -> None:
+    model = RINGS[name]
     check_parity(2, {"model": model, "layout.cp": 2}, documents, tmp_path)
 
 

@@ -13,7 +13,7 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.parts.flops import core_flops, product_flops, tokens_through
+from phalanx.spec.parts.flops import core_flops, kernel_flops, product_flops, tokens_through
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Shape
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
@@ -205,10 +205,10 @@ def _recomputed_attention_flops(run: RunSpec, products: _BlockProductFlops) -> f
 
 
 def _attention_core_flops(run: RunSpec, layers: Sequence[int], tokens: float) -> float:
-    """Return the FLOPs of attention's core in the forward pass of some layers on a rank's heads."""
+    """Return the FLOPs of attention's kernel in the forward pass of some layers on a rank's heads."""
     model_blocks = blocks(run.model)
     per_token = sum(
-        core_flops(branch.part, run.training.seq_len, ranks=run.layout.tp)
+        kernel_flops(branch.part, run.training.seq_len, run.layout.tp)
         for layer in layers
         for branch in model_blocks[layer]
     )

@@ -17,20 +17,26 @@ def _used_share(linear: Linear) -> float:
     return linear.reads[0].copies / linear.matrix.shape[0] if isinstance(linear, GroupedLinear) else 1.0
 
 
-def core_flops(part: Part, seq_len: int, causal: bool = True, ranks: int = 1) -> float:
+def core_flops(part: Part, seq_len: int, causal: bool = True) -> float:
     """Return the FLOPs of attention on a token.
 
     Args:
         part: Part with an attention kernel, or without.
         seq_len: T, tokens of a sequence.
         causal: Count the keys before each query only.
-        ranks: Tensor-parallel ranks, of which the one with most heads is counted.
     """
+    return sum(core.flops_per_key * attended_keys(core.window, seq_len, causal) for core in part.attention_cores)
+
+
+def kernel_flops(part: Part, seq_len: int, ranks: int) -> float:
+    """Return the FLOPs that attention's kernel computes on a token, of the tensor-parallel rank with most heads.
+
+    They include those of padding, and only keys before each query."""
     return sum(
-        core.flops_per_key
+        (core.flops_per_key + 2 * core.padding)
         / core.heads.units
         * core.heads.units_on_rank(ranks)
-        * attended_keys(core.window, seq_len, causal)
+        * attended_keys(core.window, seq_len)
         for core in part.attention_cores
     )
 

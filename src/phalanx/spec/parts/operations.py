@@ -196,6 +196,11 @@ class AttentionCore(Core):
     window: int | None = None
     """Keys that a query sees at most, itself included; None: all earlier ones."""
 
+    @property
+    def padding(self) -> int:
+        """Numbers by which the kernel's values exceed those that it reads."""
+        return self.keeps[2].width - self.reads[2].width
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Route(Operation):
