@@ -90,6 +90,7 @@ WINDOWS = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": WINDOW},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 TOKENS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
@@ -142,9 +143,8 @@ def edit_config(directory: Path, *dropped: str, **changes) -> None:
 def transformers_logits(directory: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with fp32_as_fp64(), torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **eager).eval()(TOKENS).logits
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **EAGER).eval()(TOKENS).logits
 
 
 def phalanx_logits(directory: Path, **changes) -> torch.Tensor:
@@ -212,7 +212,16 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-WRAPPERS = {"gemma3": (VISION, {"mm_tokens_per_image": 4}), "mistral3": (VISION | {"model_type": "pixtral"}, {})}
+KIMI_VISION = {name: size for name, size in VISION.items() if name != "image_size"} | {
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "pos_emb_time": 2,
+}
+WRAPPERS = {
+    "gemma3": (VISION, {"mm_tokens_per_image": 4}),
+    "mistral3": (VISION | {"model_type": "pixtral"}, {}),
+    "kimi_k25": (KIMI_VISION, {"tie_word_embeddings": False}),
+}
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -225,7 +234,7 @@ def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, kind):
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
     torch.manual_seed(0)
     with fp64_by_default(), fp32_as_fp64(), torch.no_grad():
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").double().eval()
+        model = AutoModelForImageTextToText.from_config(config, **EAGER).double().eval()
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
         expected = model(TOKENS).logits

@@ -112,7 +112,9 @@ def _stored_names(
     for hf_name in hf_names:
         # A model saved without its head has names without the prefix, a multimodal one with another prefix.
         inner_name = hf_name.removeprefix(family.prefix)
-        alternatives = (hf_name, inner_name, *(f"{prefix}{inner_name}" for prefix in PREFIXES))
+        alternatives = [hf_name, inner_name, *(f"{prefix}{inner_name}" for prefix in PREFIXES)]
+        # transformers 5.24 saves Kimi K2.5 so.
+        alternatives += [name.replace(".layers.", ".blocks.") for name in alternatives if family.wrapper]
         name = next((name for name in alternatives if name in files), None)
         if name is None:
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)

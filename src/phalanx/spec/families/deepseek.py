@@ -156,6 +156,7 @@ DEEPSEEK_V3 = replace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     other_types=("kimi_k2",),
+    wrapper="kimi_k25",
     fields=LATENT_FIELDS
     | GLM_FIELDS
     | LATENT_FIELDS
@@ -178,6 +179,7 @@ GLM4_MOE_LITE = replace(
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     other_types=(),
+    wrapper=None,
     fields={name: field for name, field in DEEPSEEK_V3.fields.items() if name != "first_k_dense_replace"}
     | {
         "vocab_size": Read("vocab_size", 154880),

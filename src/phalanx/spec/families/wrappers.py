@@ -7,7 +7,7 @@ from phalanx.spec.families.registry import families
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """Starts of the names of the text model's tensors in files of a wrapper, in place of "model." or nothing."""
-OTHER_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*")
+OTHER_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*")
 """Patterns of the tensors that belong to images."""
 
 
