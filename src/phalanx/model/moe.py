@@ -91,13 +91,13 @@ class Router(PartModule):
         """Return the indices of the chosen experts, [B, T, k].
 
         A bias steers the choice, never the weights (arXiv 2408.15664, section 3). Groups of experts limit it
-        (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+        (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; DeepSeek-V2, arXiv 2405.04434, section 2.2.2)."""
         moe = self.moe
         if moe.has_choice_bias:
             score_BTE = score_BTE + self.bias
         if moe.num_groups > 1:
             by_group = score_BTE.unflatten(-1, (moe.num_groups, -1))
-            _, best = by_group.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1)
+            _, best = by_group.topk(moe.group_scores, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1)
             is_hidden = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             score_BTE = by_group.masked_fill(is_hidden[..., None], float("-inf")).flatten(-2)
         return score_BTE.topk(moe.top_k, dim=-1).indices

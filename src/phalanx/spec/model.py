@@ -89,7 +89,9 @@ class MoESpec(Spec):
     routed_scale: float = Field(1.0, gt=0)
     """Factor of these weights (DeepSeek-V3)."""
     num_groups: int = Field(1, gt=0)
-    """Equal groups of experts. A group is rated by the sum of its two largest scores (DeepSeek-V3)."""
+    """Equal groups of experts. A token chooses some groups, and among their experts."""
+    group_scores: int = Field(2, ge=1, le=2)
+    """Largest scores of a group whose sum rates it: 2 in DeepSeek-V3, 1 in DeepSeek-V2."""
     top_groups: int = Field(1, gt=0)
     """Groups per token among whose experts it chooses."""
     choice_bias: bool = False

@@ -52,6 +52,13 @@ KINDS = {
     "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "v_head_dim": 12},
     "youtu": LATENT,
+    "deepseek_v2": {
+        **LATENT,
+        **SIGMOID_EXPERTS,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+    },
     "llama": SHAPE,
     "mistral": {**SHAPE, "sliding_window": None},
     "qwen3": {**SHAPE, "head_dim": 8},
@@ -164,6 +171,7 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 VARIANTS = {
+    "deepseek_v2": {"topk_method": "greedy", "q_lora_rank": None, "attention_bias": True},
     "deepseek_v3": {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 12},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},

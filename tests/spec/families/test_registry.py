@@ -28,6 +28,7 @@ SMALL = (
         "n_group": 2,
         "topk_group": 1,
         "v_head_dim": 16,
+        "first_k_dense_replace": 1,
     },
     {"n_embd": 32, "n_head": 4},
 )
@@ -79,8 +80,9 @@ def drop_unset(table):
 
 
 def test_export_import_export_is_the_identity(kind):
-    # The default width of GLM's heads has an odd half.
-    spec = parse_table(ModelSpec, model_table({"model_type": kind} | ({"head_dim": 128} if kind == "glm4_moe" else {})))
+    # The default width of GLM's heads has an odd half, and DeepSeek-V2 has no default.
+    changes = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+    spec = parse_table(ModelSpec, model_table({"model_type": kind} | changes.get(kind, {})))
     config = write_config(families()[kind], spec)
     assert parse_table(ModelSpec, model_table(config)) == spec
     assert write_config(families()[kind], parse_table(ModelSpec, model_table(config))) == config

@@ -17,6 +17,7 @@ from phalanx.spec.families.family import (
     alternating_groups,
     any_value,
     pairs_of_halves,
+    require_supported,
 )
 from phalanx.spec.families.forms import Rope, yarn_mscale
 from phalanx.spec.families.glm4_moe import GLM4_MOE
@@ -64,6 +65,27 @@ class LatentRope(Rope):
                 if table:
                     table["mscale_all_dim"] = scale
         return fields
+
+
+class GroupLimit(Field):
+    """Choice among all experts, or among those of the groups with the largest scores."""
+
+    dials = any_value("moe.num_groups", "moe.top_groups")
+    other_names = ("n_group", "topk_group")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the numbers of groups."""
+        method = config.get(name, "greedy")
+        require_supported(name, method, ("greedy", "group_limited_greedy"))
+        if method == "greedy":
+            return {}
+        return {"moe.num_groups": config.get("n_group"), "moe.top_groups": config.get("topk_group")}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the method and the numbers of groups."""
+        assert spec.moe
+        method = "group_limited_greedy" if spec.moe.num_groups > 1 else "greedy"
+        return {name: method, "n_group": spec.moe.num_groups, "topk_group": spec.moe.top_groups}
 
 
 class LayersWithExperts(Field):
@@ -172,6 +194,38 @@ DEEPSEEK_V3 = replace(
     },
     constants=GLM4_MOE.constants | LATENT,
     tensors=GLM4_MOE.tensors | LATENT_TENSORS,
+)
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    other_types=(),
+    wrapper=None,
+    fields={
+        name: field
+        for name, field in DEEPSEEK_V3.fields.items()
+        if name not in ("rope_interleave", "n_group", "topk_group")
+    }
+    | {
+        "vocab_size": Read("vocab_size", 102400),
+        "hidden_size": Read("hidden_size", 4096),
+        "num_hidden_layers": Read("num_layers", 32),
+        "num_attention_heads": Read("num_heads", 32),
+        "intermediate_size": Read("ffn_hidden_size", 11008),
+        "max_position_embeddings": Read("max_seq_len", 2048),
+        "moe_intermediate_size": Read("moe.expert_ffn_size", 1407),
+        "num_experts_per_tok": Read("moe.top_k", None),
+        "n_routed_experts": Read("moe.num_experts", 64, other_names=("num_experts",)),
+        "n_shared_experts": Read("moe.num_shared_experts", 2),
+        "routed_scaling_factor": Read("moe.routed_scale", 1.0),
+        "first_k_dense_replace": Read("moe.num_leading_dense_layers", 0),
+        "norm_topk_prob": Field(),  # not read: weights are never normalized
+        "scoring_func": Fixed("softmax"),
+        "topk_method": GroupLimit(),
+    },
+    constants=LATENT | {"moe.normalize_top_k": False, "moe.group_scores": 1, "moe.z_loss_coef": 0.0},
+    unused=("moe.balance_loss_coef",),
 )
 
 GLM4_MOE_LITE = replace(
