@@ -17,6 +17,7 @@ LENGTHS: dict[str, list[list[int]]] = {
     "ones": [[1] * 70],
     "mixed": [[1, 150, 41], [191, 1]],
     "long": [[320], [300, 20]],
+    "one beyond a window": [[65, 131, 6, 134]],
 }
 WINDOWS = (None, 1, 5, 64, 130, 1000)
 HEADS = {"equal": (4, 4), "grouped": (6, 2)}

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.huggingface.export import export_hf
+from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.registry import families
 from phalanx.spec.files.load import load_model_spec
@@ -272,6 +273,35 @@ def test_logits_equal_transformers_when_every_field_is_altered(tmp_path, kind):
     if kind == "olmoe":  # its norms in transformers have the width of the model, whatever the width of heads
         del altered["head_dim"]
     assert_logits_equal(save_random_model(tmp_path, kind, **altered))
+
+
+REPEATING = ("gemma3_text", "starcoder2")
+"""Random models of these families choose few tokens."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_tokens_equal_those_of_transformers(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    save_random_model(tmp_path, kind)
+    prompt = TOKENS[0, :12]
+    with fp32_as_fp64(), torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
+        limits = {"min_new_tokens": 32, "max_new_tokens": 32, "pad_token_id": 0}
+        expected = theirs.generate(prompt[None], do_sample=False, **limits)[0]
+    # min_new_tokens hides the end of text, which these models must not choose either.
+    ends = theirs.generation_config.eos_token_id
+    allowed = [token for token in range(97) if token not in (ends if isinstance(ends, list) else [ends])]
+
+    def only_allowed(logits, auxiliary):
+        hidden = torch.full_like(logits, float("-inf"))
+        hidden[..., allowed] = logits[..., allowed]
+        return hidden, auxiliary
+
+    ours = load_model(tmp_path)
+    generated = generate(lambda tokens: only_allowed(*ours(tokens)), prompt, 32, temperature=0)
+    assert kind in REPEATING or len(set(generated[12:].tolist())) > 3
+    assert torch.equal(generated, expected)
 
 
 CONFIG_TRAPS = {
