@@ -46,7 +46,7 @@ def _split_window_blocks(bounds: list[int], window: int | None) -> Iterator[tupl
 
 def _build_window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
     """Return the additive mask of a block of `_split_window_blocks`; None if queries see all earlier keys."""
-    if window is None or queries.start == keys.start:
+    if window is None or (queries.start == keys.start and queries.stop - keys.start <= window):
         return None
     ends = (torch.arange(x.start, x.stop) for x in (queries, keys))
     distance = torch.sub(*torch.meshgrid(*ends, indexing="ij"))
