@@ -35,6 +35,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "benchmarks/learning.md": ("model", "train", "data"),
     "benchmarks/loader.md": ("data",),
     "benchmarks/model_parallel.md": ("parallel", "model"),
+    "benchmarks/model_parts.md": ("model", "spec/parts"),
     "benchmarks/offload.md": ("program", "parallel/data", "train/optim"),
     "benchmarks/overhead.md": TRAINING,
     "benchmarks/pipeline.md": ("schedule", "program", "parallel/pipeline"),
