@@ -66,7 +66,7 @@ PARTS = [
         },
     ),
 ]
-TEXT = """# Parts of models beside transformers
+TEXT = """# Parts of models compared with transformers
 
 | part | model | tokens/s | transformers | ratio | peak memory | transformers | ratio |
 |---|---|---:|---:|---:|---:|---:|---:|

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -233,6 +234,15 @@ GLM: Table = {
         "shared_ffn_size": 96,
     },
 }
+LATENT: Table = {
+    **EXPERTS,
+    "num_kv_heads": EXPERTS["num_heads"],
+    "head_dim": 24,
+    "norm_eps": 1e-6,
+    "attention_scale": 24**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+    "rope": {"scaling": "yarn", "factor": 40.0, "original_context": 4096, "attention_factor": 1.0},
+    "mixer": {"kind": "latent_attention", "latent_rank": 32, "query_rank": 48, "rope_dim": 8, "value_dim": 16},
+}
 EXPORT_CASES: list[tuple[str, RunSpec]] = [
     ("megatron", make_run(tp=4, pp=2, data_parallel="zero1", activation_checkpointing="selective")),
     ("megatron", make_run(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1)),
@@ -252,6 +262,7 @@ EXPORT_CASES: list[tuple[str, RunSpec]] = [
     ),
     ("megatron", make_run({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
     ("megatron", make_run(GLM, ep=8)),
+    ("megatron", make_run(LATENT, ep=8, tp=2)),
     ("torchtitan", make_run(data_parallel="hsdp", dp_shard=4, tp=2, activation_checkpointing="full")),
     ("torchtitan", make_run(tp=2, pp=2, cp=2, data_parallel="zero3")),
     ("torchtitan", make_run(pp=4, data_parallel="zero3", schedule="zb-v", micro_batch_size=1)),
@@ -329,6 +340,14 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
         assert exported_values.keys() == expected.keys()
 
 
+def test_megatron_export_has_both_scales_of_yarn() -> None:
+    table = parse_megatron_flags(export(ResolvedRun(make_run(LATENT, ep=8), WORLD_SIZE), "megatron"))
+    assert (float(table["mscale"]), float(table["mscale-all-dim"])) == (1, 1)
+    plain = {**LATENT, "attention_scale": None, "rope": LATENT["rope"] | {"attention_factor": None}}
+    table = parse_megatron_flags(export(ResolvedRun(make_run(plain, ep=8), WORLD_SIZE), "megatron"))
+    assert (float(table["mscale"]), float(table["mscale-all-dim"])) == (1, 0)
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_writes_the_options_that_the_release_has_read(trainer: Trainer) -> None:
     exports = [export(ResolvedRun(run, WORLD_SIZE), name) for name, run in EXPORT_CASES if name == trainer]
@@ -372,6 +391,17 @@ UNSUPPORTED_CASES: list[tuple[Trainer, RunSpec, str, str]] = [
     ("megatron", make_run(data_parallel="zero3", offload="cpu"), "layout.offload", "zero1"),
     ("megatron", make_run(data_parallel="zero1", **NVME_OFFLOAD), "layout.offload", "cpu"),
     ("megatron", make_run({**SMALL, "rope": {"theta": 1e4 + 0.5}}), "model.rope.theta", "use an integer"),
+    ("megatron", make_run({**SMALL, "rope": {"scaling": "yarn", "factor": 4.0}}), "model.rope.scaling", "remove it"),
+    ("megatron", make_run({**SMALL, "attention_scale": 0.1}), "model.attention_scale", "remove it"),
+    ("megatron", make_run({**LATENT, "rope": {}}), "model.attention_scale", "remove it"),
+    ("megatron", make_run({**LATENT, "attention_bias": "qkv"}), "model.attention_bias", "none"),
+    (
+        "megatron",
+        make_run({**LATENT, "rope": LATENT["rope"] | {"beta_fast": 1.0}}),
+        "model.rope.beta_fast",
+        "use 32.0",
+    ),
+    ("megatron", make_run({**SMALL, "mixer": {"kind": "short_convolution"}}), "model.mixer.kind", "another model"),
     ("megatron", make_run(SMALL, tp=8), "layout.tp", "divisor"),
     ("megatron", make_run({**EXPERTS, "moe": {**EXPERTS["moe"], "top_k": 1}}), "model.moe.normalize_top_k", "false"),
     ("torchtitan", make_run(data_parallel="zero1"), "layout.data_parallel", "zero2"),

@@ -5,9 +5,11 @@ The flags are those of megatron/training/arguments.py of the release in `common.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
@@ -23,7 +25,9 @@ from phalanx.plan.export.common import (
     unsupported_error,
 )
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import MoESpec
+from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.parts.mixers import LatentAttention, MixerSpec
+from phalanx.spec.parts.mixers.latent_attention import LATENT_NORM_EPS
 
 Flags = dict[str, object]
 """Flags by name, without dashes; True for flags without a value, None for flags to omit."""
@@ -38,6 +42,8 @@ RECOMPUTATION: dict[str, Flags] = {
 }
 LLAMA3_ROPE = (1.0, 4.0, 8192)
 """Fixed values in Megatron-LM of the other parameters of Llama 3's RoPE scaling."""
+YARN_OF_LATENT_ATTENTION = {"original_context": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""Fixed values in Megatron-LM of the other parameters of YaRN with latent attention."""
 NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 LR_DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "none": "constant"}
@@ -53,7 +59,8 @@ SUPPORTED = (
     SupportedOption("model.position_embedding", ("rope", "learned")),
     SupportedOption("model.qk_norm", ("head",)),
     SupportedOption("model.attention_bias", ("qkv",)),
-    SupportedOption("model.rope.scaling", ("linear", "llama3")),
+    SupportedOption("model.rope.scaling", ("linear", "llama3", "yarn")),
+    SupportedOption("model.mixer.kind", ("latent_attention",)),
     SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
     SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
     SupportedOption("layout.data_parallel", ("ddp", "zero1", *FSDP_SHARDING), 'use "zero1"', NO_SERVERS),
@@ -67,6 +74,8 @@ SUPPORTED = (
 EXPRESSED = (
     *("model.rope.fraction", "model.moe.routed_scale", "model.moe.num_groups", "model.moe.top_groups"),
     *("model.moe.shared_ffn_size", "model.moe.shared_gate", "model.moe.choice_bias"),
+    *("model.mixer", "model.mixer.latent_rank", "model.mixer.query_rank", "model.mixer.rope_dim"),
+    *("model.mixer.value_dim", "model.attention_scale", "model.rope.attention_factor"),
 )
 """Fields that Megatron-LM expresses and other trainers do not."""
 
@@ -86,7 +95,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
     moe = _expert_flags(job, run.model.moe) if run.model.moe else {}
     flags = (
         _model_flags(job)
-        | _rope_flags(job)
+        | (_latent_attention_flags(job.run.model, job.run.model.mixer) if job.run.model.mixer else _rope_flags(job))
         | moe
         | _model_parallel_flags(job)
         | _data_parallel_flags(job)
@@ -105,6 +114,8 @@ def megatron(job: ExportJob) -> ExportedConfig:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
         notes.append("Expert capacities apply per micro-batch, not per sequence.")
+    if run.model.mixer and run.model.norm_eps != LATENT_NORM_EPS:
+        notes.append(f"Norms of latents add {run.model.norm_eps:g} as the other norms do, not {LATENT_NORM_EPS:g}.")
     if layout.activation_checkpointing == "norms":
         notes.append("Norms that Transformer Engine fuses with the next product are not recomputed.")
     if run.cluster.nodes > 1:
@@ -178,6 +189,9 @@ def _rope_flags(job: ExportJob) -> Flags:
     if job.run.model.position_embedding == "learned":
         return {"position-embedding-type": "learned_absolute"}
     rope = job.run.model.rope
+    if job.run.model.attention_scale is not None or rope.scaling == "yarn":
+        field = "model.attention_scale" if job.run.model.attention_scale is not None else "model.rope.scaling"
+        raise unsupported(field, attrgetter(field)(job.run), "remove it", "only latent attention has it there")
     options = {"model.rope.theta": rope.theta}
     if rope.scaling == "linear":
         options["model.rope.factor"] = rope.factor
@@ -196,6 +210,51 @@ def _rope_flags(job: ExportJob) -> Flags:
         "rotary-seq-len-interpolation-factor": int(rope.factor) if rope.scaling == "linear" else None,
         "use-rope-scaling": rope.scaling == "llama3",
         "rope-scaling-factor": rope.factor if rope.scaling == "llama3" else None,
+    }
+
+
+def _latent_attention_flags(spec: ModelSpec, mixer: MixerSpec) -> Flags:
+    """Return the flags of latent attention (core/transformer/multi_latent_attention.py).
+
+    Its YaRN multiplies queries and keys by m(mscale) / m(mscale_all_dim), and scores by m(mscale_all_dim)^2, where
+    m(scale) = 0.1 scale ln(factor) + 1."""
+    assert isinstance(mixer, LatentAttention)
+    rope = spec.rope
+    if spec.attention_bias != "none":
+        raise unsupported("model.attention_bias", spec.attention_bias, 'use "none"', "latents have no biases there")
+    if spec.position_embedding != "rope" or rope.scaling not in ("none", "yarn"):
+        field = "model.position_embedding" if spec.position_embedding != "rope" else "model.rope.scaling"
+        value = spec.position_embedding if spec.position_embedding != "rope" else rope.scaling
+        raise unsupported(field, value, 'use "rope", without scaling or with "yarn"', "of latent attention")
+    scores = spec.query_scale
+    if scores != 1 and rope.scaling == "none":
+        reason = "it follows from YaRN there"
+        raise unsupported("model.attention_scale", spec.attention_scale, "remove it", reason)
+    yarn: Flags = {}
+    if rope.scaling == "yarn":
+        for field, fixed in YARN_OF_LATENT_ATTENTION.items():
+            if getattr(rope, field) != fixed:
+                reason = "latent attention has fixed parameters of YaRN"
+                raise unsupported(f"model.rope.{field}", getattr(rope, field), f"use {fixed}", reason)
+        growth = 0.1 * math.log(rope.factor)
+        factor = growth + 1 if rope.attention_factor is None else rope.attention_factor
+        yarn = {
+            "rotary-scaling-factor": rope.factor,
+            "mscale": round((factor * scores**0.5 - 1) / growth, 9),
+            "mscale-all-dim": round((scores**0.5 - 1) / growth, 9),
+        }
+    return {
+        "multi-latent-attention": True,
+        "qk-layernorm": True,  # norms of the latents
+        "q-lora-rank": mixer.query_rank,
+        "kv-lora-rank": mixer.latent_rank,
+        "qk-head-dim": spec.head_dim - mixer.rope_dim,
+        "qk-pos-emb-head-dim": mixer.rope_dim,
+        "v-head-dim": mixer.value_dim,
+        "position-embedding-type": "rope",
+        "rope-type": "yarn" if yarn else "rope",
+        "rotary-base": int(rope.theta),
+        **yarn,
     }
 
 
