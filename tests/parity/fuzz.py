@@ -18,11 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
+from phalanx.spec.families.config_json import model_table
 from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, GPT2, MODELS_OF_KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.model.huggingface.test_checkpoint_traps import KINDS as SMALL_CONFIGS
 
 STEPS = 5
 TOLERANCE = 1e-10
@@ -156,15 +158,20 @@ def type_of_field(key: str) -> TypeAdapter[Any]:
     return TypeAdapter(Annotated[field.annotation, field])
 
 
-def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Table]]:
-    """Return this many layouts that training accepts.
+def draw_valid_layouts(
+    seed: int, count: int, text: Path, only_model: str | None = None
+) -> list[tuple[int, str, int, Table]]:
+    """Return this many layouts that training accepts, all of one model or each of a drawn one.
 
     Raises:
         ValueError: A value that no combination of the others would make valid.
     """
-    dice, layouts = random.Random(seed), []
+    dice = random.Random(f"{seed} {only_model}" if only_model else seed)
+    layouts: list[tuple[int, str, int, Table]] = []
     while len(layouts) < count:
-        world_size, model, layers, changes = drawn = draw_layout(dice)
+        world_size, model, layers, changes = draw_layout(dice)
+        model = only_model or model
+        drawn = (world_size, model, layers, changes)
         check_values(changes)
         try:
             run = small_run(text, text.parent, run_settings(model, layers, changes))
@@ -177,7 +184,14 @@ def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str
 
 def run_settings(model: str, layers: int, changes: Table) -> Table:
     """Return the changes of a run with its model."""
-    return {"model": {**MODELS[model], "num_layers": layers}, "training.steps": STEPS, **changes}
+    table = MODELS[model] if model in MODELS else family_model(model)
+    return {"model": {**table, "num_layers": layers}, "training.steps": STEPS, **changes}
+
+
+@cache
+def family_model(kind: str) -> Table:
+    """Return a small model of a Hugging Face family."""
+    return model_table({**SMALL_CONFIGS[kind], "model_type": kind, "vocab_size": 257})
 
 
 @cache
@@ -207,9 +221,12 @@ def main() -> None:
     parser = argparse.ArgumentParser("tests.parity.fuzz")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--families", nargs="*", help="draw that many layouts of each family of Hugging Face models")
     arguments = parser.parse_args()
     text, num_wrong = Path(json.__file__).parent, 0
-    for world_size, model, layers, changes in draw_valid_layouts(arguments.seed, arguments.count, text):
+    models = [None] if arguments.families is None else arguments.families or sorted(SMALL_CONFIGS)
+    drawn = [layout for model in models for layout in draw_valid_layouts(arguments.seed, arguments.count, text, model)]
+    for world_size, model, layers, changes in drawn:
         try:
             worst = max_relative_difference(text, world_size, model, layers, changes)
             outcome = f"{worst:.1e}"
@@ -220,7 +237,7 @@ def main() -> None:
         print(
             f"{'ok ' if worst <= TOLERANCE else 'BAD'} {outcome} x{world_size} {model}-{layers} {settings}", flush=True
         )
-    print(f"{arguments.count - num_wrong} of {arguments.count} layouts of seed {arguments.seed} within {TOLERANCE:g}")
+    print(f"{len(drawn) - num_wrong} of {len(drawn)} layouts of seed {arguments.seed} within {TOLERANCE:g}")
     sys.exit(num_wrong > 0)
 
 
