@@ -22,7 +22,18 @@ from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layou
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import CONVOLUTIONS, DENSE, DIALS, GPT2, KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import (
+    CONVOLUTIONS,
+    DELTA,
+    DENSE,
+    DIALS,
+    GPT2,
+    KINDS,
+    MOE,
+    Table,
+    small_run,
+    train_and_evaluate,
+)
 
 STEPS = 5
 TOLERANCE = 1e-10
@@ -35,6 +46,7 @@ MODELS: dict[str, Table] = {
     "windows": {**DENSE, "sliding_window": 12, "full_attention_layers": [0, 3], "attention_sinks": True},
     "kinds": KINDS,
     "convolutions": CONVOLUTIONS,
+    "delta": DELTA,
     "dials": DIALS,
     "three-heads": {**DENSE, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 3},
 }

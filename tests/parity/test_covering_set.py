@@ -15,7 +15,7 @@ import pytest
 from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import CONVOLUTIONS, DENSE, DIALS, KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import CONVOLUTIONS, DELTA, DENSE, DIALS, KINDS, MOE, Table, small_run, train_and_evaluate
 from tests.parity.covering_set import (
     FACTORS,
     FILE,
@@ -136,7 +136,9 @@ def test_windows_and_sinks_equal_single_process_training(case: str, documents: P
     check_parity(ranks, {"model": {**DENSE, **model}, **layout, **micro_batch}, documents, tmp_path)
 
 
-@pytest.mark.parametrize("model", [KINDS, CONVOLUTIONS, DIALS], ids=["attention", "convolution", "dials"])
+@pytest.mark.parametrize(
+    "model", [KINDS, CONVOLUTIONS, DELTA, DIALS], ids=["attention", "convolution", "delta", "dials"]
+)
 @pytest.mark.parametrize("name", KIND_CASES)
 def test_layout_of_several_kinds_of_layers_equals_single_process(
     name: str, model: Table, documents: Path, tmp_path: Path
@@ -152,6 +154,16 @@ def test_ring_of_several_kinds_of_layers_equals_single_process(
 ) -> None:
     model = {**KINDS, "sliding_window": None, "norm_position": norm_position}
     check_parity(2, {"model": model, "layout.cp": 2}, documents, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"layout.tp": 4}, {"layout.cp": 4, "layout.cp_method": "ulysses"}], ids=["tp", "cp"]
+)
+def test_copies_of_key_heads_of_several_kinds_equal_single_process(
+    layout: Table, documents: Path, tmp_path: Path
+) -> None:
+    """Four ranks have four copies of the key head of attention, and two of those of Gated DeltaNet."""
+    check_parity(4, {"model": DELTA, **layout}, documents, tmp_path)
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:

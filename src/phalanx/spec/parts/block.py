@@ -65,7 +65,7 @@ def _blocks(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> tup
 def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     """Return the branches of a layer (`spec.layers`)."""
     x = residual_stream(layer)
-    mixer = layer.mixer.describe(x) if layer.mixer else describe_attention(layer, layout, x)
+    mixer = layer.mixer.describe(layer, x) if layer.mixer else describe_attention(layer, layout, x)
     x = residual_stream(layer)
     ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
     first, last = (_describe_branch(layer, part) for part in (mixer, ffn))

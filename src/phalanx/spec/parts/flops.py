@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.spec.layout import Layout
 from phalanx.spec.parts.attended_keys import attended_keys
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part
+from phalanx.spec.parts.scan_segments import mean_chunk
 
 
 def product_flops(part: Part) -> float:
@@ -17,14 +18,15 @@ def _used_share(linear: Linear) -> float:
     return linear.reads[0].copies / linear.matrix.shape[0] if isinstance(linear, GroupedLinear) else 1.0
 
 
-def core_flops(part: Part, seq_len: int, causal: bool = True, ranks: int = 1) -> float:
-    """Return the FLOPs of attention on a token.
+def core_flops(part: Part, seq_len: int, causal: bool = True, ranks: int = 1, ulysses: int = 1) -> float:
+    """Return the FLOPs of attention, or of a scan, on a token.
 
     Args:
-        part: Part with an attention kernel, or without.
+        part: Part with a kernel, or without.
         seq_len: T, tokens of a sequence.
         causal: Count the keys before each query only.
         ranks: Tensor-parallel ranks, of which the one with most heads is counted.
+        ulysses: Ranks that exchange tokens for heads, with copies of heads that are fewer.
     """
     return sum(
         core.flops_per_key
@@ -32,6 +34,10 @@ def core_flops(part: Part, seq_len: int, causal: bool = True, ranks: int = 1) ->
         * core.heads.units_on_rank(ranks)
         * attended_keys(core.window, seq_len, causal)
         for core in part.attention_cores
+    ) + sum(
+        max(flops.heads.units_on_rank(ranks), ulysses) * (flops.per_token + flops.per_pair * mean_chunk(seq_len))
+        for core in part.scan_cores
+        for flops in core.flops
     )
 
 

@@ -23,8 +23,10 @@ from phalanx.spec.parts.operations import (
     Norm,
     Part,
     Route,
+    ScanCore,
     Value,
 )
+from phalanx.spec.parts.scan_segments import scan_segments
 
 Memory = tuple[Value, str]
 """Key of a tensor: its value, and the reader for which it is copied."""
@@ -125,10 +127,17 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
 def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
     """Return what the kernel of a mixer saves. With context parallelism these are copies, in Ulysses of other heads."""
     cp = shape.layout.cp
-    return {
+    kept = {
         (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.compute_bytes
         for value in core.keeps
     }
+    return kept | {(core.state, ""): state_bytes(core, shape)} if isinstance(core, ScanCore) else kept
+
+
+def state_bytes(scan: ScanCore, shape: ForwardShape) -> int:
+    """Return the bytes of the states that a scan saves: before each segment of a row but the first."""
+    num_states = shape.batch * (len(scan_segments(shape.sequence)) - 1)
+    return num_states * context_width(scan.state, shape) // shape.layout.cp * shape.number_bytes(scan.state)
 
 
 def _softmax_bytes(spec: ModelSpec, core: AttentionCore, shape: ForwardShape) -> int:

@@ -4,7 +4,12 @@ The module of a mixer is the class of the same name in the file of the same name
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
+from phalanx.spec.parts.mixers.gated_delta import GatedDelta
 from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 
-MixerSpec = ShortConvolution
+MixerSpec = Annotated[ShortConvolution | GatedDelta, Field(discriminator="kind")]
 """Description of any mixer."""

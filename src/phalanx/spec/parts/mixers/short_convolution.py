@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from phalanx.spec.base import Spec
 from phalanx.spec.parts.operations import Core, Cut, Parameter, Part, Value
+
+if TYPE_CHECKING:
+    from phalanx.spec.model import ModelSpec
 
 
 class ShortConvolution(Spec):
@@ -23,7 +26,7 @@ class ShortConvolution(Spec):
     bias: bool = False
     """Biases of the convolution and of the products around it."""
 
-    def describe(self, x: Value) -> Part:
+    def describe(self, layer: ModelSpec, x: Value) -> Part:
         """Return the part: three products, the convolution of the gated values, and a product of its gated output."""
         part = Part("attention", "attention", x)
         channels = Cut("model.hidden_size", x.width)
@@ -34,8 +37,8 @@ class ShortConvolution(Spec):
         if self.bias:
             parameters["bias"] = Parameter((x.width,), "zeros")
         out = Value(x.width, channels)
-        # The gradient of a gate, gated values, the gradients of the convolution's output and input, and of a tap before
-        # its sum.
+        # The gradients of the output and of a gate, gated values, the gradients of the convolution's output and input,
+        # and of a tap before its sum.
         exact = replace(out, numbers="high")
         part.add(
             Core(
@@ -43,7 +46,7 @@ class ShortConvolution(Spec):
                 writes=out,
                 keeps=inputs,
                 heads=channels,
-                backward_values=(out, *(exact,) * 4),
+                backward_values=(out, out, *(exact,) * 4),
                 parameters=parameters,
             )
         )
