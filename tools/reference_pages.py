@@ -97,24 +97,29 @@ def config_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table_section(path: str, table: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
-    yield from (f"## `[{path}]`" if path else "## Top level", "", _escape(table.get("description", "")), "")
+def _table_section(path: str, table: dict[str, Any], definitions: dict[str, Any], of_kind: str = "") -> Iterator[str]:
+    title = f"## `[{path}]`{of_kind}" if path else "## Top level"
+    yield from (title, "", _escape(table.get("description", "")), "")
     yield from ("| field | values | default | |", "|---|---|---|---|")
     subtables = []
     for name, field in table["properties"].items():
-        options = (field, *field.get("anyOf", ()), field.get("items", {}))
-        reference = next((each["$ref"] for each in options if "$ref" in each), None)
-        definition = definitions[reference.rsplit("/", 1)[1]] if reference else field
+        options = (field, *field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items", {}))
+        references = [each["$ref"].rsplit("/", 1)[1] for each in options if "$ref" in each]
+        definition = definitions[references[0]] if references else field
         # A list of tables has no sections of its own for the tables in it.
         if "properties" in definition and not path.startswith("["):
             subpath = f"{path}.{name}".lstrip(".")
-            subtables.append((f"[{subpath}]" if "items" in field else subpath, definition))
+            subpath = f"[{subpath}]" if "items" in field else subpath
+            tables = [definitions[reference] for reference in references]
+            # Tables of several kinds have a field that says which.
+            kinds = [f", kind `{table['properties']['kind']['const']}`" if len(tables) > 1 else "" for table in tables]
+            subtables += [(subpath, table, kind) for table, kind in zip(tables, kinds, strict=True)]
             continue
         default = f"`{json.dumps(field['default'])}`" if field.get("default") is not None else ""
         yield _row(f"`{name}`", _values(field | definition), default, _escape(field.get("description", "")))
     yield ""
-    for subpath, subtable in subtables:
-        yield from _table_section(subpath, subtable, definitions)
+    for subpath, subtable, of_kind in subtables:
+        yield from _table_section(subpath, subtable, definitions, of_kind)
 
 
 def _values(field: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.spec.families.family import Read, SameAs
 from phalanx.spec.families.registry import families
 
-SIZES_OF_HEADS = {"head_dim": 12, "sliding_window": 16}
+SIZES_OF_HEADS = {"head_dim": 24, "sliding_window": 16}
 """Values that are neither the default of a small model nor derived from its other sizes."""
 
 

@@ -114,9 +114,34 @@ CONVOLUTIONS: Table = {
 }
 """Convolutions in most layers, as in LFM2, and an MLP with the experts, as in Gemma 4."""
 
+DELTA: Table = {
+    **MOE,
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "shared_gate": True},
+    "norm_offset": True,
+    "attention_gate": "channel",
+    "num_layers": 4,
+    "layers": "delta*2 full dense",
+    "rope": {"fraction": 0.5},
+    "kinds": [
+        {
+            "name": "delta",
+            "mixer": {
+                "kind": "gated_delta",
+                "num_key_heads": 2,
+                "num_value_heads": 4,
+                "key_head_dim": 8,
+                "value_head_dim": 12,
+            },
+        },
+        {"name": "full", "num_kv_heads": 1},
+        {"name": "dense", "moe": False},
+    ],
+}
+"""Gated DeltaNet in most layers, and attention with a gate, as in Qwen3-Next."""
 MODELS_OF_KINDS: dict[str, Table] = {
     "attention": KINDS,
     "convolution": CONVOLUTIONS,
+    "delta": DELTA,
     "dials": DIALS,
     "latent": LATENT,
 }

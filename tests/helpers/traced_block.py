@@ -142,7 +142,8 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
 
 
 def _rank_flops(part: Part, shape: ForwardShape) -> float:
-    flops = kernel_flops(part, shape.sequence, shape.tp) * shape.tokens
+    ulysses = shape.layout.cp if shape.layout.cp_method == "ulysses" else 1
+    flops = kernel_flops(part, shape.sequence, shape.tp, ulysses) * shape.tokens
     for linear in part.linears:
         matrices = linear.matrix.shape[0] // shape.layout.ep if isinstance(linear, GroupedLinear) else 1
         tokens = tokens_through(linear, shape.layout, shape.tokens)

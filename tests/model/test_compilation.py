@@ -9,7 +9,7 @@ import torch
 
 from phalanx.model.compilation import compile_blocks
 from phalanx.model.products import ACTIVATIONS, compiled_activation
-from phalanx.spec.activations import NUM_INPUTS
+from phalanx.spec.activations import GATED_OUTPUT, NUM_INPUTS
 from tests.helpers.random_models import build_model
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
@@ -28,7 +28,7 @@ def without_kernels():
 @pytest.mark.parametrize("tokens", [[3, 5]])
 def test_compiled_activation_equals_eager(name: str, tokens: list[int]) -> None:
     activation = ACTIVATIONS[name]
-    count = NUM_INPUTS[name]
+    count = 2 if name == GATED_OUTPUT else NUM_INPUTS[name]
     for rows in tokens:
         inputs = [torch.randn(rows, 8, dtype=torch.float64) for _ in range(count)]
         gradient = torch.randn(rows, 8, dtype=torch.float64)

@@ -15,7 +15,17 @@ import pytest
 from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, KINDS, LATENT, MODELS_OF_KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import (
+    DELTA,
+    DENSE,
+    KINDS,
+    LATENT,
+    MODELS_OF_KINDS,
+    MOE,
+    Table,
+    small_run,
+    train_and_evaluate,
+)
 from tests.parity.covering_set import (
     FACTORS,
     FILE,
@@ -159,6 +169,16 @@ RINGS: dict[str, Table] = {
 def test_ring_of_several_kinds_of_layers_equals_single_process(name: str, documents: Path, tmp_path: Path) -> None:
     model = RINGS[name]
     check_parity(2, {"model": model, "layout.cp": 2}, documents, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"layout.tp": 4}, {"layout.cp": 4, "layout.cp_method": "ulysses"}], ids=["tp", "cp"]
+)
+def test_copies_of_key_heads_of_several_kinds_equal_single_process(
+    layout: Table, documents: Path, tmp_path: Path
+) -> None:
+    """Four ranks have four copies of the key head of attention, and two of those of Gated DeltaNet."""
+    check_parity(4, {"model": DELTA, **layout}, documents, tmp_path)
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import head_replications, parameter_shardings
 
 
 def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.ProcessGroup | object:
@@ -38,7 +39,12 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
         case "tp":
             group = mesh.tp_group
         case "copies":
-            group = ModelSharding(run.model, run.layout, mesh).gradient_reduce_group("blocks.0.attention.wk.weight")
+            copies = head_replications(run.model, run.layout.tp)[-1]
+            shardings = parameter_shardings(run.model, run.layout)
+            name = next(
+                name for name, sharding in shardings.items() if sharding.dim == 0 and sharding.replication == copies
+            )
+            group = ModelSharding(run.model, run.layout, mesh).gradient_reduce_group(name)
         case "cp":
             group = None if mesh.cp_mesh is None else mesh.cp_mesh.get_group()
         case "ep":

@@ -20,7 +20,7 @@ from phalanx.model.attention_sinks import attend_varlen_with_sinks
 from phalanx.model.cpu_attention import attend_on_cpu
 from phalanx.model.flex_attention import attend_with_flex
 from phalanx.model.part import PartModule
-from phalanx.model.products import ProductLinear, TensorTuple
+from phalanx.model.products import ACTIVATIONS, IDENTITY, ProductLinear, TensorTuple, activated_linear
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.model.sequence_context import Documents, SequenceContext
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
@@ -54,6 +54,8 @@ class Attention(PartModule):
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.qk_norm = layer.qk_norm
         self.query_scale = layer.query_scale
+        self.columns = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
+        self.gate = ACTIVATIONS[part.activation] if layer.attention_gate == "channel" else IDENTITY
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
@@ -66,7 +68,7 @@ class Attention(PartModule):
         """Return the output of the layer, [B, T, D], for a normalized input.
 
         Learned positions have no `rotary` table. Without a `mask`, all earlier tokens of the row are visible."""
-        q, k, v = self.read_input(self.project_in, x_BTD)
+        q, k, v, *gate = self.read_input(self.project_in, x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
@@ -77,11 +79,13 @@ class Attention(PartModule):
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
         out_BTHK = self.core(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)
-        return self.wo(out_BTHK.flatten(2))
+        return (
+            activated_linear(self.wo, self.gate, *gate, out_BTHK.flatten(2)) if gate else self.wo(out_BTHK.flatten(2))
+        )
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
-        """Return queries, keys and values, with the heads concatenated."""
-        return self.project(x_BTD, "wq", "wk", "wv")
+        """Return queries, keys and values, with the heads concatenated, and the gate of the output, if there is one."""
+        return self.project(x_BTD, *self.columns)
 
 
 def attend(

@@ -78,6 +78,30 @@ def gated(activate: Callable[..., Tensor], backward: Any, **options: object) -> 
     return Activation(forward, forward_and_vjp, vjp)
 
 
+def gated_by_sigmoid() -> Activation:
+    """Return sigmoid(gate) x up (GLU, arXiv 1612.08083)."""
+    backward = torch.ops.aten.sigmoid_backward
+
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return gate.sigmoid() * up
+
+    def forward_and_vjp(gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
+        activated = gate.sigmoid()
+
+        def vjp_in_place(gradient: Tensor) -> TensorTuple:
+            grad_up = gradient * activated
+            return backward.grad_input(gradient.mul_(up), activated, grad_input=gradient), grad_up
+
+        return activated * up, vjp_in_place
+
+    def vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+        activated = gate.sigmoid()
+        grad_up = gradient * activated
+        return gradient.copy_(backward(gradient * up, activated)), grad_up
+
+    return Activation(forward, forward_and_vjp, vjp)
+
+
 def gelu(approximate: str) -> Activation:
     """Return GELU, exact ("none") or approximated by a hyperbolic tangent ("tanh")."""
 
@@ -97,6 +121,7 @@ IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), 
 ACTIVATIONS = {
     "swiglu": gated(F.silu, torch.ops.aten.silu_backward),
     "geglu_tanh": gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
+    "glu": gated_by_sigmoid(),
     "gelu": gelu("none"),
     "gelu_tanh": gelu("tanh"),
 }

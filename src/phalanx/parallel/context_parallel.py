@@ -125,12 +125,18 @@ def _exchange_heads(core: Kernel, cp: ContextParallelGroup, *values_and_mask: An
     local_values = all_tokens.split([prod(x.shape[3:]) for x in by_rank], dim=2)
     local_heads = (x.unflatten(2, like.shape[3:]) for x, like in zip(local_values, by_rank, strict=True))
     local_parameters = {
-        name: parameter.chunk(cp.size)[cp.rank] if isinstance(parameter, Tensor) else parameter
+        name: _local_heads(parameter, cp) if isinstance(parameter, Tensor) else parameter
         for name, parameter in parameters.items()
     }
     out = core(*local_heads, mask, **local_parameters)
     out_by_rank = out.unflatten(1, (cp.size, -1)).movedim(1, 0)
     return cast(Tensor, _AllToAll.apply(out_by_rank, cp)).movedim(0, 2).flatten(2, 3)
+
+
+def _local_heads(parameter: Tensor, cp: ContextParallelGroup) -> Tensor:
+    """Return the part of a parameter [H, ...] of this rank's heads; neighbors share one if there are more ranks."""
+    heads = len(parameter)
+    return parameter.narrow(0, cp.rank * heads // cp.size, max(1, heads // cp.size))
 
 
 class _AllToAll(torch.autograd.Function):

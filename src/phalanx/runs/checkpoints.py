@@ -72,6 +72,7 @@ SHAPE_FIELDS = (
     "norm_position",
     "norm_offset",
     "attention_scale",
+    "attention_gate",
     "embedding_scale",
     "residual_scale",
     "logits_divisor",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups, pipeline_stage_groups, process_groups
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import kv_head_replication
+from phalanx.spec.tensor_sharding import head_replications
 
 GroupKind = Literal[
     "data",
@@ -26,7 +26,8 @@ GroupKind = Literal[
 """Kinds of process groups. data: ranks that share one copy of all non-expert parameters (with ddp, ranks with one copy
 each). replicas: ranks with the same shard of different copies. same_experts, expert_replicas: the equivalents of these
 two for experts under expert parallelism. tp, cp, ep, pp: the mesh axes. copies: tensor-parallel neighbors with the same
-key/value heads. parts: tensor-parallel ranks with different key/value heads. ends: the first and the last stage.
+key/value heads, of the kind of layers where these are most. parts: tensor-parallel ranks with different key/value
+heads. ends: the first and the last stage.
 losses: ranks whose losses are terms of one sum. servers: servers and workers."""
 MAX_PIPELINE_CHANNELS = 4
 """NCCL channels for pipeline messages; a channel is a block on an SM. Receives are posted ahead, and a channel that
@@ -57,7 +58,7 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
                 return [ranks[start :: dims.ep] for copies in stages for ranks in copies for start in range(dims.ep)]
             return [ranks for copies in stages for ranks in zip(*copies, strict=True)]
         case "copies" | "parts":
-            size = kv_head_replication(run.model, dims.tp)
+            size = head_replications(run.model, dims.tp)[-1]
             tp_groups = process_groups(dims, "tp")
             if kind == "parts":
                 return [ranks[start::size] for ranks in tp_groups for start in range(size)]

@@ -53,6 +53,7 @@ NO_ATTENTION: dict[str, object] = {
     "attention_sinks": False,
     "attention_bias": "none",
     "attention_scale": None,
+    "attention_gate": "none",
     "qk_norm": "none",
     "position_embedding": "none",
     "rope": RopeSpec(),
@@ -230,6 +231,8 @@ class ModelSpec(Spec):
     """Biases in attention only: of queries, keys and values (Qwen2), or of its output too."""
     attention_scale: float | None = Field(None, gt=0, examples=[0.0884])
     """Factor of attention's scores; by default 1 / sqrt(head_dim)."""
+    attention_gate: Literal["none", "channel"] = "none"
+    """Multiply each channel of attention's output by the sigmoid of a product of the layer's input (Qwen3-Next)."""
     embedding_scale: float = Field(1.0, gt=0)
     """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
     residual_scale: float = Field(1.0, gt=0)

@@ -34,4 +34,4 @@ def is_muon_parameter(name: str, shape: Shape) -> bool:
 
     AdamW trains the rest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
     """
-    return name.startswith("blocks.") and len(shape) >= 2 and not name.endswith(".taps")
+    return name.startswith("blocks.") and len(shape) >= 2 and not name.endswith("taps")

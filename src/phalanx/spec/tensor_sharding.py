@@ -79,7 +79,8 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             # Each head is on some ranks only, which add to the gradient of a scale that all heads share.
             return _sharded_units(x.cut, layout.tp) if operation.crosses_ranks else _replicated(layout, partial=True)
         case Core():
-            return TensorSharding(0, 1) if operation.heads.share == "units" else _replicated(layout, partial=True)
+            cut = operation.named_parameters[name].cut or operation.heads
+            return _sharded_units(cut, layout.tp) if cut.share == "units" else _replicated(layout, partial=True)
     return _replicated(layout)
 
 
@@ -93,10 +94,10 @@ def _replicated(layout: Layout, partial: bool = False) -> TensorSharding:
     return TensorSharding(None, layout.tp, is_partial_sum=layout.tp > 1 and (partial or layout.sequence_parallel))
 
 
-def kv_head_replication(spec: ModelSpec, tp: int) -> int:
-    """Return the number of ranks that have the same key/value heads."""
+def head_replications(spec: ModelSpec, tp: int) -> list[int]:
+    """Return the numbers of ranks that have the same key/value heads, which may differ between layers, ascending."""
     parts = (branch.part for block in dict.fromkeys(blocks(spec)) for branch in block)
-    return max((cut.replication(tp) for part in parts for cut in part.cuts if cut.copied_below), default=1)
+    return sorted({1, *(cut.replication(tp) for part in parts for cut in part.cuts if cut.copied_below)})
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:

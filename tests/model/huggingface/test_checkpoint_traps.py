@@ -49,6 +49,18 @@ SIGMOID_EXPERTS = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
+DELTA = {
+    **SHAPE,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 0.5,
+}
+GATED_EXPERTS = {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 KINDS = {
     "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "v_head_dim": 12},
@@ -69,6 +81,9 @@ KINDS = {
     "lfm2": {**SHAPE, "num_hidden_layers": 3, "block_multiple_of": 8, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "qwen2": SHAPE,
     "qwen2_moe": {**SHAPE, **EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_next": {**DELTA, **GATED_EXPERTS},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **GATED_EXPERTS},
     "glm4_moe": {**SHAPE, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "use_qk_norm": True},
     "minimax_m2": {**SHAPE, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
     "granite": {**SHAPE, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
@@ -174,6 +189,16 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
 VARIANTS = {
     "deepseek_v2": {"topk_method": "greedy", "q_lora_rank": None, "attention_bias": True},
     "deepseek_v3": {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 12},
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 3,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "partial_rotary_factor": 0.25,
+    },
+    "qwen3_5_text": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    "qwen3_5_moe_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "seed_oss": {"attention_out_bias": True},
@@ -203,6 +228,35 @@ def test_biases_of_routers_are_exported_in_fp32(tmp_path):
     assert {tensor.dtype for other, tensor in tensors.items() if "bias" not in other} == {torch.bfloat16}
 
 
+def test_rates_of_decay_are_exported_in_fp32(tmp_path):
+    model = load_model(save_random_model(tmp_path / "source", "qwen3_5_text"))
+    export_hf(model.spec, dict(model.state_dict()), tmp_path / "bf16", dtype="bf16")
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    is_fp32 = {name.rpartition(".")[2] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert is_fp32 == {"A_log", "dt_bias"}
+
+
+def test_stacked_experts_of_a_multimodal_file_equal_transformers(tmp_path):
+    """Published files of Qwen3.5 have stacks of experts, transformers saves each."""
+    expected = transformers_logits(save_random_model(tmp_path, "qwen3_5_moe_text"))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(3):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{experts}.down_proj"] = down
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.patch_embed.proj.bias": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(renamed | others, file, metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    torch.testing.assert_close(phalanx_logits(tmp_path), expected, rtol=0, atol=1e-10)
+
+
 def test_prediction_layers_are_not_read_but_a_missing_layer_is_noticed(tmp_path):
     add_tensor(save_random_model(tmp_path, "glm4_moe"), "model.layers.3.eh_proj.weight", torch.ones(4))
     edit_config(tmp_path, num_nextn_predict_layers=1)
@@ -226,7 +280,18 @@ KIMI_VISION = {name: size for name, size in VISION.items() if name != "image_siz
     "pos_emb_width": 4,
     "pos_emb_time": 2,
 }
+TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 WRAPPERS = {
+    "qwen3_5": (TOWER, {}),
+    "qwen3_5_moe": (TOWER, {}),
     "gemma3": (VISION, {"mm_tokens_per_image": 4}),
     "mistral3": (VISION | {"model_type": "pixtral"}, {}),
     "kimi_k25": (KIMI_VISION, {"tie_word_embeddings": False}),
@@ -345,6 +410,33 @@ CONFIG_TRAPS = {
         "lfm2",
         ("layer_types", "tie_word_embeddings"),
         {"full_attn_idxs": [1], "tie_embedding": True, "conv_dim": 32, "block_use_swiglu": True},
+    ),
+    "qwen3_next with words of the hub": (
+        "qwen3_next",
+        ("layer_types", "norm_topk_prob", "rope_parameters"),
+        {
+            "full_attention_interval": 2,
+            "rope_theta": 5e5,
+            "rope_scaling": None,
+            "partial_rotary_factor": 0.5,
+            "use_sliding_window": False,
+        },
+    ),
+    "qwen3_5 with fields of the hub": (
+        "qwen3_5_text",
+        (),
+        {
+            "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 0,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+            },
+        },
     ),
     "windows switched off": ("qwen3", ("layer_types",), {"sliding_window": 4, "use_sliding_window": False}),
 }

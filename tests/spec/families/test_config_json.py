@@ -231,7 +231,8 @@ UNEXPORTABLE_FIELDS = {
     "model.attention_bias": {"sliding_window": 16, "full_attention_layers": [0]},
     "model.attention_sinks": {"attention_sinks": True},
     "model.mixer.kind": {"mixer": {"kind": "short_convolution"}},
-    "model.layers": {"moe": MOE, **HYBRID},
+    "model.layers": {**GPT2, **HYBRID, "qk_norm": "none"},
+    "model.norm_offset": {"moe": MOE, **HYBRID},
 }
 
 

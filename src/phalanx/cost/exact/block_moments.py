@@ -13,17 +13,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from phalanx.cost.exact.derive.saved import kept_by_core
+from phalanx.cost.exact.derive.saved import kept_by_core, norm_bytes
 from phalanx.cost.exact.derive.temporary import (
     activated_linear,
     attention_exchange_bytes,
     fp8_cast_bytes,
     inner_gradient_bytes,
+    scan_segment_bytes,
 )
 from phalanx.cost.exact.derive.weights import expert_weights, matrix_numbers, part_weights
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import Gate, Part
+from phalanx.spec.parts.operations import Core, Gate, Linear, Norm, Part, ScanCore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,16 +216,19 @@ def _attention_moments(
     used = [value if value.cut and value.cut.share == "units" else core.writes for value in core.reads]
     head_gradients = sum(map(shape.operand_bytes, used))
     weights = part_weights(attention, shape)
-    kernel_bytes = max(
+    gate_gradients, freed_after_kernel = _after_kernel_bytes(attention, core, shape)
+    kernel_bytes = gate_gradients - freed_after_kernel
+    kernel_bytes += max(
         head_gradients + shape.operand_bytes(core.writes), sum(map(shape.value_bytes, core.backward_values))
     )
-    # The product of the kernel's output has freed it, unless the kernel keeps it too.
-    kernel_bytes -= 0 if core.writes in core.keeps else shape.operand_bytes(core.writes)
+    kernel_bytes += scan_segment_bytes(core, shape) if isinstance(core, ScanCore) else 0
     exchange_bytes = attention_exchange_bytes(attention, shape)
     # Ulysses exchanges the gradients of heads after the kernel; other exchanges are under way while it computes.
     exchanges_later = shape.layout.cp > 1 and shape.layout.cp_method == "ulysses"
     kept_bytes = sum(kept_by_core(core, shape).values())
-    exchange = BlockMoment(temporary=-kept_bytes - freed.saved, exchanged=exchange_bytes)
+    exchange = BlockMoment(
+        temporary=gate_gradients - freed_after_kernel - kept_bytes - freed.saved, exchanged=exchange_bytes
+    )
     return (
         BlockMoment(
             temporary=kernel_bytes - freed.saved,
@@ -234,6 +238,7 @@ def _attention_moments(
         *([exchange] if exchanges_later else []),
         BlockMoment(
             temporary=head_gradients
+            + gate_gradients
             + _input_gradient_bytes(attention, shape)
             - saved_by[attention][attention.kind]
             - freed.saved,
@@ -242,6 +247,22 @@ def _attention_moments(
             block_weights=freed.weights + weights,
         ),
     )
+
+
+def _after_kernel_bytes(part: Part, core: Core, shape: ForwardShape) -> tuple[int, int]:
+    """Return the bytes of the gradients of gates of a kernel's output, and of what operations after it have saved.
+
+    The former exist during its backward pass, the latter do not any more."""
+    gate_bytes = saved_bytes = 0
+    for operation in part.operations[part.operations.index(core) + 1 :]:
+        if isinstance(operation, Norm):
+            saved_bytes += norm_bytes(operation, shape)
+        elif isinstance(operation, Linear) and operation.role == "row":
+            values = [value for value in part.saved_inputs(operation) if (value.view_of or value) not in core.keeps]
+            saved_bytes += sum(map(shape.operand_bytes, values))
+            gates = [value for value in values if isinstance(part.writer(value), Linear)]
+            gate_bytes += sum(map(shape.operand_bytes, gates))
+    return gate_bytes, saved_bytes
 
 
 def _all_tokens_bytes(part: Part, shape: ForwardShape) -> int:

@@ -207,8 +207,9 @@ def _recomputed_attention_flops(run: RunSpec, products: _BlockProductFlops) -> f
 def _attention_core_flops(run: RunSpec, layers: Sequence[int], tokens: float) -> float:
     """Return the FLOPs of attention's kernel in the forward pass of some layers on a rank's heads."""
     model_blocks = blocks(run.model)
+    ulysses = run.layout.cp if run.layout.cp_method == "ulysses" else 1
     per_token = sum(
-        kernel_flops(branch.part, run.training.seq_len, run.layout.tp)
+        kernel_flops(branch.part, run.training.seq_len, run.layout.tp, ulysses)
         for layer in layers
         for branch in model_blocks[layer]
     )

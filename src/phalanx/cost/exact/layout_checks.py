@@ -158,11 +158,6 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     if layout.sequence_parallel and seq_len % tp:
         fix = "use a tensor-parallel degree that divides training.seq_len, or layout.sequence_parallel = false"
         raise UserError("layout.tp", tp, f"does not divide training.seq_len ({seq_len})", fix)
-    copied = [cut for cut in cuts if cut.copied_below]
-    if len({cut.replication(tp) for cut in copied}) > 1:
-        problem = "exceeds the key/value heads of some kinds of layers, but not of others"
-        fix = f"use {min(cut.units for cut in copied)} or less, or kinds with equal num_kv_heads"
-        raise UserError("layout.tp", tp, problem, fix)
     rows = -(-spec.vocab_size // tp)
     if (tp - 1) * rows >= spec.vocab_size:
         problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"

@@ -60,7 +60,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     require_known_fields(config)
     files = _tensor_files(directory)
     shapes = parameter_shapes(spec)
-    sources = hf_sources(family, spec)
+    sources = hf_sources(family.stored_in(files), spec)
     hf_names = defaultdict(list)
     for hf_name, source in sources.items():
         for name in source.names:
@@ -82,13 +82,15 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
         tensors = []
         for hf_name in hf_names[name]:
             source = sources[hf_name]
-            num_rows = [shapes[other][int(has_experts)] for other in source.names]
+            axis = int(source.rows.stacked)
+            num_rows = [shapes[other][axis + has_experts] for other in source.names]
             first_row = sum(num_rows[: source.names.index(name)])
-            joined_shape = torch.Size((sum(num_rows), *own_shape[1:]))
+            joined_shape = torch.Size((*own_shape[:axis], sum(num_rows), *own_shape[axis + 1 :]))
             stored = read_tensor(hf_name)
             if source.rows.order:
                 _check_shape(stored, hf_name, joined_shape)
-            tensors.append(_check_shape(source.loaded(stored), hf_name, joined_shape)[first_row:][: own_shape[0]])
+            joined = _check_shape(source.loaded(stored), hf_name, joined_shape)
+            tensors.append(joined.narrow(axis, first_row, own_shape[axis]))
         return torch.stack(tensors) if has_experts else tensors[0]
 
     def read_tensor(hf_name: str) -> Tensor:

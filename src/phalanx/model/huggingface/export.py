@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
-from phalanx.model.huggingface.tensor_names import ROUTER_BIAS, TensorSource, hf_sources, parameter_shapes
+from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tokenizer_files
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config
@@ -137,7 +137,9 @@ def _write_tensors(
     shard_bytes: int,
 ) -> None:
     """Write one file, or several files with an index; the tensors of one file are in memory at a time."""
-    sizes = {name: _num_elements(source, shapes) * dtype.itemsize for name, source in sources.items()}
+    sizes = {
+        name: _num_elements(source, shapes) * _stored_dtype(source, dtype).itemsize for name, source in sources.items()
+    }
     shards = shard_names(sizes, shard_bytes)
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     files = [SINGLE_FILE] if len(shards) == 1 else files
@@ -161,11 +163,13 @@ def _num_elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int
     return sum(shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names)
 
 
+def _stored_dtype(source: TensorSource, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if source.is_precise else dtype
+
+
 def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
-    # In bf16 the biases of a router, which differ little, would be equal.
-    is_bias = source.names[0].endswith(ROUTER_BIAS)
-    joined = torch.cat([part.detach() for part in parts]).to("cpu", torch.float32 if is_bias else dtype)
+    joined = torch.cat([part.detach() for part in parts]).to("cpu", _stored_dtype(source, dtype))
     return source.stored(joined).contiguous()
 
 

@@ -14,6 +14,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, Rows
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.model import model_parameters
 
 ROUTER_BIAS = ".router.bias"
 """End of the name of a router's bias, which not all families store."""
@@ -29,6 +30,8 @@ class TensorSource(NamedTuple):
     """How the checkpoint stores them."""
     layer: ModelSpec
     """Description of the layer (`spec.layers`); outside of layers that of the model."""
+    is_precise: bool
+    """True if exports keep it in fp32."""
 
     def stored(self, tensor: Tensor) -> Tensor:
         """Return the tensor as the checkpoint has it."""
@@ -66,6 +69,7 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
     layers = layer_specs(spec)
+    precise = {name for name, parameter in model_parameters(spec).items() if parameter.is_precise}
     sources: dict[str, TensorSource] = {}
     for name, shape in parameter_shapes(spec).items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""
@@ -77,9 +81,11 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
             raise UserError("model.from_hf", name, problem, fix="use the model shape of its config.json")
         hf_name, names, rows = tensors[pattern]
         names = tuple(part.replace("{i}", layer) for part in names)
+        # In bf16 the biases of a router, which differ little, would be equal.
+        is_precise = name in precise or name.endswith(ROUTER_BIAS)
         for expert in range(shape[0]) if "{e}" in hf_name else [None]:
             tensor = hf_name.replace("{i}", layer).replace("{e}", str(expert))
-            sources[tensor] = TensorSource(names, expert, rows, layers[int(layer)] if layer else spec)
+            sources[tensor] = TensorSource(names, expert, rows, layers[int(layer)] if layer else spec, is_precise)
     return sources
 
 

@@ -49,9 +49,9 @@ class GatheredHeads:
 
 
 def _gather_products(multiply: Multiply, columns: GatheredHeads, x_BTD: Tensor, *layers: nn.Module) -> TensorTuple:
-    q, k, v = multiply(x_BTD, *layers)
+    q, k, v, *gate = multiply(x_BTD, *layers)
     q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.tp)).unbind()
-    return q, k, F.pad(v, columns.padding)
+    return q, k, F.pad(v, columns.padding), *gate
 
 
 def _attend_local_heads(

@@ -21,7 +21,7 @@ from phalanx.parallel.mesh import Mesh, make_device_mesh
 from phalanx.parallel.module_tensors import named_modules
 from phalanx.spec.layout import ZERO_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, parameter_shardings
+from phalanx.spec.tensor_sharding import TensorSharding, parameter_shardings
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,16 @@ class ModelSharding:
         """Shapes of full tensors by name."""
         self._placements: dict[object, tuple[DeviceMesh, list[Placement]]] = {}
         """Meshes and placements of DTensors, by sharding and by the mesh and placements of rows."""
-        replication = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._kv_head_mesh: DeviceMesh | None = None
-        if 1 < replication < layout.tp and mesh.device_mesh is not None:
+        self._head_meshes: dict[int, DeviceMesh] = {}
+        """Meshes of the ranks with copies of heads, by the number of copies."""
+        replications = {each.replication for each in self._shardings.values() if each.mesh_axis == "tp"}
+        for replication in sorted(replications - {1, layout.tp}) if mesh.device_mesh is not None else ():
             # Every rank makes the groups of all ranks, in the same order.
             world = torch.arange(mesh.dims.world_size, device="cpu")  # the model is made on the meta device
             rank_grid = world.view(-1, layout.tp // replication, replication)
-            self._kv_head_mesh = make_device_mesh(mesh.device_mesh.device_type, rank_grid, ("others", "parts", "same"))
+            names = ("others", "parts", "same")
+            self._head_meshes[replication] = make_device_mesh(mesh.device_mesh.device_type, rank_grid, names)
 
     def sharding_of(self, name: str) -> TensorSharding:
         """Return the sharding of the parameter with this name."""
@@ -114,8 +116,7 @@ class ModelSharding:
             return None if sharded else self.mesh.expert_dp_group
         if sharding.replication == self.layout.tp:
             return self._group(sharding)
-        assert self._kv_head_mesh is not None
-        return self._kv_head_mesh["same"].get_group()
+        return self._head_meshes[sharding.replication]["same"].get_group()
 
     def _dtensor_placement(self, name: str, rows: DTensor | None) -> tuple[DeviceMesh, list[Placement]]:
         """Return the mesh and placements of a shard: first by model sharding, then by data-parallel rows.
@@ -148,10 +149,10 @@ class ModelSharding:
         assert sharding.dim is not None
         if sharding.replication == 1:
             return [MeshAxis(sharding.mesh_axis, self._group(sharding), Shard(sharding.dim))]
-        assert self._kv_head_mesh is not None
+        heads = self._head_meshes[sharding.replication]
         return [
-            MeshAxis("parts", self._kv_head_mesh["parts"].get_group(), Shard(sharding.dim)),
-            MeshAxis("same", self._kv_head_mesh["same"].get_group(), Replicate()),
+            MeshAxis("parts", heads["parts"].get_group(), Shard(sharding.dim)),
+            MeshAxis("same", heads["same"].get_group(), Replicate()),
         ]
 
     def _combine_meshes(

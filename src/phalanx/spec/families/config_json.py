@@ -9,7 +9,7 @@ from phalanx.spec.base import Spec, parse_table, walk_fields
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
 from phalanx.spec.families.family import Family, Table
-from phalanx.spec.families.forms import ROPE_FIELDS, RopeByType
+from phalanx.spec.families.forms import Rope, RopeByType
 from phalanx.spec.families.registry import families, family_of
 from phalanx.spec.families.wrappers import text_config
 from phalanx.spec.layer_pattern import parse_layers
@@ -25,7 +25,7 @@ UNEXPORTED_DIALS = frozenset(
     }
 )
 """Dials of training, which no config.json has."""
-PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Numbers of layers for multi-token prediction, whose tensors are not exported."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -68,8 +68,9 @@ def require_known_fields(config: Table) -> None:
         ropes = {table: config.get(table) or {}}
         if isinstance(fields.get(table), RopeByType):
             ropes = {f"{table}.{kind}": rope for kind, rope in ropes[table].items() if isinstance(rope, dict)}
+        known_in_table = next(field.table_fields for field in fields.values() if isinstance(field, Rope))
         for path, rope in ropes.items():
-            unknown |= {f"{path}.{field}": value for field, value in rope.items() if field not in ROPE_FIELDS}
+            unknown |= {f"{path}.{field}": value for field, value in rope.items() if field not in known_in_table}
     for name, value in unknown.items():
         if value is None:
             continue

@@ -8,7 +8,7 @@ Why: `docs/design/decisions/hf-families.md`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -128,15 +128,22 @@ the index of the row in the parameters, one after another along the output axis.
 class Rows:
     """Parameters in one tensor, one after another along the output axis, or their rows in another order.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps].
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. Of
+    parameters that are `stacked`, the matrices of each expert follow one another.
     """
 
     def __init__(
-        self, *names: str, transposed: bool = False, convolution: bool = False, order: RowOrder | None = None
+        self,
+        *names: str,
+        transposed: bool = False,
+        convolution: bool = False,
+        stacked: bool = False,
+        order: RowOrder | None = None,
     ) -> None:
         self.names = names
         self.transposed = transposed
         self.convolution = convolution
+        self.stacked = stacked
         self.order = order
 
 
@@ -178,6 +185,8 @@ class Family:
     tensors: dict[str, str | Rows]
     """Parameters by the name of their tensor in the checkpoint. {i} is the layer: parameters are then those of block i.
     {e} means that each expert is a separate tensor."""
+    other_tensors: dict[str, str | Rows] = field(default_factory=dict)
+    """Tensors that some files have in place of those of the same parameters. Exports have none of them."""
     prefix: str = "model."
     """Start of the tensors' names, which a model that was saved without its head omits."""
     ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)
@@ -187,6 +196,8 @@ class Family:
     """Further values of model_type, which published files of the family have."""
     wrapper: str | None = None
     """model_type of models whose text model is of this family, with its fields in text_config (`wrappers`)."""
+    wrapper_ties_embeddings: bool = True
+    """True if such a model shares the matrix of embedding and head where its config.json does not say it."""
     unused: tuple[str, ...] = ()
     """Dials, or tables of dials, without effect in this family."""
 
@@ -194,6 +205,17 @@ class Family:
     def dials(self) -> set[str]:
         """Dials that a field or a constant sets."""
         return {*self.constants, *(dial for field in self.fields.values() for dial in field.dials)}
+
+    def stored_in(self, files: Collection[str]) -> Family:
+        """Return the family with the tensors that files have, given the names of all of them."""
+        others = {
+            name: stored
+            for name, stored in self.other_tensors.items()
+            if any(file.endswith(name.rpartition("{i}")[2]) for file in files)
+        }
+        replaced = {name for stored in others.values() for name in _parameter_names(stored)}
+        kept = {name: stored for name, stored in self.tensors.items() if not replaced & {*_parameter_names(stored)}}
+        return replace(self, tensors=kept | others)
 
     def values(self, dial: str, default: object) -> Collection[object] | None:
         """Return the values of a dial that the family can express; None for all. `default` is that of ModelSpec."""
@@ -213,6 +235,10 @@ class Family:
             return value is not None
         values = self.values(dial, default)
         return values is None or value in values
+
+
+def _parameter_names(stored: str | Rows) -> tuple[str, ...]:
+    return stored.names if isinstance(stored, Rows) else (stored,)
 
 
 def any_value(*dials: str) -> dict[str, Collection[object] | None]:

@@ -43,6 +43,8 @@ class Rope(Field):
     """True if a model of the family may rotate a part of the channels."""
     fraction: float = 1.0
     """Part that is rotated if config.json has none."""
+    table_fields = ROPE_FIELDS
+    """Fields of the tables that are supported or without effect."""
     other_names: tuple[str, ...] = (
         *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor", "rotary_dim"),
     )
@@ -350,14 +352,16 @@ WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
 FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
 
 
-def every_nth_full(interval: int, field: str | None = None) -> Callable[[Table, Table], list[str]]:
+def every_nth_full(
+    interval: int, field: str | None = None, other: str = "sliding_attention"
+) -> Callable[[Table, Table], list[str]]:
     """Return a function that returns the types of layers, of which the last of each interval has full attention.
 
-    A field of config.json may have another interval."""
+    A field of config.json may have another interval. The type of the others is `other`."""
 
     def layer_types(config: Table, dials: Table) -> list[str]:
         step = (config.get(field) if field else None) or interval
         layers = range(1, dials["num_layers"] + 1)
-        return ["sliding_attention" if layer % step else "full_attention" for layer in layers]
+        return [other if layer % step else "full_attention" for layer in layers]
 
     return layer_types

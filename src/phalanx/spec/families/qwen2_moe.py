@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Fixed, Read
+from phalanx.spec.families.family import Field, Fixed, Read, Rows
 from phalanx.spec.families.forms import FullAttention, LeadingLayers
 from phalanx.spec.families.llama import EXPERT_FIELDS, EXPERT_TENSORS, query_heads
 from phalanx.spec.families.qwen2 import QWEN2
+
+GATED_EXPERT_TENSORS: dict[str, str | Rows] = {
+    **{
+        f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"mlp.shared.{name}.weight"
+        for name in ("gate", "up", "down")
+    },
+    "model.layers.{i}.mlp.shared_expert_gate.weight": "mlp.shared_gate.weight",
+}
+"""The shared expert and its gate."""
 
 QWEN2_MOE = replace(
     QWEN2,
@@ -35,11 +44,5 @@ QWEN2_MOE = replace(
         "mlp_only_layers": LeadingLayers(),
     },
     constants={"moe.num_shared_experts": 1, "moe.shared_gate": True, "moe.z_loss_coef": 0.0},
-    tensors=QWEN2.tensors
-    | EXPERT_TENSORS
-    | {
-        f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"mlp.shared.{name}.weight"
-        for name in ("gate", "up", "down")
-    }
-    | {"model.layers.{i}.mlp.shared_expert_gate.weight": "mlp.shared_gate.weight"},
+    tensors=QWEN2.tensors | EXPERT_TENSORS | GATED_EXPERT_TENSORS,
 )

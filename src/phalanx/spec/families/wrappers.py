@@ -7,7 +7,7 @@ from phalanx.spec.families.registry import families
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """Starts of the names of the text model's tensors in files of a wrapper, in place of "model." or nothing."""
-OTHER_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*")
+OTHER_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "model.visual.*")
 """Patterns of the tensors that belong to images."""
 
 
@@ -17,6 +17,6 @@ def text_config(config: Table) -> Table:
     family = next((family for family in families().values() if family.wrapper and family.wrapper == model_type), None)
     if family is None:
         return config
-    # transformers ties the head by the outer field, which is true by default.
-    is_tied = config.get("tie_word_embeddings", True)
+    # transformers ties the head by the outer field.
+    is_tied = config.get("tie_word_embeddings", family.wrapper_ties_embeddings)
     return (config.get("text_config") or {}) | {"model_type": family.model_type, "tie_word_embeddings": is_tied}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phalanx.spec.activations import GATED_OUTPUT
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.operations import AttentionCore, Cut, GatherHeads, Parameter, Part, Value
@@ -43,6 +44,8 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     )
     if columns:
         out = Value(columns.width, columns, view_of=out)
+    if spec.attention_gate == "channel":
+        out = part.activate(GATED_OUTPUT, part.linear("wg", x, columns or heads, bias=has_bias), out)
     part.linear("wo", out, bias=spec.bias or spec.attention_bias == "all", init="output")
     return part
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.spec.layout import Layout
 from phalanx.spec.parts.attended_keys import attended_keys
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part
+from phalanx.spec.parts.scan_segments import mean_chunk
 
 
 def product_flops(part: Part) -> float:
@@ -18,26 +19,38 @@ def _used_share(linear: Linear) -> float:
 
 
 def core_flops(part: Part, seq_len: int, causal: bool = True) -> float:
-    """Return the FLOPs of attention on a token.
+    """Return the FLOPs of attention, or of a scan, on a token.
 
     Args:
-        part: Part with an attention kernel, or without.
+        part: Part with a kernel, or without.
         seq_len: T, tokens of a sequence.
         causal: Count the keys before each query only.
     """
-    return sum(core.flops_per_key * attended_keys(core.window, seq_len, causal) for core in part.attention_cores)
+    pairs = sum(core.flops_per_key * attended_keys(core.window, seq_len, causal) for core in part.attention_cores)
+    return pairs + _scan_flops(part, seq_len)
 
 
-def kernel_flops(part: Part, seq_len: int, ranks: int) -> float:
-    """Return the FLOPs that attention's kernel computes on a token, of the tensor-parallel rank with most heads.
+def kernel_flops(part: Part, seq_len: int, ranks: int, ulysses: int) -> float:
+    """Return the FLOPs that a kernel computes on a token, of the tensor-parallel rank with most heads.
 
-    They include those of padding, and only keys before each query."""
-    return sum(
+    They include those of padding, and only keys before each query. `ulysses` ranks exchange tokens for heads, with
+    copies of heads that are fewer."""
+    pairs = sum(
         (core.flops_per_key + 2 * core.padding)
         / core.heads.units
         * core.heads.units_on_rank(ranks)
         * attended_keys(core.window, seq_len)
         for core in part.attention_cores
+    )
+    return pairs + _scan_flops(part, seq_len, ranks, ulysses)
+
+
+def _scan_flops(part: Part, seq_len: int, ranks: int = 1, ulysses: int = 1) -> float:
+    """Return the FLOPs of a scan on a token."""
+    return sum(
+        max(flops.heads.units_on_rank(ranks), ulysses) * (flops.per_token + flops.per_pair * mean_chunk(seq_len))
+        for core in part.scan_cores
+        for flops in core.flops
     )
 
 

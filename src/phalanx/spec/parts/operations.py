@@ -17,9 +17,9 @@ Shape = tuple[int, ...]
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
 those of the tensor-parallel ranks together."""
-Init = Literal["normal", "output", "ones", "zeros", "taps"]
+Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates"]
 """Distribution of initial weights. output: normal, smaller by the number of layers, because it is added to the stream.
-taps: normal, so that a convolution keeps the variance."""
+taps: normal, so that a convolution keeps the variance. log_rates: logarithms of rates of decay, which are uniform."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Parameter:
 
     shape: Shape
     init: Init = "normal"
+    cut: Cut | None = None
+    """How ranks share its rows, if not as the heads of its kernel."""
+    is_precise: bool = False
+    """True if exports keep it in fp32."""
 
     @property
     def numbers(self) -> int:
@@ -202,6 +206,32 @@ class AttentionCore(Core):
         return self.keeps[2].width - self.reads[2].width
 
 
+@dataclass(frozen=True)
+class ScanFlops:
+    """FLOPs of the forward pass of a scan in each of some heads."""
+
+    heads: Cut
+    per_token: int = 0
+    """FLOPs with the state."""
+    per_pair: int = 0
+    """FLOPs for a token and a token of its chunk, visible or not."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScanCore(Core):
+    """A recurrence with a state, in chunks of tokens (`spec.parts.scan_segments`). States before segments are saved."""
+
+    state: Value
+    """Numbers of a state, which a row has once."""
+    flops: tuple[ScanFlops, ...]
+    segment_values: tuple[Value, ...]
+    """Values of a segment's tokens in its backward pass, besides the gradients of what it reads and writes."""
+    chunk_values: tuple[Value, ...]
+    """Values of a chunk's tokens in it."""
+    pair_values: int
+    """Numbers for a head and a pair of a chunk's tokens in it."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Route(Operation):
     """The choice of experts from logits, with the losses for balance."""
@@ -291,8 +321,14 @@ class Part:
 
     @property
     def modules(self) -> list[Operation]:
-        """Operations in the order of their modules: the part itself, products, norms. Saved state depends on it."""
-        return sorted(self.operations, key=lambda each: (each.name != "", isinstance(each, Norm)))
+        """Operations in the order of their modules: the part itself, products, norms, modules of several products.
+
+        Saved state depends on it."""
+
+        def place(each: Operation) -> tuple[bool, bool, bool]:
+            return each.name != "", "." in each.name or isinstance(each, GroupedLinear), isinstance(each, Norm)
+
+        return sorted(self.operations, key=place)
 
     def within(self, module: str) -> Part:
         """Return the operations of a module of the part, as a part of their own."""
@@ -332,6 +368,11 @@ class Part:
     def attention_cores(self) -> list[AttentionCore]:
         """The kernel of attention, if the part has one."""
         return [core for core in self.cores if isinstance(core, AttentionCore)]
+
+    @property
+    def scan_cores(self) -> list[ScanCore]:
+        """The kernel with a state, if the part has one."""
+        return [core for core in self.cores if isinstance(core, ScanCore)]
 
     @property
     def activation(self) -> str:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from phalanx.model.recomputation import is_recomputation
+
 aten = torch.ops.aten
 MATMUL_OPS = {
     "mm": aten.mm,
@@ -28,8 +30,8 @@ class FlopCounter(TorchDispatchMode):
     """Counter of the FLOPs of matrix products and attention, with the rules of `cost.exact.flops`.
 
     The two products of attention count twice in backward, and half with a causal mask. Blocks of a sliding window
-    (`model.cpu_attention`) count the visible pairs. Scores that kernels recompute
-    are not counted. (PyTorch's own counter supports neither causality, nor the CPU's kernels, nor grouped products.)"""
+    (`model.cpu_attention`) count the visible pairs. Products that kernels recompute (`model.recomputation`) are not
+    counted. (PyTorch's own counter supports neither causality, nor the CPU's kernels, nor grouped products.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__ if func.namespace == "aten" else ""
+        name = func._overloadpacket.__name__ if func.namespace == "aten" and not is_recomputation() else ""
         if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
         elif name in GROUPED_MATMUL_OPS:

@@ -23,8 +23,10 @@ from phalanx.spec.parts.operations import (
     Norm,
     Part,
     Route,
+    ScanCore,
     Value,
 )
+from phalanx.spec.parts.scan_segments import scan_segments
 
 Memory = tuple[Value, str]
 """Key of a tensor: its value, and the reader for which it is copied."""
@@ -128,10 +130,17 @@ def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
     What Ulysses has received is one tensor, which is saved if a part of it is."""
     cp = shape.layout.cp
     is_ulysses = cp > 1 and shape.layout.cp_method == "ulysses"
-    return {
+    kept = {
         (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.compute_bytes
         for value in ((*core.reads, *core.keeps) if is_ulysses else core.keeps)
     }
+    return kept | {(core.state, ""): state_bytes(core, shape)} if isinstance(core, ScanCore) else kept
+
+
+def state_bytes(scan: ScanCore, shape: ForwardShape) -> int:
+    """Return the bytes of the states that a scan saves: before each segment of a row but the first."""
+    num_states = shape.batch * (len(scan_segments(shape.sequence)) - 1)
+    return num_states * context_width(scan.state, shape) // shape.layout.cp * shape.number_bytes(scan.state)
 
 
 def _softmax_bytes(spec: ModelSpec, core: AttentionCore, shape: ForwardShape) -> int:

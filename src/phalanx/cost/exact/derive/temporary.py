@@ -5,7 +5,8 @@ from __future__ import annotations
 from phalanx.cost.exact.derive.saved import context_width
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.spec.parts.operations import AttentionCore, GatherHeads, Linear, Part
+from phalanx.spec.parts.operations import AttentionCore, GatherHeads, Linear, Part, ScanCore, Value
+from phalanx.spec.parts.scan_segments import scan_segments
 
 
 def activated_linear(part: Part) -> Linear:
@@ -27,6 +28,19 @@ def inner_gradient_bytes(part: Part, shape: ForwardShape, splits_backward: bool)
     if splits_backward:
         return 2 * row_bytes + sum(inputs) + shape.operand_bytes(last.reads[0])
     return 2 * max(row_bytes, *inputs)
+
+
+def scan_segment_bytes(scan: ScanCore, shape: ForwardShape) -> int:
+    """Return the bytes of a segment's backward pass: values of its tokens, and states between its chunks."""
+    segment = max(scan_segments(shape.sequence), key=lambda segment: segment.stop - segment.start)
+    widths = [
+        sum(context_width(value, shape) for value in values) for values in (scan.segment_values, scan.chunk_values)
+    ]
+    pairs = scan.pair_values * segment.chunk * context_width(Value(scan.heads.units, scan.heads), shape)
+    # Besides those of the steps, there are the first state of the row, and the gradients of two.
+    states = (segment.chunks + 2) * context_width(scan.state, shape)
+    numbers = segment.chunk * (segment.chunks * (widths[0] + pairs) + widths[1]) + states
+    return shape.batch * numbers // shape.layout.cp * shape.high_precision_bytes
 
 
 def fp8_cast_bytes(part: Part, shape: ForwardShape) -> int:

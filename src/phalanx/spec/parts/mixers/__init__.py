@@ -8,10 +8,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from phalanx.spec.parts.mixers.gated_delta import GatedDelta
 from phalanx.spec.parts.mixers.latent_attention import LatentAttention
 from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 
-__all__ = ["LatentAttention", "MixerSpec", "ShortConvolution"]
+__all__ = ["GatedDelta", "LatentAttention", "MixerSpec", "ShortConvolution"]
 
-MixerSpec = Annotated[ShortConvolution | LatentAttention, Field(discriminator="kind")]
+MixerSpec = Annotated[ShortConvolution | LatentAttention | GatedDelta, Field(discriminator="kind")]
 """Description of any mixer."""

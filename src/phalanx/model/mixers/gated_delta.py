@@ -1,0 +1,240 @@
+"""Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
+
+Shapes: B batch, T tokens, D width, H heads of values, V width of these, K width of keys, S taps. G heads of queries and
+keys, each for R heads of values. N chunks of C tokens in a segment."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.mixers.convolution import causal_convolution, causal_convolution_backward
+from phalanx.model.mixers.delta_rule import Inputs, Rule, chunk_decays
+from phalanx.model.part import PartModule
+from phalanx.model.products import ACTIVATIONS, ProductLinear, TensorTuple, activated_linear
+from phalanx.model.recomputation import recomputation
+from phalanx.model.sequence_context import SequenceContext
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.operations import Part
+from phalanx.spec.parts.scan_segments import Segment, scan_segments
+
+NORM_EPS = 1e-6
+"""Added to the squared length of queries and keys (`l2norm` of flash-linear-attention)."""
+
+
+class GatedDelta(PartModule):
+    """The gated delta rule on convolved queries, keys and values; then a norm and a gate of each head."""
+
+    query_taps: nn.Parameter
+    key_taps: nn.Parameter
+    value_taps: nn.Parameter
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    norm: nn.Module
+    out: ProductLinear
+
+    def __init__(self, layer: ModelSpec, part: Part) -> None:
+        """Create the mixer of a layer (`spec.layers`) from its declaration."""
+        super().__init__(part)
+        (core,) = part.cores
+        self.head_widths = [value.cut.unit for value in core.reads if value.cut]
+        self.gate = ACTIVATIONS[part.activation]
+        self.core = gated_delta
+
+    def sequence_inputs(self, context: SequenceContext) -> tuple[Tensor | None]:
+        """Return the starts of documents, [B, T]."""
+        return (None if context.documents is None else context.documents.starts,)
+
+    def forward(self, x_BTD: Tensor, starts_BT: Tensor | None) -> Tensor:
+        """Return the output of the layer, [B, T, D], for a normalized input."""
+        z, *inputs = self.read_input(self.project_in, x_BTD)
+        heads = [x.unflatten(-1, (-1, width)) for x, width in zip(inputs, self.head_widths, strict=True)]
+        key, value = self.head_widths[1:3]
+        out_BTHV = self.core(
+            *heads,
+            starts_BT,
+            q_taps_GKS=self.query_taps.unflatten(0, (-1, key)),
+            k_taps_GKS=self.key_taps.unflatten(0, (-1, key)),
+            v_taps_HVS=self.value_taps.unflatten(0, (-1, value)),
+            A_log_H=self.A_log,
+            dt_bias_H=self.dt_bias,
+        )
+        return activated_linear(self.out, self.gate, z, self.norm(out_BTHV).flatten(2))
+
+    def project_in(self, x_BTD: Tensor) -> TensorTuple:
+        """Return the gate of the output, queries, keys, values, and what decays and updates depend on."""
+        return self.project(x_BTD, "output_gate", "query", "key", "value", "decay", "update")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would repeat the operations of all segments
+def gated_delta(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    a_BTH1: Tensor,
+    b_BTH1: Tensor,
+    starts_BT: Tensor | None,
+    q_taps_GKS: Tensor,
+    k_taps_GKS: Tensor,
+    v_taps_HVS: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+) -> Tensor:
+    """Return the output of the gated delta rule (`delta_rule`), [B, T, H, V].
+
+    Queries, keys and values are those of the products before the convolution and SiLU. The logarithm of the decay is
+    -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b). `starts_BT` are the starts of documents in their rows;
+    without them, every row is one document."""
+    taps = (q_taps_GKS, k_taps_GKS, v_taps_HVS)
+    gates = (x.squeeze(-1) for x in (a_BTH1, b_BTH1))
+    return cast(Tensor, _GatedDelta.apply(q_BTGK, k_BTGK, v_BTHV, *gates, *taps, A_log_H, dt_bias_H, starts_BT))
+
+
+class _GatedDelta(torch.autograd.Function):
+    """The rule, whose backward pass computes all but the arguments and the states before segments again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+        tensors = _Tensors(*arguments)
+        out_BTHV = torch.empty_like(tensors.v)
+        states: list[Tensor] = []
+        state = tensors.first_state()
+        with torch.autocast(out_BTHV.device.type, enabled=False):
+            for segment in scan_segments(out_BTHV.shape[1]):
+                states.append(state)
+                out, state = _Segment(tensors, segment).rule.forward(state)
+                out_BTHV[:, segment.start : segment.stop] = _join_chunks(out)
+        ctx.save_for_backward(*tensors, *states[1:])
+        return out_BTHV
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        tensors = _Tensors(*saved[: len(_Tensors._fields)])
+        states = [tensors.first_state(), *saved[len(tensors) :]]
+        sums = (torch.zeros_like(at_least_fp32(parameter)) for parameter in tensors[5:10])
+        grads = _Tensors(*(torch.zeros_like(x) for x in tensors[:5]), *sums, None)
+        grad_state = torch.zeros_like(states[0])
+        for segment in reversed(scan_segments(gradient.shape[1])):
+            grad_state = _compute_again(tensors, segment).backward(states.pop(), gradient, grad_state, grads)
+        return tuple(grad if grad is None else grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))
+
+
+def _compute_again(tensors: _Tensors, segment: Segment) -> _Segment:
+    with recomputation():
+        return _Segment(tensors, segment)
+
+
+class _Segment:
+    """The inputs of the rule for a segment."""
+
+    def __init__(self, tensors: _Tensors, segment: Segment) -> None:
+        self.segment = segment
+        self.tokens = slice(segment.start, segment.stop)
+        self.groups, key_width = tensors.k.shape[2:]
+        scales = (key_width**-0.5, 1.0, None)
+        self.heads = [
+            _Heads(x, taps, tensors.starts, segment, scale)
+            for x, taps, scale in zip(tensors[:3], tensors[5:8], scales, strict=True)
+        ]
+        self.beta = at_least_fp32(tensors.b[:, self.tokens]).sigmoid()
+        self.rate = -at_least_fp32(tensors.A_log).exp()
+        self.step = at_least_fp32(tensors.a[:, self.tokens]) + tensors.dt_bias
+        g = F.softplus(self.step) * self.rate
+        q, k, v, beta, g = (self._split(x) for x in (*(each.forward() for each in self.heads), self.beta, g))
+        qk = torch.cat((q, k), dim=-2).squeeze(3)
+        self.rule = Rule(Inputs(qk, v, beta, g), chunk_decays(g, segment, tensors.starts))
+
+    def backward(self, state: Tensor, gradient: Tensor, grad_state: Tensor, grads: _Tensors) -> Tensor:
+        """Add the gradients of all arguments to `grads`, and return that of the state before the segment."""
+        grad_out = self._split(at_least_fp32(gradient[:, self.tokens]))
+        inputs, grad_state = self.rule.backward(state, grad_out, grad_state)
+        outputs = (*self.rule.inputs.qk.unsqueeze(3).chunk(2, dim=-2), self.rule.inputs.v)
+        grad_outputs = (*inputs.qk.unsqueeze(3).chunk(2, dim=-2), inputs.v)
+        for heads, *pair, grad_x, grad_taps in zip(
+            self.heads, outputs, grad_outputs, grads[:3], grads[5:8], strict=True
+        ):
+            heads.backward(*map(_join_chunks, pair), grad_x, grad_taps)
+        grad_g = _join_chunks(inputs.g)
+        grad_a = grad_g * self.rate * self.step.sigmoid()
+        grads.a[:, self.tokens] = grad_a
+        grads.b[:, self.tokens] = _join_chunks(inputs.beta) * self.beta * (1 - self.beta)
+        grads.A_log.add_((grad_g * F.softplus(self.step) * self.rate).sum((0, 1)))
+        grads.dt_bias.add_(grad_a.sum((0, 1)))
+        return grad_state
+
+    def _split(self, x_BLH: Tensor) -> Tensor:
+        """Return the heads of the segment's tokens by chunks, [B, N, G, R, C, ...]."""
+        heads = x_BLH.unflatten(2, (self.groups, -1)).unflatten(1, (self.segment.chunks, -1))
+        return heads.movedim(2, 4).contiguous()
+
+
+def _join_chunks(x: Tensor) -> Tensor:
+    """Return the tokens of all chunks, [B, L, H, ...], of [B, N, G, R, C, ...]."""
+    return x.movedim(4, 2).flatten(1, 2).flatten(2, 3)
+
+
+class _Heads:
+    """Queries, keys or values of a segment: SiLU of the convolution. The first two are normalized and scaled."""
+
+    def __init__(
+        self, x_BTHK: Tensor, taps_HKS: Tensor, starts_BT: Tensor | None, segment: Segment, scale: float | None
+    ) -> None:
+        self.num_earlier = min(segment.start, taps_HKS.shape[-1] - 1)
+        self.window = slice(segment.start - self.num_earlier, segment.stop)
+        """Tokens that the convolution sees."""
+        self.starts = None if starts_BT is None else starts_BT[:, self.window] - self.window.start
+        self.x_BTHK = x_BTHK
+        self.taps = at_least_fp32(taps_HKS).flatten(0, 1)
+        self.scale = scale
+
+    def forward(self) -> Tensor:
+        """Return the heads, [B, L, H, K]."""
+        convolved = causal_convolution(self._seen(), self.taps, None, self.starts)[:, self.num_earlier :]
+        self.convolved = convolved.unflatten(2, self.x_BTHK.shape[2:])
+        out = F.silu(self.convolved)
+        if self.scale is None:
+            return out
+        self.inverse_length = (out.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt_()
+        return out.mul_(self.inverse_length * self.scale)
+
+    def backward(self, out: Tensor, gradient: Tensor, grad_x_BTHK: Tensor, grad_taps_HKS: Tensor) -> None:
+        """Add the gradients of the argument and of the taps, given the heads and their gradient."""
+        if self.scale is not None:
+            # The gradient of n = x / |x|, less its part along n, divided by |x|.
+            along = (gradient * out).sum(-1, keepdim=True) * self.scale**-2
+            gradient = (gradient - out * along) * (self.inverse_length * self.scale)
+        gradient = torch.ops.aten.silu_backward(gradient, self.convolved).flatten(2)
+        gradient = F.pad(gradient, (0, 0, self.num_earlier, 0))
+        grad_x, grad_taps = causal_convolution_backward(gradient, self._seen(), self.taps, self.starts)
+        grad_x_BTHK[:, self.window] += grad_x.view_as(grad_x_BTHK[:, self.window])
+        grad_taps_HKS += grad_taps.view_as(grad_taps_HKS)
+
+    def _seen(self) -> Tensor:
+        return at_least_fp32(self.x_BTHK[:, self.window]).flatten(2)
+
+
+class _Tensors(NamedTuple):
+    """Arguments of the rule, or their gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    q_taps: Tensor
+    k_taps: Tensor
+    v_taps: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    starts: Tensor | None
+
+    def first_state(self) -> Tensor:
+        """Return the state before the first token, [B, G, K, R, V]."""
+        batch, _, groups, key_width = self.k.shape
+        heads, width = self.v.shape[2:]
+        return at_least_fp32(self.v.new_zeros(batch, groups, key_width, heads // groups, width))

@@ -1,0 +1,95 @@
+"""Gated DeltaNet: a state that each token corrects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.parts.mixers.mixer import Mixer
+from phalanx.spec.parts.operations import Cut, Parameter, Part, ScanCore, ScanFlops, Value
+
+if TYPE_CHECKING:
+    from phalanx.spec.model import ModelSpec
+
+
+class GatedDelta(Mixer):
+    """A linear recurrence in which tokens replace the value that a state has under their key.
+
+    Queries, keys and values are convolved first. A norm of each head and a gate follow. Source: Gated Delta Networks,
+    arXiv 2412.06464, as in Qwen3-Next."""
+
+    kind: Literal["gated_delta"] = Field(examples=["gated_delta"])
+    """Kind of the mixer."""
+    num_key_heads: int = Field(gt=0, examples=[16])
+    """Heads of queries and keys."""
+    num_value_heads: int = Field(gt=0, examples=[32])
+    """Heads of values, each with a state; a multiple of the heads of keys."""
+    key_head_dim: int = Field(128, gt=0)
+    """Width of a query or a key."""
+    value_head_dim: int = Field(128, gt=0)
+    """Width of a value."""
+    kernel_size: int = Field(4, gt=0)
+    """Tokens that the convolution sees, the current one included."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> GatedDelta:
+        if self.num_value_heads % self.num_key_heads:
+            problem = f"is not a multiple of num_key_heads ({self.num_key_heads})"
+            raise UserError("num_value_heads", self.num_value_heads, problem, "use a multiple")
+        return self
+
+    @property
+    def value_heads_per_key(self) -> int:
+        """Heads of values for each head of keys."""
+        return self.num_value_heads // self.num_key_heads
+
+    def describe(self, layer: ModelSpec, x: Value) -> Part:
+        """Return the part: products, the rule on them, and a product of its normalized and gated output."""
+        part = Part("attention", "attention", x)
+        K = self.key_head_dim
+        V = self.value_head_dim
+        keys = Cut("model.mixer.num_key_heads", self.num_key_heads, K, copied_below=True)
+        values = Cut("model.mixer.num_value_heads", self.num_value_heads, V)
+        heads = replace(values, unit=1)
+        z = part.linear("output_gate", x, values)
+        q, k = (part.linear(name, x, keys) for name in ("query", "key"))
+        v = part.linear("value", x, values)
+        # Decays and updates: few columns, which float8 does not divide.
+        a, b = (part.linear(name, x, heads, is_precise=True) for name in ("decay", "update"))
+        inputs = (q, k, v, a, b)
+        state = replace(values, unit=K * V)
+        out = Value(values.width, values)
+        k_exact, v_exact, a_exact = (replace(value, numbers="high") for value in (k, v, a))
+        lengths = Value(self.num_key_heads, replace(keys, unit=1), numbers="high")
+        part.add(
+            ScanCore(
+                reads=inputs,
+                writes=out,
+                keeps=inputs,
+                heads=heads,
+                state=Value(state.width, state, numbers="high"),
+                # Convolved heads, normalized ones and their gradients, of queries, keys and values. Of values also the
+                # gradient of the output, errors, what is written, and what queries and keys read.
+                segment_values=(k_exact,) * 6 + (v_exact,) * 8 + (a_exact,) * 10 + (lengths,) * 2,
+                # Gradients of what is written, of errors, of keys, and of reads; these and queries and keys in another
+                # order of dimensions.
+                chunk_values=(v_exact,) * 6 + (k_exact,) * 3,
+                # Decays, weights, overlaps, the inverse, and two gradients.
+                pair_values=6,
+                # Scores of queries and keys; reads of both, their corrections, outputs, and updates of the state.
+                flops=(ScanFlops(keys, per_pair=4 * K), ScanFlops(values, per_token=6 * K * V, per_pair=4 * V)),
+                parameters={
+                    "query_taps": Parameter((q.width, self.kernel_size), "taps", cut=keys),
+                    "key_taps": Parameter((k.width, self.kernel_size), "taps", cut=keys),
+                    "value_taps": Parameter((v.width, self.kernel_size), "taps"),
+                    "A_log": Parameter((self.num_value_heads,), "log_rates", is_precise=True),
+                    "dt_bias": Parameter((self.num_value_heads,), "ones", is_precise=True),
+                },
+            )
+        )
+        out = part.norm("norm", out, V, layer.norm_eps)
+        part.linear("out", part.activate("swiglu", z, out), init="output")
+        return part
