@@ -82,6 +82,11 @@ MODELS = {
     "shared expert with a gate": SPARSE.replace(
         moe=SIX_EXPERTS | {"num_shared_experts": 1, "shared_gate": True, "shared_ffn_size": 112}
     ),
+    "clamped activation": DENSE.replace(activation="clamped_swiglu"),
+    "experts with biases": SPARSE.replace(moe=SIX_EXPERTS | {"bias": True}, activation="clamped_swiglu"),
+    "experts with biases and norms before and after": SPARSE.replace(
+        moe=SIX_EXPERTS | {"bias": True}, norm_position="both"
+    ),
     "shared expert": SPARSE.replace(moe=SHARED | {"num_shared_experts": 1}, qk_norm="full", norm="layernorm"),
 }
 """A model for each dial of a part."""
@@ -250,9 +255,9 @@ def wrong_norm(part: Part, name: str, x: Any, width: int, *args: Any) -> Any:
     return NORM(part, name, x, x.width, *args)
 
 
-def wrong_activation(part: Part, function: str, *xs: Any) -> Any:
+def wrong_activation(part: Part, function: str, *xs: Any, **kwargs: Any) -> Any:
     """Append an activation that reads one of its inputs only."""
-    return ACTIVATE(part, function, xs[0])
+    return ACTIVATE(part, function, xs[0], **kwargs)
 
 
 def never(_: Any) -> None:

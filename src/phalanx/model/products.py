@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from phalanx.model.chunks import cached_rows
+
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 TensorTuple = tuple[Tensor, ...]
@@ -93,14 +95,67 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
+def clamped_swiglu(alpha: float, limit: float) -> Activation:
+    """Return g sigmoid(alpha g) (u + 1), where g is at most `limit`, and u within it (gpt-oss).
+
+    Source: https://github.com/openai/gpt-oss, `swiglu` in gpt_oss/torch/model.py."""
+
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+    def vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+        g = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(alpha * g)
+        grad_g = gradient * (up.clamp(-limit, limit) + 1) * sigmoid * (1 + alpha * g * (1 - sigmoid))
+        grad_up = (gradient * g * sigmoid).where(up.abs() <= limit, 0)
+        return gradient.copy_(grad_g.where(gate <= limit, 0)), grad_up
+
+    return of_several_kernels(forward, vjp)
+
+
+def of_several_kernels(forward: Callable[..., Tensor], vjp: Callable[..., TensorTuple]) -> Activation:
+    """Return the activation of two functions that are one kernel only if compiled, else a chunk of rows at a time."""
+
+    def forward_by_chunks(*inputs: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return forward(*inputs)
+        out = inputs[0].new_empty(inputs[0].shape)
+        for out_part, *parts in cached_rows(out, *inputs):
+            out_part.copy_(forward(*parts))
+        return out
+
+    def vjp_by_chunks(gradient: Tensor, *inputs: Tensor) -> TensorTuple:
+        if torch.compiler.is_compiling():
+            return vjp(gradient, *inputs)
+        others = [x.new_empty(x.shape) for x in inputs[1:]]
+        for gradient_part, *parts in cached_rows(gradient, *inputs, *others):
+            gradients = vjp(gradient_part, *parts[: len(inputs)])
+            for part, other in zip(parts[len(inputs) :], gradients[1:], strict=True):
+                part.copy_(other)
+        return gradient, *others
+
+    def forward_and_vjp(*inputs: Tensor) -> tuple[Tensor, Vjp]:
+        return forward_by_chunks(*inputs), lambda gradient: vjp_by_chunks(gradient, *inputs)
+
+    return Activation(forward_by_chunks, forward_and_vjp, vjp_by_chunks)
+
+
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
-ACTIVATIONS = {
-    "swiglu": gated(F.silu, torch.ops.aten.silu_backward),
-    "geglu_tanh": gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
-    "gelu": gelu("none"),
-    "gelu_tanh": gelu("tanh"),
+ACTIVATIONS: dict[str, Callable[..., Activation]] = {
+    "swiglu": lambda: gated(F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": lambda: gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
+    "clamped_swiglu": clamped_swiglu,
+    "gelu": lambda: gelu("none"),
+    "gelu_tanh": lambda: gelu("tanh"),
 }
-"""Activations by their names (`spec.activations`)."""
+"""Functions of the numbers in a formula that return the activation, by its name (`spec.activations`)."""
+
+
+@cache
+def make_activation(name: str, *arguments: float) -> Activation:
+    """Return an activation. Those with equal arguments are one object, which is compiled once."""
+    return ACTIVATIONS[name](*arguments)
 
 
 def compute_now(_: GradientEdge | None, gradient: Callable[[], Tensor]) -> Tensor:
