@@ -71,6 +71,14 @@ KINDS = {
     "qwen2_moe": {**SHAPE, **EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "glm4_moe": {**SHAPE, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "use_qk_norm": True},
     "minimax_m2": {**SHAPE, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "gpt_oss": {
+        **SHAPE,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 0.8,
+    },
     "granite": {**SHAPE, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
     "phi3": {**SHAPE, "pad_token_id": 0, "original_max_position_embeddings": 64},
     "smollm3": {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False},
@@ -345,6 +353,17 @@ CONFIG_TRAPS = {
         "lfm2",
         ("layer_types", "tie_word_embeddings"),
         {"full_attn_idxs": [1], "tie_embedding": True, "conv_dim": 32, "block_use_swiglu": True},
+    ),
+    "gpt_oss without a rotary table": ("gpt_oss", ("rope_parameters", "layer_types"), {}),
+    "gpt_oss, old names": (
+        "gpt_oss",
+        ("rope_parameters",),
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": YARN | {"truncate": False, "beta_fast": 16.0},
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+        },
     ),
     "windows switched off": ("qwen3", ("layer_types",), {"sliding_window": 4, "use_sliding_window": False}),
 }

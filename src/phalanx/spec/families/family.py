@@ -128,13 +128,20 @@ the index of the row in the parameters, one after another along the output axis.
 class Rows:
     """Parameters in one tensor, one after another along the output axis, or their rows in another order.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps].
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. A
+    `stacked` one has that of each expert.
     """
 
     def __init__(
-        self, *names: str, transposed: bool = False, convolution: bool = False, order: RowOrder | None = None
+        self,
+        *names: str,
+        stacked: bool = False,
+        transposed: bool = False,
+        convolution: bool = False,
+        order: RowOrder | None = None,
     ) -> None:
         self.names = names
+        self.stacked = stacked
         self.transposed = transposed
         self.convolution = convolution
         self.order = order

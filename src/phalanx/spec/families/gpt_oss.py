@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Read, Rows
+from phalanx.spec.families.family import Field, Read, Rows, alternating_groups
 from phalanx.spec.families.forms import FULL, WINDOW, LayerTypes, Rope, every_nth_full
 from phalanx.spec.families.llama import EXPERT_FIELDS, LLAMA, query_heads
+from phalanx.spec.model import ModelSpec
 
 YARN = {
     "rope_type": "yarn",
@@ -17,6 +19,13 @@ YARN = {
     "truncate": False,
 }
 """Rotary embedding if config.json has none."""
+
+
+
+def alternating(layer: ModelSpec, rows: int) -> Iterator[int]:
+    """Yield the rows of two parameters in turn."""
+    return alternating_groups((1, 1), rows)
+
 
 GPT_OSS = replace(
     LLAMA,
@@ -63,10 +72,10 @@ GPT_OSS = replace(
         "model.layers.{i}.mlp.router.weight": "mlp.router.gate.weight",
         "model.layers.{i}.mlp.router.bias": "mlp.router.gate.bias",
         "model.layers.{i}.mlp.experts.gate_up_proj": Rows(
-            "mlp.experts.gate", "mlp.experts.up", stacked=True, transposed=True, alternating=True
+            "mlp.experts.gate", "mlp.experts.up", stacked=True, transposed=True, order=alternating
         ),
         "model.layers.{i}.mlp.experts.gate_up_proj_bias": Rows(
-            "mlp.experts.gate_bias", "mlp.experts.up_bias", stacked=True, alternating=True
+            "mlp.experts.gate_bias", "mlp.experts.up_bias", stacked=True, order=alternating
         ),
         "model.layers.{i}.mlp.experts.down_proj": Rows("mlp.experts.down", stacked=True, transposed=True),
         "model.layers.{i}.mlp.experts.down_proj_bias": Rows("mlp.experts.down_bias", stacked=True),
