@@ -58,7 +58,9 @@ def test_scales_of_other_blocks_are_refused():
 def rewrite(directory: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
     """Write the tensors of a checkpoint, with changes of its config.json."""
     save_file(
-        {name: x.contiguous() for name, x in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"}
+        {name: x.contiguous() for name, x in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
     )
     edit_config(directory, **config)
     return directory
@@ -108,7 +110,9 @@ def test_quantized_model_equals_the_decoded_one_and_is_exported_plain(tmp_path, 
     # transformers decodes MXFP4 itself; for float8 it requires another package.
     decoded = {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
     directory = source if decoded else tmp_path / "out"
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", **decoded)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", **decoded
+    )
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS)[0].float(), theirs(TOKENS).logits, rtol=0, atol=1e-2)
 

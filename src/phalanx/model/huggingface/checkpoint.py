@@ -88,7 +88,9 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
             first_row = sum(num_rows[: source.names.index(name)])
             joined_shape = torch.Size((sum(num_rows), *own_shape[1:]))
             for expert in range(shape[0]) if source.rows.stacked else [None]:
-                joined = _check_shape(source.with_axes(read_tensor(stored_names[hf_name], expert)), hf_name, joined_shape)
+                joined = _check_shape(
+                    source.with_axes(read_tensor(stored_names[hf_name], expert)), hf_name, joined_shape
+                )
                 tensors.append(source.loaded(joined)[first_row:][: own_shape[0]])
         return torch.stack(tensors) if has_experts else tensors[0]
 

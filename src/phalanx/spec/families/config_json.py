@@ -64,7 +64,12 @@ def require_known_fields(config: Table) -> None:
     """Raise UserError for an unsupported field of config.json that may change the output of the model."""
     config = text_config(config)
     fields = FIXED_FIELDS | family_of(config).fields
-    known = {*fields, *(name for field in fields.values() for name in field.other_names), *HARMLESS_FIELDS, QUANTIZATION}
+    known = {
+        *fields,
+        *(name for field in fields.values() for name in field.other_names),
+        *HARMLESS_FIELDS,
+        QUANTIZATION,
+    }
     unknown = {field: value for field, value in config.items() if field not in known}
     for table in sorted({"rope_parameters", "rope_scaling"} & known):
         ropes = {table: config.get(table) or {}}

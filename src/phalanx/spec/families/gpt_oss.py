@@ -21,7 +21,6 @@ YARN = {
 """Rotary embedding if config.json has none."""
 
 
-
 def alternating(layer: ModelSpec, rows: int) -> Iterator[int]:
     """Yield the rows of two parameters in turn."""
     return alternating_groups((1, 1), rows)
