@@ -15,7 +15,17 @@ import pytest
 from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, KINDS, LATENT, MODELS_OF_KINDS, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import (
+    BIASED_EXPERTS,
+    DENSE,
+    KINDS,
+    LATENT,
+    MODELS_OF_KINDS,
+    MOE,
+    Table,
+    small_run,
+    train_and_evaluate,
+)
 from tests.parity.covering_set import (
     FACTORS,
     FILE,
@@ -151,6 +161,7 @@ RINGS: dict[str, Table] = {
     "norms before": {**KINDS, "sliding_window": None, "norm_position": "before"},
     "norms after": {**KINDS, "sliding_window": None, "norm_position": "after"},
     "latent": LATENT,
+    "biased experts": {**BIASED_EXPERTS, "sliding_window": None},
 }
 """Models with several kinds of layers that a ring supports."""
 
