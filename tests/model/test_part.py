@@ -248,11 +248,16 @@ def wrong_activation(part: Part, function: str, *xs: Any, **kwargs: Any) -> Any:
     return ACTIVATE(part, function, xs[0], **kwargs)
 
 
+def wrong_grouped(part: Part, leaf: str, *args: Any, bias: bool = False, **kwargs: Any) -> Any:
+    """Append the products of experts without their biases."""
+    return GROUPED(part, leaf, *args, **kwargs)
+
+
 def never(_: Any) -> None:
     """Return None."""
 
 
-LINEAR, NORM, ACTIVATE = Part.linear, Part.norm, Part.activate
+LINEAR, GROUPED, NORM, ACTIVATE = Part.linear, Part.grouped, Part.norm, Part.activate
 WRONG_DECLARATIONS: dict[str, tuple[object, str, Any, BlockCase]] = {
     "a saved tensor is missing": (
         attention,
@@ -303,6 +308,7 @@ WRONG_DECLARATIONS: dict[str, tuple[object, str, Any, BlockCase]] = {
         make_case("tp", "grouped heads", "fp32"),
     ),
     "a bias is missing": (Part, "linear", wrong_linear, make_case("tp", "biases", "fp32")),
+    "biases of experts are missing": (Part, "grouped", wrong_grouped, make_case("ep", "experts with biases", "fp32")),
     "one norm of all heads": (Part, "norm", wrong_norm, make_case("tp", "norms of heads", "fp32")),
     "an input of the activation is missing": (
         Part,

@@ -8,7 +8,7 @@ Why: `docs/design/decisions/recomputed-activations.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.model.chunks import cached_rows
+from phalanx.model.dtypes import at_least_fp32
 
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
@@ -108,37 +109,39 @@ def clamped_swiglu(alpha: float, limit: float) -> Activation:
         g = gate.clamp(max=limit)
         sigmoid = torch.sigmoid(alpha * g)
         grad_g = gradient * (up.clamp(-limit, limit) + 1) * sigmoid * (1 + alpha * g * (1 - sigmoid))
-        grad_up = (gradient * g * sigmoid).where(up.abs() <= limit, 0)
-        return gradient.copy_(grad_g.where(gate <= limit, 0)), grad_up
+        return grad_g.where(gate <= limit, 0), (gradient * g * sigmoid).where(up.abs() <= limit, 0)
 
     return of_several_kernels(forward, vjp)
 
 
 def of_several_kernels(forward: Callable[..., Tensor], vjp: Callable[..., TensorTuple]) -> Activation:
-    """Return the activation of two functions that are one kernel only if compiled, else a chunk of rows at a time."""
+    """Return the activation of two functions, which compute in at least fp32.
 
-    def forward_by_chunks(*inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return forward(*inputs)
+    They are one kernel if compiled. Otherwise they are several, which compute a chunk of rows at a time."""
+
+    def whole_forward(*inputs: Tensor) -> Tensor:
         out = inputs[0].new_empty(inputs[0].shape)
-        for out_part, *parts in cached_rows(out, *inputs):
-            out_part.copy_(forward(*parts))
+        for out_part, *parts in _rows_at_once(out, *inputs):
+            out_part.copy_(forward(*map(at_least_fp32, parts)))
         return out
 
-    def vjp_by_chunks(gradient: Tensor, *inputs: Tensor) -> TensorTuple:
-        if torch.compiler.is_compiling():
-            return vjp(gradient, *inputs)
-        others = [x.new_empty(x.shape) for x in inputs[1:]]
-        for gradient_part, *parts in cached_rows(gradient, *inputs, *others):
-            gradients = vjp(gradient_part, *parts[: len(inputs)])
-            for part, other in zip(parts[len(inputs) :], gradients[1:], strict=True):
-                part.copy_(other)
-        return gradient, *others
+    def whole_vjp(gradient: Tensor, *inputs: Tensor) -> TensorTuple:
+        gradients = (gradient, *(x.new_empty(x.shape) for x in inputs[1:]))
+        for parts in _rows_at_once(*gradients, *inputs):
+            results = vjp(*map(at_least_fp32, (parts[0], *parts[len(gradients) :])))
+            for part, result in zip(parts, results, strict=False):
+                part.copy_(result)
+        return gradients
 
     def forward_and_vjp(*inputs: Tensor) -> tuple[Tensor, Vjp]:
-        return forward_by_chunks(*inputs), lambda gradient: vjp_by_chunks(gradient, *inputs)
+        return whole_forward(*inputs), lambda gradient: whole_vjp(gradient, *inputs)
 
-    return Activation(forward_by_chunks, forward_and_vjp, vjp_by_chunks)
+    return Activation(whole_forward, forward_and_vjp, whole_vjp)
+
+
+def _rows_at_once(*tensors: Tensor) -> Iterable[TensorTuple]:
+    """Return chunks of the rows of tensors, or all at once for a compiler."""
+    return [tensors] if torch.compiler.is_compiling() else cached_rows(*tensors)
 
 
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))

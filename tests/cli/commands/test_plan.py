@@ -554,7 +554,9 @@ def test_plan_of_a_config_without_trainable_weights_writes_a_run_from_new_weight
     for family, reason in reasons.items():
         folder = tmp_path / "a\nname = 1\x1b" / family
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes, "rope_scaling": ropes.get(family)}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": family, **sizes, "rope_scaling": ropes.get(family)})
+        )
         errors = cli_runner.command_stderr(
             "plan", folder / "config.json", "--machine", "cpu", "--nproc", 1, "--top", 1, "--out", out
         )
