@@ -40,8 +40,8 @@ DIRECTORY_FIX = "use a directory that save_pretrained has written"
 def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that reads one parameter of `spec` by name from a `save_pretrained` directory.
 
-    It returns the full tensor on the CPU in the checkpoint's dtype, and keeps only that tensor in memory. Quantized ones
-    are decoded: MXFP4 to bf16, float8 to fp32.
+    It returns the full tensor on the CPU in the checkpoint's dtype, and keeps only that tensor in memory. MXFP4 is
+    decoded to bf16, float8 to fp32.
 
     Args:
         directory: The checkpoint's directory, or the config.json in it.
