@@ -54,6 +54,11 @@ class Part:
 PARTS = [
     Part("grouped-query attention", "llama", {"num_key_value_heads": 2}),
     Part(
+        "experts with biases, sinks",
+        "gpt_oss",
+        {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
+    ),
+    Part(
         "latent attention",
         "youtu",
         {

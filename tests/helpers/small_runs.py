@@ -138,12 +138,29 @@ DELTA: Table = {
     ],
 }
 """Gated DeltaNet in most layers, and attention with a gate, as in Qwen3-Next."""
+BIASED_EXPERTS: Table = {
+    **DENSE,
+    "qk_norm": "none",
+    "num_layers": 4,
+    "layers": "window full",
+    "sliding_window": 12,
+    "attention_sinks": True,
+    "attention_bias": "all",
+    "activation": "clamped_swiglu",
+    "swiglu_limit": 0.1,
+    "rope": {"theta": 1.5e5, "scaling": "yarn", "factor": 4.0, "original_context": 16, "truncate": False},
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "bias": True},
+    "kinds": [{"name": "full", "sliding_window": False}],
+}
+"""Biases and an activation with limits, as in gpt-oss."""
+
 MODELS_OF_KINDS: dict[str, Table] = {
     "attention": KINDS,
     "convolution": CONVOLUTIONS,
     "delta": DELTA,
     "dials": DIALS,
     "latent": LATENT,
+    "biased experts": BIASED_EXPERTS,
 }
 """Models with several kinds of layers, or with less common dials."""
 

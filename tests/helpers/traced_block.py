@@ -22,6 +22,7 @@ from phalanx.cost.exact.derive.traffic import part_traffic
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.formulas.collectives import Traffic
+from phalanx.model import chunks
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import Transformer
@@ -187,7 +188,9 @@ def trace_block(case: BlockCase) -> BlockNumbers:
         for module in strategy.module.modules():
             if isinstance(module, Router):
                 module.gate.register_forward_hook(lambda gate, args, logits: balanced_router_logits(logits))
-        return _trace(case, strategy)
+        # Blocks of usual sizes have many chunks of rows.
+        with mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", 1):
+            return _trace(case, strategy)
     finally:
         if case.world_size > 1:
             dist.destroy_process_group()

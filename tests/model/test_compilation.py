@@ -7,12 +7,14 @@ from unittest import mock
 import pytest
 import torch
 
+from phalanx.model import chunks
 from phalanx.model.compilation import compile_blocks
-from phalanx.model.products import ACTIVATIONS, compiled_activation
+from phalanx.model.products import ACTIVATIONS, compiled_activation, make_activation
 from phalanx.spec.activations import GATED_OUTPUT, NUM_INPUTS
 from tests.helpers.random_models import build_model
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
+ARGUMENTS = {"clamped_swiglu": (1.7, 0.8)}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def without_kernels():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [[3, 5]])
 def test_compiled_activation_equals_eager(name: str, tokens: list[int]) -> None:
-    activation = ACTIVATIONS[name]
+    activation = make_activation(name, *ARGUMENTS.get(name, ()))
     count = 2 if name == GATED_OUTPUT else NUM_INPUTS[name]
     for rows in tokens:
         inputs = [torch.randn(rows, 8, dtype=torch.float64) for _ in range(count)]
@@ -38,6 +40,24 @@ def test_compiled_activation_equals_eager(name: str, tokens: list[int]) -> None:
         torch.testing.assert_close(gradients(gradient.clone()), expected_gradients(gradient.clone()))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_clamped_swiglu_has_the_gradients_of_autograd(rows: int) -> None:
+    """Limits are values, too: there gradients pass, as in torch.clamp. Chunks have one row."""
+    alpha, limit = ARGUMENTS["clamped_swiglu"]
+    gate, up = (2 * torch.randn(rows, 8, dtype=torch.float64) for _ in range(2))
+    gate[0, :2], up[0, :2] = limit, torch.tensor([limit, -limit])
+    gate.requires_grad_()
+    up.requires_grad_()
+    g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
+    expected = (u + 1) * (g * torch.sigmoid(g * alpha))
+    gradient = torch.randn(rows, 8, dtype=torch.float64)
+    expected_gradients = torch.autograd.grad(expected, (gate, up), gradient)
+    with torch.no_grad(), mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", 8):
+        output, vjp = make_activation("clamped_swiglu", alpha, limit).forward_and_vjp(gate, up)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(vjp(gradient.clone()), expected_gradients)
+
+
 def loss_and_gradients(model, tokens):
     logits, auxiliary = model(tokens)
     (logits.square().sum() + auxiliary).backward()
@@ -45,7 +65,11 @@ def loss_and_gradients(model, tokens):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["blocks", "elementwise functions"])
-@pytest.mark.parametrize("model", [{}, {"activation": "gelu"}, {"moe": MOE}], ids=["dense", "gelu", "experts"])
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"activation": "gelu"}, {"moe": MOE}, {"moe": MOE | {"bias": True}, "activation": "clamped_swiglu"}],
+    ids=["dense", "gelu", "experts", "experts with biases"],
+)
 def test_compiled_blocks_equal_eager(model, whole):
     tokens = torch.randint(53, (2, 16))
     expected = loss_and_gradients(build_model(**model), tokens)

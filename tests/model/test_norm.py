@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.model import norm
+from phalanx.model import chunks
 from phalanx.model.norm import RMSNorm
 
 
@@ -12,7 +12,7 @@ from phalanx.model.norm import RMSNorm
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 7, 12), (3, 5, 4, 12)], ids=["residual", "heads"])
 def test_rms_norm_equals_fp64(shape, dtype, chunk, monkeypatch):
-    monkeypatch.setattr(norm, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(chunks, "CPU_CHUNK_ELEMENTS", chunk)
     torch.manual_seed(0)
     layer = RMSNorm(12, 1e-5)
     torch.nn.init.normal_(layer.weight)

@@ -16,6 +16,7 @@ from phalanx.program.buckets import PIECE_BYTES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import (
+    BIASED_EXPERTS,
     DELTA,
     DENSE,
     KINDS,
@@ -161,6 +162,7 @@ RINGS: dict[str, Table] = {
     "norms before": {**KINDS, "sliding_window": None, "norm_position": "before"},
     "norms after": {**KINDS, "sliding_window": None, "norm_position": "after"},
     "latent": LATENT,
+    "biased experts": {**BIASED_EXPERTS, "sliding_window": None},
 }
 """Models with several kinds of layers that a ring supports."""
 

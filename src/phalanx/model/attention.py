@@ -20,7 +20,7 @@ from phalanx.model.attention_sinks import attend_varlen_with_sinks
 from phalanx.model.cpu_attention import attend_on_cpu
 from phalanx.model.flex_attention import attend_with_flex
 from phalanx.model.part import PartModule
-from phalanx.model.products import ACTIVATIONS, IDENTITY, ProductLinear, TensorTuple, activated_linear
+from phalanx.model.products import IDENTITY, ProductLinear, TensorTuple, activated_linear, declared_activation
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.model.sequence_context import Documents, SequenceContext
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
@@ -55,7 +55,7 @@ class Attention(PartModule):
         self.qk_norm = layer.qk_norm
         self.query_scale = layer.query_scale
         self.columns = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
-        self.gate = ACTIVATIONS[part.activation] if layer.attention_gate == "channel" else IDENTITY
+        self.gate = declared_activation(part) if layer.attention_gate == "channel" else IDENTITY
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 

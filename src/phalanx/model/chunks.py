@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+CPU_CHUNK_ELEMENTS = 2**15
+GPU_CHUNK_ELEMENTS = 2**24
+
 
 def row_chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same `rows` rows of each tensor, in order; the last chunk may have fewer.
@@ -14,6 +17,14 @@ def row_chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     for start in chunk_starts(len(tensors[0]), rows):
         yield tuple(tensor[start : start + rows] for tensor in tensors)
+
+
+def cached_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same rows of tensors [..., width] of one shape but for the width, in order.
+
+    They are so few that a CPU's caches have them until they are used again. Kernels of a GPU need many at once."""
+    elements = CPU_CHUNK_ELEMENTS if tensors[0].device.type == "cpu" else GPU_CHUNK_ELEMENTS
+    return row_chunks(max(1, elements // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
 
 
 def chunk_starts(total: int, rows: int) -> Sequence[int]:

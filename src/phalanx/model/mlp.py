@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.model.part import PartModule
-from phalanx.model.products import ACTIVATIONS, Activation, ProductLinear, TensorTuple, activated_linear
+from phalanx.model.products import Activation, ProductLinear, TensorTuple, activated_linear, declared_activation
 from phalanx.spec.parts.operations import Part
 
 
@@ -18,7 +18,7 @@ class MLP(PartModule):
 
     def __init__(self, part: Part) -> None:
         super().__init__(part)
-        self.activation: Activation = ACTIVATIONS[part.activation]
+        self.activation: Activation = declared_activation(part)
         self.first_layers = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
 
     def forward(self, x: Tensor) -> Tensor:

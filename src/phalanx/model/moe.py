@@ -21,7 +21,6 @@ from phalanx.model.host_counts import to_host_lists
 from phalanx.model.mlp import MLP
 from phalanx.model.part import PartModule
 from phalanx.model.products import (
-    ACTIVATIONS,
     IDENTITY,
     DeferOrCompute,
     LinearFunction,
@@ -29,6 +28,7 @@ from phalanx.model.products import (
     ProductLinear,
     activated_product,
     compute_now,
+    declared_activation,
 )
 from phalanx.spec.model import MoESpec
 from phalanx.spec.parts.operations import Part
@@ -165,10 +165,16 @@ class Experts(PartModule):
     gate: Tensor
     up: Tensor
     down: Tensor
+    gate_bias: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
 
     def __init__(self, part: Part) -> None:
         super().__init__(part)
-        self.activation = ACTIVATIONS[part.activation]
+        self.has_biases = any(linear.bias for linear in part.linears)
+        self.output_bias_share = 1.0
+        """Share of `down_bias` that this rank adds: tensor-parallel ranks, whose outputs are summed, add equal ones."""
+        self.activation = declared_activation(part)
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
         self.grouped_linear: LinearFunction = grouped_linear
@@ -184,13 +190,21 @@ class Experts(PartModule):
         else:
             dtype = x_ND.dtype
         x_ND = x_ND.to(dtype)
+        if self.has_biases:
+            expert_N = torch.searchsorted(offsets_E, torch.arange(len(x_ND), device=offsets_E.device), right=True)
         # Each product needs the counts in host memory, so the host waits for them once.
         if not supports_grouped_mm(x_ND, self.gate):
             offsets_E = offsets_E.cpu()
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
         product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
-        inner = (activated_product(product, IDENTITY, weight, x_ND) for weight in (gate, up))
-        return activated_product(product, self.activation, down, *inner)
+        inner = [activated_product(product, IDENTITY, weight, x_ND) for weight in (gate, up)]
+        if self.has_biases:
+            for rows, bias in zip(inner, (self.gate_bias, self.up_bias), strict=True):
+                rows += F.embedding(expert_N, bias.to(dtype))
+        out = activated_product(product, self.activation, down, *inner)
+        if self.has_biases:
+            out += F.embedding(expert_N, (self.output_bias_share * self.down_bias).to(dtype))
+        return out
 
 
 @dataclass(frozen=True, kw_only=True)

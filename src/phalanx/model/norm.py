@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.chunks import row_chunks
+from phalanx.model.chunks import cached_rows
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.parts.operations import Norm
-
-CHUNK_ELEMENTS = 2**15
-"""Number of elements that are converted to fp32 at one time, few enough for a CPU's caches."""
 
 
 class RMSNorm(nn.Module):
@@ -49,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        for x_part, rms_part, out_part in _split_rows(x, inverse_rms, out):
+        for x_part, rms_part, out_part in cached_rows(x, inverse_rms, out):
             exact = at_least_fp32(x_part)
             torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
             out_part.copy_((exact * rms_part).mul_(weight))
@@ -61,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
         grad_weight = at_least_fp32(weight).new_zeros(weight.shape)
-        for x_part, rms_part, gradient_part, grad_part in _split_rows(x, inverse_rms, gradient, grad_x):
+        for x_part, rms_part, gradient_part, grad_part in cached_rows(x, inverse_rms, gradient, grad_x):
             normalized = at_least_fp32(x_part) * rms_part
             exact = at_least_fp32(gradient_part)
             grad_weight += (exact * normalized).sum(0)
@@ -69,11 +66,6 @@ class _RMSNorm(torch.autograd.Function):
             mean = (grad_normalized * normalized).mean(-1, keepdim=True)
             grad_part.copy_(grad_normalized.sub_(normalized.mul_(mean)).mul_(rms_part))
         return grad_x, grad_weight.to(weight.dtype), None
-
-
-def _split_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of the rows of tensors [..., width]."""
-    return row_chunks(max(1, CHUNK_ELEMENTS // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
 
 
 def make_norm(norm: Norm) -> nn.Module:

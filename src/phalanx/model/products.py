@@ -8,7 +8,7 @@ Why: `docs/design/decisions/recomputed-activations.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from phalanx.model.chunks import cached_rows
+from phalanx.model.dtypes import at_least_fp32
+from phalanx.spec.parts.operations import Part
 
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
@@ -117,15 +121,75 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
+def clamped_swiglu(alpha: float, limit: float) -> Activation:
+    """Return g sigmoid(alpha g) (u + 1), where g is at most `limit`, and u within it (gpt-oss).
+
+    Source: https://github.com/openai/gpt-oss, `swiglu` in gpt_oss/torch/model.py."""
+
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+    def vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+        g = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(alpha * g)
+        grad_g = gradient * (up.clamp(-limit, limit) + 1) * sigmoid * (1 + alpha * g * (1 - sigmoid))
+        return grad_g.where(gate <= limit, 0), (gradient * g * sigmoid).where(up.abs() <= limit, 0)
+
+    return of_several_kernels(forward, vjp)
+
+
+def of_several_kernels(forward: Callable[..., Tensor], vjp: Callable[..., TensorTuple]) -> Activation:
+    """Return the activation of two functions, which compute in at least fp32.
+
+    They are one kernel if compiled. Otherwise they are several, which compute a chunk of rows at a time."""
+
+    def whole_forward(*inputs: Tensor) -> Tensor:
+        out = inputs[0].new_empty(inputs[0].shape)
+        for out_part, *parts in _rows_at_once(out, *inputs):
+            out_part.copy_(forward(*map(at_least_fp32, parts)))
+        return out
+
+    def whole_vjp(gradient: Tensor, *inputs: Tensor) -> TensorTuple:
+        gradients = (gradient, *(x.new_empty(x.shape) for x in inputs[1:]))
+        for parts in _rows_at_once(*gradients, *inputs):
+            results = vjp(*map(at_least_fp32, (parts[0], *parts[len(gradients) :])))
+            for part, result in zip(parts, results, strict=False):
+                part.copy_(result)
+        return gradients
+
+    def forward_and_vjp(*inputs: Tensor) -> tuple[Tensor, Vjp]:
+        return whole_forward(*inputs), lambda gradient: whole_vjp(gradient, *inputs)
+
+    return Activation(whole_forward, forward_and_vjp, whole_vjp)
+
+
+def _rows_at_once(*tensors: Tensor) -> Iterable[TensorTuple]:
+    """Return chunks of the rows of tensors, or all at once for a compiler."""
+    return [tensors] if torch.compiler.is_compiling() else cached_rows(*tensors)
+
+
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
-ACTIVATIONS = {
-    "swiglu": gated(F.silu, torch.ops.aten.silu_backward),
-    "geglu_tanh": gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
-    "glu": gated_by_sigmoid(),
-    "gelu": gelu("none"),
-    "gelu_tanh": gelu("tanh"),
+ACTIVATIONS: dict[str, Callable[..., Activation]] = {
+    "swiglu": lambda: gated(F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": lambda: gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
+    "clamped_swiglu": clamped_swiglu,
+    "glu": gated_by_sigmoid,
+    "gelu": lambda: gelu("none"),
+    "gelu_tanh": lambda: gelu("tanh"),
 }
-"""Activations by their names (`spec.activations`)."""
+"""Functions of the numbers in a formula that return the activation, by its name (`spec.activations`)."""
+
+
+@cache
+def make_activation(name: str, *arguments: float) -> Activation:
+    """Return an activation. Those with equal arguments are one object, which is compiled once."""
+    return ACTIVATIONS[name](*arguments)
+
+
+def declared_activation(part: Part) -> Activation:
+    """Return the only activation of a part."""
+    return make_activation(part.activation.function, *part.activation.arguments)
 
 
 def compute_now(_: GradientEdge | None, gradient: Callable[[], Tensor]) -> Tensor:

@@ -83,6 +83,8 @@ class MoESpec(Spec):
     dense_branch: bool = False
     """A dense MLP on the same input in each layer, with norms of its own, whose output is added to that of the experts
     (Gemma 4)."""
+    bias: bool = False
+    """Biases of the router's product and of the routed experts' (gpt-oss)."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
@@ -240,7 +242,12 @@ class ModelSpec(Spec):
     logits_divisor: float = Field(1.0, gt=0)
     """Divisor of the logits (Granite)."""
     activation: ActivationName = "swiglu"
-    """Activation of the MLP: gated (swiglu, geglu_tanh: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
+    """Activation of the MLP: gated (swiglu, geglu_tanh, clamped_swiglu: three matrices), or plain GELU, exact or with
+    tanh (GPT-2). clamped_swiglu is g sigmoid(a g) (u + 1), where g is at most a limit, and u within it (gpt-oss)."""
+    swiglu_alpha: float = Field(1.702, gt=0)
+    """Slope of the sigmoid, a (clamped_swiglu)."""
+    swiglu_limit: float = Field(7.0, gt=0)
+    """Limit of g and u (clamped_swiglu)."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """Rotary embedding (rope), a learned embedding for each of `max_seq_len` positions (GPT-2), or none (NoPE)."""
     rope: RopeSpec = RopeSpec()
@@ -300,6 +307,10 @@ class ModelSpec(Spec):
                 problem = "has no effect in a model without attention"
                 raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it, or the mixer")
             self.mixer.check(self)
+        for field in ("swiglu_alpha", "swiglu_limit"):
+            if self.activation != "clamped_swiglu" and getattr(self, field) != type(self).model_fields[field].default:
+                problem = f"has no effect with model.activation = {self.activation!r}"
+                raise UserError(field, getattr(self, field), problem, 'remove it, or set "clamped_swiglu"')
         rotated = self.rope.width(self.head_dim)
         if self.position_embedding == "rope" and (rotated % 2 or rotated == 0):
             times = "" if self.rope.fraction == 1 else f"times model.rope.fraction ({self.rope.fraction}) "
@@ -414,6 +425,11 @@ class ModelSpec(Spec):
     def query_scale(self) -> float:
         """Factor of queries in a layer, because kernels divide scores by sqrt(head_dim)."""
         return self.attention_scale * self.head_dim**0.5 if self.attention_scale else 1.0
+
+    @property
+    def activation_arguments(self) -> tuple[float, ...]:
+        """Numbers in the formula of the activation."""
+        return (self.swiglu_alpha, self.swiglu_limit) if self.activation == "clamped_swiglu" else ()
 
     @property
     def source_name(self) -> str | None:

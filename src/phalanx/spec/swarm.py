@@ -183,6 +183,9 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
     if moe is None and swarm.method in EXPERT_SPLIT_METHODS:
         problem = "distributes experts over nodes, but the model has no experts"
         raise UserError("swarm.method", swarm.method, problem, 'set model.moe, or swarm.method = "diloco"')
+    if moe is not None and moe.bias and swarm.method in EXPERT_SPLIT_METHODS:
+        problem = "is not supported for experts that are distributed over nodes"
+        raise UserError("model.moe.bias", True, problem, 'set it to false, or swarm.method = "diloco"')
     if moe is not None and moe.has_choice_bias:
         field = "bias_update_rate" if moe.bias_update_rate else "choice_bias"
         problem = "is not supported in a swarm, because nodes do not exchange the router's biases"

@@ -73,8 +73,11 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             if operation.role == "column":
                 assert operation.writes.cut
                 return _sharded_units(operation.writes.cut, layout.tp, matrix_dim)
-            if operation.role == "row" and not name.endswith(".bias"):
+            if operation.role == "row" and not name.endswith("bias"):
                 return TensorSharding(matrix_dim + 1, 1)
+            if operation.role == "row" and isinstance(operation, GroupedLinear):
+                # Each rank adds its share of the bias to its term of the sum.
+                return _replicated(layout, partial=True)
         case Norm(reads=(x,)) if x.cut is not None:
             # Each head is on some ranks only, which add to the gradient of a scale that all heads share.
             return _sharded_units(x.cut, layout.tp) if operation.crosses_ranks else _replicated(layout, partial=True)

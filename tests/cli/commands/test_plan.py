@@ -547,13 +547,16 @@ def test_plan_of_a_config_without_trainable_weights_writes_a_run_from_new_weight
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 128}
     reasons = {
-        "gpt_oss": "is planned as Phalanx's transformer of its sizes, without biases and limits of activations",
+        "phi3": "is planned as Phalanx's transformer of its sizes, without factors of long contexts",
         "llama": "has no *.safetensors",
     }
+    ropes = {"phi3": {"rope_type": "longrope"}}
     for family, reason in reasons.items():
         folder = tmp_path / "a\nname = 1\x1b" / family
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": family, **sizes, "rope_scaling": ropes.get(family)})
+        )
         errors = cli_runner.command_stderr(
             "plan", folder / "config.json", "--machine", "cpu", "--nproc", 1, "--top", 1, "--out", out
         )

@@ -14,6 +14,8 @@ PUBLISHED_TOTALS = {
     "lfm2-1.2b": 1_170_340_608,
     "glm-4.5": 352_797_814_784,
     "minimax-m2": 228_689_748_992,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
@@ -52,6 +54,8 @@ ACTIVE_PARAMETERS = {
     "qwen3.5-397b-a17b": 17_349_040_896,
     "glm-4.5": 33_632_251_904,
     "minimax-m2": 11_030_537_216,
+    "gpt-oss-20b": 4_187_440_704,
+    "gpt-oss-120b": 5_711_982_912,
 }
 """Parameters that a token uses, counted on transformers' models of these shapes."""
 

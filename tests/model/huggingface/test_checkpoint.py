@@ -181,7 +181,7 @@ def test_open_hf_weights_rejects_unreadable_checkpoints(build_model, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "does not contain model-1.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**hf_config(spec), "quantization_config": {"bits": 4}}))
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "quantized")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "quant_method")
     (tmp_path / "config.json").write_text("{")
     assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "not valid JSON")
     assert_user_error_contains(lambda: open_hf_weights(tmp_path / "nowhere", spec), "does not exist")

@@ -152,6 +152,7 @@ HUB_FIELDS = {
     },
     "deepseek_v3": {"topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001},
     "kimi_k2": {"topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
+    "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "quantization_config": {}},
     "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0},
     "glm4_moe": {"num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "gemma3_text": {"cache_implementation": "hybrid", "sliding_window_pattern": 6, "rope_local_base_freq": 1e4},

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +96,17 @@ def test_build_optimizers_assigns_block_matrices_to_muon_and_rest_to_adamw() -> 
     assert decays.keys() == {name for name, _ in module.named_parameters()} - hidden
     assert decays["embedding.weight"] == 0.1
     assert decays["norm.weight"] == 0.0
+
+
+def test_biases_of_experts_have_no_weight_decay_and_are_not_trained_by_muon() -> None:
+    moe = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 16, "bias": True}
+    with torch.device("meta"):
+        parameters = dict(Transformer(load_model_spec("tiny").replace(moe=moe)).named_parameters())
+    biases = {id(p) for name, p in parameters.items() if name.endswith("_bias")}
+    _, adamw = build_optimizers(OptimizerSpec(name="muon"), parameters)
+    decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert biases
+    assert {decays[bias] for bias in biases} == {0.0}
 
 
 def test_set_learning_rate_scales_each_optimizer_from_its_peak() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks, describe_norm
-from phalanx.spec.parts.operations import GroupedLinear, Norm, Operation, Part
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Norm, Operation, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,9 @@ class ParameterCount:
     inactive_experts: int
     """Part of `experts` that one token does not use."""
     biases: int
-    """Biases of attention and MLPs, and sinks; part of these counts."""
+    """Biases of attention, MLPs and experts, and sinks; part of these counts."""
+    inactive_biases: int
+    """Part of `biases` that one token does not use."""
     tied_head: int
     """Embedding parameters that a tied head reuses in its product."""
 
@@ -55,7 +58,8 @@ class ParameterCount:
         Embedding tables are lookups, and norms and biases are element-wise, so they do not count. A tied head counts
         here, although it has no parameters of its own.
         """
-        return self.active - self.embedding - self.norms - self.biases + self.tied_head
+        active_biases = self.biases - self.inactive_biases
+        return self.active - self.embedding - self.norms - active_biases + self.tied_head
 
     @property
     def block_matrices(self) -> int:
@@ -76,15 +80,21 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
             for operation in branch.part.operations:
                 numbers = _num_parameters(operation)
                 count[_count_field(operation, branch.part)] += numbers
-                count["inactive_experts"] += _num_inactive(operation)
-                if not isinstance(operation, Norm):
-                    matrices = (each for each in operation.parameters.values() if len(each.shape) > 1)
-                    count["biases"] += numbers - sum(matrix.numbers for matrix in matrices)
+                inactive_share = _inactive_share(operation)
+                count["inactive_experts"] += round(numbers * inactive_share)
+                if isinstance(operation, Linear):
+                    biases = operation.bias.numbers if operation.bias else 0
+                    count["biases"] += biases
+                    count["inactive_biases"] += round(biases * inactive_share)
+                elif not isinstance(operation, Norm):
+                    vectors = (each for each in operation.parameters.values() if len(each.shape) == 1)
+                    count["biases"] += sum(vector.numbers for vector in vectors)
     fields = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
     return ParameterCount(
         **{field: count[field] for field in fields},
         inactive_experts=count["inactive_experts"],
         biases=count["biases"],
+        inactive_biases=count["inactive_biases"],
         tied_head=table if spec.tie_embeddings else 0,
     )
 
@@ -102,9 +112,8 @@ def _num_parameters(operation: Operation) -> int:
     return sum(parameter.numbers for parameter in operation.parameters.values())
 
 
-def _num_inactive(operation: Operation) -> int:
-    """Return the parameters of experts that a token does not use."""
+def _inactive_share(operation: Operation) -> Fraction:
+    """Return the share of experts that a token does not use."""
     if not isinstance(operation, GroupedLinear):
-        return 0
-    experts = operation.matrix.shape[0]
-    return operation.matrix.numbers // experts * (experts - operation.reads[0].copies)
+        return Fraction(0)
+    return 1 - Fraction(operation.reads[0].copies, operation.matrix.shape[0])

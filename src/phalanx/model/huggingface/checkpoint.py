@@ -5,7 +5,7 @@ Safetensors and JSON only; transformers itself is not needed."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.model.huggingface.quantized import find_encoding, stored_weights
 from phalanx.model.huggingface.tensor_names import ROUTER_BIAS, hf_sources, parameter_shapes
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import require_known_fields
@@ -39,7 +40,8 @@ DIRECTORY_FIX = "use a directory that save_pretrained has written"
 def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that reads one parameter of `spec` by name from a `save_pretrained` directory.
 
-    It returns the full tensor on the CPU in the checkpoint's dtype, and keeps only that tensor in memory.
+    It returns the full tensor on the CPU in the checkpoint's dtype, and keeps only that tensor in memory. MXFP4 is
+    decoded to bf16, float8 to fp32.
 
     Args:
         directory: The checkpoint's directory, or the config.json in it.
@@ -55,10 +57,10 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     whole_config = read_json(config_file)
     config = text_config(whole_config)
     family = family_of(config)
-    if whole_config.get("quantization_config") or config.get("quantization_config"):
-        raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
+    encoding = find_encoding(whole_config) or find_encoding(config)
     require_known_fields(config)
     files = _tensor_files(directory)
+    weights = stored_weights(encoding, files)
     shapes = parameter_shapes(spec)
     sources = hf_sources(family.stored_in(files), spec)
     hf_names = defaultdict(list)
@@ -67,7 +69,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
             hf_names[name].append(hf_name)
     num_layers = int(config.get("num_hidden_layers", spec.num_layers))
     stored_names = _stored_names(
-        family, list(sources), files, num_layers, tied=spec.tie_embeddings, directory=directory
+        family, list(sources), weights, num_layers, tied=spec.tie_embeddings, directory=directory
     )
     opened = cache(_open_safetensors)
 
@@ -77,35 +79,35 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
             if name.endswith(ROUTER_BIAS):
                 return torch.zeros(shape)
             raise UserError(FIELD, name, "is not in the checkpoint", fix=SHAPE_FIX)
-        has_experts = sources[hf_names[name][0]].expert is not None
+        has_experts = sources[hf_names[name][0]].has_experts
         own_shape = shape[1:] if has_experts else shape
         tensors = []
         for hf_name in hf_names[name]:
             source = sources[hf_name]
-            axis = int(source.rows.stacked)
-            num_rows = [shapes[other][axis + has_experts] for other in source.names]
+            num_rows = [shapes[other][int(has_experts)] for other in source.names]
             first_row = sum(num_rows[: source.names.index(name)])
-            joined_shape = torch.Size((*own_shape[:axis], sum(num_rows), *own_shape[axis + 1 :]))
-            stored = read_tensor(hf_name)
-            if source.rows.order:
-                _check_shape(stored, hf_name, joined_shape)
-            joined = _check_shape(source.loaded(stored), hf_name, joined_shape)
-            tensors.append(joined.narrow(axis, first_row, own_shape[axis]))
+            joined_shape = torch.Size((sum(num_rows), *own_shape[1:]))
+            for expert in range(shape[0]) if source.rows.stacked else [None]:
+                joined = _check_shape(
+                    source.with_axes(read_tensor(stored_names[hf_name], expert)), hf_name, joined_shape
+                )
+                tensors.append(source.loaded(joined)[first_row:][: own_shape[0]])
         return torch.stack(tensors) if has_experts else tensors[0]
 
-    def read_tensor(hf_name: str) -> Tensor:
-        return _read_tensor(opened(files[stored_names[hf_name]]), stored_names[hf_name])
+    def read_tensor(name: str, expert: int | None = None) -> Tensor:
+        tensors = [_read_tensor(opened(files[part]), part, expert) for part in weights[name]]
+        return _require_plain(tensors[0], name) if encoding is None or len(tensors) == 1 else encoding.decode(*tensors)
 
-    if spec.tie_embeddings and HEAD in files:
+    if spec.tie_embeddings and HEAD in weights:
         [embedding] = hf_names["embedding.weight"]
-        if not torch.equal(_read_tensor(opened(files[HEAD]), HEAD), read_tensor(embedding)):
+        if not torch.equal(read_tensor(HEAD), read_tensor(stored_names[embedding])):
             problem = f"differs from {embedding}, although config.json ties the two; transformers keeps both"
             raise UserError(FIELD, HEAD, problem, fix="set model.tie_embeddings = false")
     return read_weight
 
 
 def _stored_names(
-    family: Family, hf_names: list[str], files: Mapping[str, Path], num_layers: int, tied: bool, directory: Path
+    family: Family, hf_names: list[str], weights: Collection[str], num_layers: int, tied: bool, directory: Path
 ) -> dict[str, str]:
     """Return the name in the files of each tensor of the model, by its Hugging Face name.
 
@@ -117,11 +119,11 @@ def _stored_names(
         alternatives = [hf_name, inner_name, *(f"{prefix}{inner_name}" for prefix in PREFIXES)]
         # transformers 5.24 saves Kimi K2.5 so.
         alternatives += [name.replace(".layers.", ".blocks.") for name in alternatives if family.wrapper]
-        name = next((name for name in alternatives if name in files), None)
+        name = next((name for name in alternatives if name in weights), None)
         if name is None:
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)
         names[hf_name] = name
-    other = sorted(files.keys() - set(names.values()) - ({HEAD} if tied else set()))
+    other = sorted(set(weights) - set(names.values()) - ({HEAD} if tied else set()))
     patterns = (*family.ignored_tensors, *(OTHER_TENSORS if family.wrapper else ()))
     ignored = [pattern.replace("{L}", str(num_layers)) for pattern in patterns]
     unread = [name for name in other if not any(fnmatchcase(name, pattern) for pattern in ignored)]
@@ -132,11 +134,17 @@ def _stored_names(
     return names
 
 
-def _read_tensor(file: Any, name: str) -> Tensor:
+def _read_tensor(file: Any, name: str, expert: int | None) -> Tensor:
+    """Return a tensor, or of a stack that of an expert."""
     try:
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
     except SafetensorError as error:
         raise UserError(FIELD, name, f"cannot be read: {error}", fix=DOWNLOAD_FIX) from None
+    return tensor
+
+
+def _require_plain(tensor: Tensor, name: str) -> Tensor:
+    """Return a tensor that is not quantized."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise UserError(FIELD, name, f"is quantized ({tensor.dtype})", fix="use the checkpoint in bf16 or fp32")
     return tensor

@@ -168,9 +168,17 @@ def _stored_dtype(source: TensorSource, dtype: torch.dtype) -> torch.dtype:
 
 
 def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    if source.rows.stacked:
+        experts = range(len(tensors[source.names[0]]))
+        return torch.stack([_join(source, [tensors[name][e] for name in source.names], dtype) for e in experts])
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
+    return _join(source, parts, dtype).contiguous()
+
+
+def _join(source: TensorSource, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the parameters of a tensor, or those of an expert, as the checkpoint has them."""
     joined = torch.cat([part.detach() for part in parts]).to("cpu", _stored_dtype(source, dtype))
-    return source.stored(joined).contiguous()
+    return source.stored(joined)
 
 
 def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:

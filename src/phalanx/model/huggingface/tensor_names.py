@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Family, Rows
+from phalanx.spec.families.family import Family, RowOrder, Rows
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.model import model_parameters
@@ -33,26 +33,39 @@ class TensorSource(NamedTuple):
     is_precise: bool
     """True if exports keep it in fp32."""
 
+    @property
+    def has_experts(self) -> bool:
+        """True if the parameters are stacks of experts, which the checkpoint has apart, or in one tensor."""
+        return self.expert is not None or self.rows.stacked
+
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as the checkpoint has it."""
+        """Return the tensor, or that of an expert, as the checkpoint has it."""
         if self.rows.order:
-            return tensor[self._order(tensor)]
+            tensor = tensor[self._order(tensor)]
         if self.rows.convolution:
             return tensor.unsqueeze(1)
         return tensor.T if self.rows.transposed else tensor
 
-    def loaded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the checkpoint as the model has it."""
-        if self.rows.order:
-            return torch.empty_like(tensor).index_copy_(0, self._order(tensor), tensor)
+    def with_axes(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has."""
         if self.rows.convolution:
             return tensor.squeeze(1)
         return tensor.T if self.rows.transposed else tensor
 
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the axes of the model as the model has it."""
+        return torch.empty_like(tensor).index_copy_(0, self._order(tensor), tensor) if self.rows.order else tensor
+
     def _order(self, tensor: Tensor) -> Tensor:
         """Return the index in the model of each row of the checkpoint's tensor."""
         assert self.rows.order
-        return torch.tensor(list(self.rows.order(self.layer, len(tensor))))
+        return row_order(self.rows.order, self.layer, len(tensor))
+
+
+@lru_cache  # all experts of a layer, and most layers, have one order
+def row_order(order: RowOrder, layer: ModelSpec, rows: int) -> Tensor:
+    """Return an order of rows as a tensor."""
+    return torch.tensor(list(order(layer, rows)))
 
 
 def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:

@@ -15,7 +15,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mixers.convolution import causal_convolution, causal_convolution_backward
 from phalanx.model.mixers.delta_rule import Inputs, Rule, chunk_decays
 from phalanx.model.part import PartModule
-from phalanx.model.products import ACTIVATIONS, ProductLinear, TensorTuple, activated_linear
+from phalanx.model.products import ProductLinear, TensorTuple, activated_linear, declared_activation
 from phalanx.model.recomputation import recomputation
 from phalanx.model.sequence_context import SequenceContext
 from phalanx.spec.model import ModelSpec
@@ -42,7 +42,7 @@ class GatedDelta(PartModule):
         super().__init__(part)
         (core,) = part.cores
         self.head_widths = [value.cut.unit for value in core.reads if value.cut]
-        self.gate = ACTIVATIONS[part.activation]
+        self.gate = declared_activation(part)
         self.core = gated_delta
 
     def sequence_inputs(self, context: SequenceContext) -> tuple[Tensor | None]:
@@ -117,11 +117,12 @@ class _GatedDelta(torch.autograd.Function):
         tensors = _Tensors(*saved[: len(_Tensors._fields)])
         states = [tensors.first_state(), *saved[len(tensors) :]]
         sums = (torch.zeros_like(at_least_fp32(parameter)) for parameter in tensors[5:10])
-        grads = _Tensors(*(torch.zeros_like(x) for x in tensors[:5]), *sums, None)
+        grads = _Tensors._make((*(torch.zeros_like(x) for x in tensors[:5]), *sums, None))
         grad_state = torch.zeros_like(states[0])
         for segment in reversed(scan_segments(gradient.shape[1])):
             grad_state = _compute_again(tensors, segment).backward(states.pop(), gradient, grad_state, grads)
-        return tuple(grad if grad is None else grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))
+        with_dtypes = [grad.to(x.dtype) for grad, x in zip(grads[:-1], tensors[:-1], strict=True)]
+        return *with_dtypes, None
 
 
 def _compute_again(tensors: _Tensors, segment: Segment) -> _Segment:
@@ -155,10 +156,10 @@ class _Segment:
         inputs, grad_state = self.rule.backward(state, grad_out, grad_state)
         outputs = (*self.rule.inputs.qk.unsqueeze(3).chunk(2, dim=-2), self.rule.inputs.v)
         grad_outputs = (*inputs.qk.unsqueeze(3).chunk(2, dim=-2), inputs.v)
-        for heads, *pair, grad_x, grad_taps in zip(
+        for heads, out, grad, grad_x, grad_taps in zip(
             self.heads, outputs, grad_outputs, grads[:3], grads[5:8], strict=True
         ):
-            heads.backward(*map(_join_chunks, pair), grad_x, grad_taps)
+            heads.backward(_join_chunks(out), _join_chunks(grad), grad_x, grad_taps)
         grad_g = _join_chunks(inputs.g)
         grad_a = grad_g * self.rate * self.step.sigmoid()
         grads.a[:, self.tokens] = grad_a

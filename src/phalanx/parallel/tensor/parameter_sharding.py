@@ -52,7 +52,9 @@ class ModelSharding:
         self._head_meshes: dict[int, DeviceMesh] = {}
         """Meshes of the ranks with copies of heads, by the number of copies."""
         replications = {each.replication for each in self._shardings.values() if each.mesh_axis == "tp"}
-        for replication in sorted(replications - {1, layout.tp}) if mesh.device_mesh is not None else ():
+        for replication in sorted(replications - {1, layout.tp}):
+            if mesh.device_mesh is None:
+                break
             # Every rank makes the groups of all ranks, in the same order.
             world = torch.arange(mesh.dims.world_size, device="cpu")  # the model is made on the meta device
             rank_grid = world.view(-1, layout.tp // replication, replication)

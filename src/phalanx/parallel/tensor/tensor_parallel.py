@@ -144,6 +144,7 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
         part.gather_tokens = partial(_gather_tokens, tp)
     for mixture in modules_declaring(model, Dispatch) if layout.ep == 1 else ():
         mixture.mix = partial(_mix_expert_shards, tp)
+        mixture.experts.output_bias_share = 1 / tp.size
     for router in modules_declaring(model, Route) if tp.sequence else ():
         router.sum_counts.append(tp.all_reduce)
     if layout.tp_attention == "split":

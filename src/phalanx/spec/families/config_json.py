@@ -27,6 +27,8 @@ UNEXPORTED_DIALS = frozenset(
 """Dials of training, which no config.json has."""
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Numbers of layers for multi-token prediction, whose tensors are not exported."""
+QUANTIZATION = "quantization_config"
+"""Encoding of a checkpoint's weights, which are decoded when they are read; exports are plain."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -62,7 +64,12 @@ def require_known_fields(config: Table) -> None:
     """Raise UserError for an unsupported field of config.json that may change the output of the model."""
     config = text_config(config)
     fields = FIXED_FIELDS | family_of(config).fields
-    known = {*fields, *(name for field in fields.values() for name in field.other_names), *HARMLESS_FIELDS}
+    known = {
+        *fields,
+        *(name for field in fields.values() for name in field.other_names),
+        *HARMLESS_FIELDS,
+        QUANTIZATION,
+    }
     unknown = {field: value for field, value in config.items() if field not in known}
     for table in sorted({"rope_parameters", "rope_scaling"} & known):
         ropes = {table: config.get(table) or {}}
@@ -152,7 +159,7 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
 
     A model of another type, such as a dense model that was given experts, keeps only the special tokens.
     """
-    source = text_config(source)
+    source = {field: value for field, value in text_config(source).items() if field != QUANTIZATION}
     before = hf_config(parse_table(ModelSpec, model_table(source)))
     after = hf_config(spec)
     if before["model_type"] != after["model_type"]:

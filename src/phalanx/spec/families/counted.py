@@ -30,16 +30,9 @@ def counted_model_table(config: Table) -> Table:
         if not isinstance(config[field], int):
             raise UserError(f"config.json {field}", config[field], "is not a whole number", "correct the config.json")
     require_value("use_sliding_window", config.get("use_sliding_window"), False)
-    experts = config["model_type"] == "gpt_oss"
-    base = families()["mixtral" if experts else "llama"]
+    base = families()["llama"]
     # Scales of the rotary embedding cost nothing.
     fields = {"hidden_act", "rope_theta", *(name for name, field in base.fields.items() if isinstance(field, Read))}
     table = model_table({name: config[name] for name in fields & config.keys()} | {"model_type": base.model_type})
-    window = config.get("sliding_window", 128 if experts else None)
-    table["sliding_window"] = window if "use_sliding_window" not in config else None
-    if experts:
-        default_types = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
-        layer_types = (config.get("layer_types") or default_types)[: config["num_hidden_layers"]]
-        full_layers = [layer for layer, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
-        table |= {"attention_sinks": True, "full_attention_layers": full_layers}
+    table["sliding_window"] = config.get("sliding_window") if "use_sliding_window" not in config else None
     return {field: value for field, value in table.items() if value is not None}

@@ -128,16 +128,16 @@ the index of the row in the parameters, one after another along the output axis.
 class Rows:
     """Parameters in one tensor, one after another along the output axis, or their rows in another order.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. Of
-    parameters that are `stacked`, the matrices of each expert follow one another.
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. A
+    `stacked` one has that of each expert.
     """
 
     def __init__(
         self,
         *names: str,
+        stacked: bool = False,
         transposed: bool = False,
         convolution: bool = False,
-        stacked: bool = False,
         order: RowOrder | None = None,
     ) -> None:
         self.names = names

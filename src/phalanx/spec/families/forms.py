@@ -45,6 +45,8 @@ class Rope(Field):
     """Part that is rotated if config.json has none."""
     table_fields = ROPE_FIELDS
     """Fields of the tables that are supported or without effect."""
+    absent: Table = field(default_factory=dict)
+    """Table if config.json has none."""
     other_names: tuple[str, ...] = (
         *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor", "rotary_dim"),
     )
@@ -57,7 +59,7 @@ class Rope(Field):
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of the embedding; rope_scaling has precedence over rope_parameters."""
-        rope = config.get("rope_scaling") or config.get(name) or {}
+        rope = config.get("rope_scaling") or config.get(name) or self.absent
         fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
         if fraction is None and self.has_fraction and config.get("rotary_dim"):
             fraction = config["rotary_dim"] / dials["head_dim"]

@@ -12,10 +12,7 @@ from phalanx.spec.families.family import Family, Table, require_supported
 
 EXPORTED_FIRST = ("llama", "qwen3", "qwen3_next")
 """Families that export prefers where several can express a model. The others follow in the order of their names."""
-COUNTED_FAMILIES = {
-    "phi3": "factors of long contexts",
-    "gpt_oss": "biases and limits of activations",
-}
+COUNTED_FAMILIES = {"phi3": "factors of long contexts"}
 """Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory
 noticeably. Their matrices are those of a supported family."""
 UNKNOWN_PARTS = {

@@ -18,7 +18,7 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     part = Part("mlp", "experts", x)
     E = moe.num_experts
     has_whole_experts = layout.ep > 1
-    logits = part.linear("router.gate", x, width=E, is_precise=True)
+    logits = part.linear("router.gate", x, width=E, bias=moe.bias, is_precise=True)
     weights = part.add(
         Route(
             name="router",
@@ -34,12 +34,13 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     rows = Value(x.width, tokens="residual" if has_whole_experts else "all", copies=moe.top_k)
     part.add(Dispatch(reads=(x, weights), writes=rows, num_experts=E))
     cut = None if has_whole_experts else Cut("model.moe.expert_ffn_size", moe.expert_ffn_size)
-    inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut) for leaf in ("gate", "up")]
-    y = part.grouped("down", part.activate(spec.activation, *inner), E, x.width, None, init="output")
+    inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut, bias=moe.bias) for leaf in ("gate", "up")]
+    activated = part.activate(spec.activation, *inner, arguments=spec.activation_arguments)
+    y = part.grouped("down", activated, E, x.width, None, bias=moe.bias, init="output")
     part.add(Combine(reads=(y, weights), writes=Value(x.width, tokens="residual")))
     if moe.num_shared_experts:
         shared = Cut("model.moe.expert_ffn_size x num_shared_experts", moe.shared_width)
-        y = append_mlp(part, x, shared, spec.activation, prefix="shared.")
+        y = append_mlp(part, spec, x, shared, prefix="shared.")
         if moe.shared_gate:
             part.add(Gate(reads=(y, part.linear("shared_gate", x, width=1, is_precise=True)), writes=replace(y)))
     return part

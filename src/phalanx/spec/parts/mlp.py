@@ -10,12 +10,13 @@ from phalanx.spec.parts.operations import Cut, Part, Value
 def describe_mlp(spec: ModelSpec, x: Value, name: str = "mlp") -> Part:
     """Return the MLP of a dense layer, or of a branch of that name."""
     part = Part(name, "mlp", x)
-    append_mlp(part, x, Cut("model.ffn_hidden_size", spec.ffn_hidden_size), spec.activation, bias=spec.bias)
+    append_mlp(part, spec, x, Cut("model.ffn_hidden_size", spec.ffn_hidden_size), bias=spec.bias)
     return part
 
 
-def append_mlp(part: Part, x: Value, inner: Cut, activation: str, *, bias: bool = False, prefix: str = "") -> Value:
+def append_mlp(part: Part, spec: ModelSpec, x: Value, inner: Cut, *, bias: bool = False, prefix: str = "") -> Value:
     """Append the products of an MLP of an inner width; return its output."""
-    names = ("gate", "up")[-NUM_INPUTS[activation] :]
+    names = ("gate", "up")[-NUM_INPUTS[spec.activation] :]
     inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in names]
-    return part.linear(f"{prefix}down", part.activate(activation, *inputs), bias=bias, init="output")
+    activated = part.activate(spec.activation, *inputs, arguments=spec.activation_arguments)
+    return part.linear(f"{prefix}down", activated, bias=bias, init="output")

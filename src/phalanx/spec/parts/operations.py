@@ -129,6 +129,11 @@ class Linear(Operation):
         return next(iter(self.parameters.values()))
 
     @property
+    def bias(self) -> Parameter | None:
+        """The bias, or the stack of them."""
+        return next((each for name, each in self.parameters.items() if name.endswith("bias")), None)
+
+    @property
     def role(self) -> Literal["column", "row", "copied"]:
         """Return how tensor-parallel ranks share the product (Megatron-LM, arXiv 1909.08053, section 3)."""
         if self.reads[0].cut:
@@ -165,6 +170,8 @@ class Activation(Operation):
 
     function: str
     """Name in `spec.activations`."""
+    arguments: tuple[float, ...] = ()
+    """Numbers in its formula."""
 
 
 class Gate(Operation):
@@ -286,9 +293,21 @@ class Part:
         y = Value(width, cut, tokens)
         return self.add(Linear(name=name, reads=(x,), writes=y, parameters=parameters, is_precise=is_precise))
 
-    def grouped(self, leaf: str, x: Value, experts: int, width: int, cut: Cut | None, init: Init = "normal") -> Value:
+    def grouped(
+        self,
+        leaf: str,
+        x: Value,
+        experts: int,
+        width: int,
+        cut: Cut | None,
+        *,
+        bias: bool = False,
+        init: Init = "normal",
+    ) -> Value:
         """Append the products of rows with the matrices of their experts; return their output."""
         parameters = {leaf: Parameter((experts, width, x.width), init)}
+        if bias:
+            parameters[f"{leaf}_bias"] = Parameter((experts, width), "zeros")
         y = replace(x, width=width, cut=cut)
         return self.add(GroupedLinear(name="experts", reads=(x,), writes=y, parameters=parameters))
 
@@ -305,9 +324,9 @@ class Part:
         )
         return self.add(norm)
 
-    def activate(self, function: str, *xs: Value) -> Value:
+    def activate(self, function: str, *xs: Value, arguments: tuple[float, ...] = ()) -> Value:
         """Append an activation of values of one shape; return its output."""
-        return self.add(Activation(reads=xs, writes=replace(xs[0]), function=function))
+        return self.add(Activation(reads=xs, writes=replace(xs[0]), function=function, arguments=arguments))
 
     def add(self, operation: Operation) -> Value:
         """Append an operation; return what it writes."""
@@ -375,10 +394,10 @@ class Part:
         return [core for core in self.cores if isinstance(core, ScanCore)]
 
     @property
-    def activation(self) -> str:
-        """The function of the only activation."""
+    def activation(self) -> Activation:
+        """The only activation."""
         (activation,) = (operation for operation in self.operations if isinstance(operation, Activation))
-        return activation.function
+        return activation
 
     @property
     def reads_input(self) -> bool:

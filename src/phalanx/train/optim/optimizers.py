@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.spec.parameter_shapes import is_muon_parameter
+from phalanx.spec.parameter_shapes import has_weight_decay, is_muon_parameter
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.components import bind_component, call_component
 from phalanx.train.optim.muon import Muon
@@ -110,9 +110,10 @@ def _build_adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> to
 
 def _build_parameter_groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
     groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters.values():
+    for name, parameter in parameters.items():
+        decay = spec.weight_decay if has_weight_decay(name, parameter.shape) else 0.0
         # One call cannot step both full and sharded parameters.
-        groups[isinstance(parameter, DTensor), spec.weight_decay if parameter.ndim >= 2 else 0.0].append(parameter)
+        groups[isinstance(parameter, DTensor), decay].append(parameter)
     return [{"params": params, "weight_decay": decay} for (_, decay), params in groups.items()]
 
 

@@ -41,6 +41,8 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
             case Linear():
                 tensors |= {(value, reader): size for value, reader, size in saved_inputs(part, operation, shape)}
                 copied_weights += matrix_numbers(operation, shape)
+                if isinstance(operation, GroupedLinear) and operation.bias:
+                    tensors[part.input, "experts of rows"] = shape.num_tokens(operation.writes) * INDEX_BYTES
             case Norm():
                 other_bytes += norm_bytes(operation, shape)
                 copied_weights += _copied_scales(operation, shape)
