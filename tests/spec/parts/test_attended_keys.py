@@ -31,6 +31,15 @@ def test_full_layers_attend_to_half_of_the_keys() -> None:
     assert model_columns(spec, 64)["attended_fraction"] == attended_fraction(layer_specs(spec), 64)
 
 
+def test_scan_counts_as_attention_to_keys_with_its_flops() -> None:
+    mixer = {"kind": "gated_delta", "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 8}
+    for tokens in (64, 640):
+        columns = model_columns(SPEC.replace(mixer=mixer, max_seq_len=tokens), tokens)
+        channels = columns["heads"] * (columns["head_dim"] + columns["value_dim"])
+        # Chunks of 64 tokens: scores of two key heads; products with the state, and in the chunk, of four value heads.
+        assert columns["attended_fraction"] * channels * tokens == 2 * 4 * 6 * 64 + 4 * (6 * 6 * 8 + 4 * 8 * 64)
+
+
 def test_flops_count_attended_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1])
     full, windowed = (forward_flops(model_spec, 64).core for model_spec in (SPEC, spec))

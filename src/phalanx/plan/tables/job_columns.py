@@ -28,6 +28,7 @@ from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
 from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.flops import core_flops
 from phalanx.spec.parts.operations import Part
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
@@ -67,7 +68,7 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     Windows are no kind of their own: attention's time is linear in the pairs that they leave."""
     kinds: dict[KernelSizes, list[ModelSpec]] = {}
     for layer, (mixer, *_) in zip(layer_specs(spec), blocks(spec), strict=True):
-        kinds.setdefault(KernelSizes.of_layer(layer, mixer.part), []).append(layer)
+        kinds.setdefault(KernelSizes.of_layer(layer, mixer.part, sequence), []).append(layer)
     num_routed = len(expert_layers(spec))
     rows = []
     for sizes, layers in kinds.items():
@@ -83,7 +84,7 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
                 "value_dim": sizes.value_dim,
                 "attention_parameters": sum(count_parameters(layer).attention for layer in layers) / len(layers),
                 "ffn": sizes.ffn,
-                "attended_fraction": attended_fraction(layers, sequence),
+                "attended_fraction": attended_fraction(layers, sequence) + sizes.scanned_fraction,
             }
         )
     return {name: rows[0][name] if len(rows) == 1 else tuple(row[name] for row in rows) for name in PER_KIND}
@@ -92,7 +93,8 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
 class KernelSizes(NamedTuple):
     """Sizes on which the speed of a layer's kernels depends.
 
-    Another mixer than attention counts as attention with products of its widths, in which no query sees a key."""
+    Another mixer than attention counts as attention with products of its widths, in which queries see as many keys as
+    have the FLOPs of its scan, if it has one."""
 
     heads: float
     kv_heads: float
@@ -100,9 +102,11 @@ class KernelSizes(NamedTuple):
     value_dim: int
     ffn: int
     attends: bool
+    scanned_fraction: float = 0.0
+    """FLOPs of a scan, as a share of causal attention's with these sizes."""
 
     @classmethod
-    def of_layer(cls, layer: ModelSpec, mixer: Part) -> KernelSizes:
+    def of_layer(cls, layer: ModelSpec, mixer: Part, sequence: int) -> KernelSizes:
         """Return the sizes of a layer with a mixer."""
         (core,) = mixer.cores
         if layer.attends:
@@ -113,7 +117,8 @@ class KernelSizes(NamedTuple):
             return cls(heads.units, kv_heads.units, heads.unit, value_heads.unit, layer.ffn_hidden_size, True)
         num_heads = core.writes.width / layer.head_dim
         num_kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - num_heads) / 2
-        return cls(num_heads, num_kv_heads, layer.head_dim, layer.head_dim, layer.ffn_hidden_size, False)
+        fraction = core_flops(mixer, sequence) / (2 * core.writes.width * sequence)
+        return cls(num_heads, num_kv_heads, layer.head_dim, layer.head_dim, layer.ffn_hidden_size, False, fraction)
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:
