@@ -51,7 +51,7 @@ def find_encoding(config: Mapping[str, Any]) -> Encoding | None:
 
 def stored_weights(encoding: Encoding | None, names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return the names of the tensors that store each weight: itself, or numbers and scales."""
-    weights = {name: (name,) for name in names}
+    weights: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
     if encoding is None:
         return weights
     numbers, scales = encoding.suffixes

@@ -43,7 +43,7 @@ class Rope(Field):
     """True if a model of the family may rotate a part of the channels."""
     fraction: float = 1.0
     """Part that is rotated if config.json has none."""
-    absent: Mapping[str, object] = field(default_factory=dict)
+    absent: Table = field(default_factory=dict)
     """Table if config.json has none."""
     other_names: tuple[str, ...] = (
         *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor", "rotary_dim"),
