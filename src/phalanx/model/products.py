@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
+THRESHOLD_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 TensorTuple = tuple[Tensor, ...]
 LinearFunction = Callable[..., Tensor]
 """Function of rows, a weight [O, I] and perhaps a bias: rows times the transposed weight, plus the bias."""
@@ -117,6 +118,18 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2 (Primer, arXiv 2109.08668)."""
+    return x.relu().square_()
+
+
+def _relu_squared_vjp(gradient: Tensor, x: Tensor) -> TensorTuple:
+    return (THRESHOLD_BACKWARD(gradient.mul_(x).mul_(2), x, 0, grad_input=gradient),)
+
+
+RELU_SQUARED = Activation(
+    _relu_squared, lambda x: (_relu_squared(x), lambda gradient: _relu_squared_vjp(gradient, x)), _relu_squared_vjp
+)
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
 ACTIVATIONS = {
     "swiglu": gated(F.silu, torch.ops.aten.silu_backward),
@@ -124,6 +137,7 @@ ACTIVATIONS = {
     "glu": gated_by_sigmoid(),
     "gelu": gelu("none"),
     "gelu_tanh": gelu("tanh"),
+    "relu2": RELU_SQUARED,
 }
 """Activations by their names (`spec.activations`)."""
 

@@ -14,6 +14,7 @@ PUBLISHED_TOTALS = {
     "lfm2-1.2b": 1_170_340_608,
     "glm-4.5": 352_797_814_784,
     "minimax-m2": 228_689_748_992,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
@@ -52,6 +53,7 @@ ACTIVE_PARAMETERS = {
     "qwen3.5-397b-a17b": 17_349_040_896,
     "glm-4.5": 33_632_251_904,
     "minimax-m2": 11_030_537_216,
+    "nemotron-3-nano-30b-a3b": 3_580_073_408,
 }
 """Parameters that a token uses, counted on transformers' models of these shapes."""
 

@@ -16,6 +16,10 @@ def describe_mlp(spec: ModelSpec, x: Value, name: str = "mlp") -> Part:
 
 def append_mlp(part: Part, x: Value, inner: Cut, activation: str, *, bias: bool = False, prefix: str = "") -> Value:
     """Append the products of an MLP of an inner width; return its output."""
-    names = ("gate", "up")[-NUM_INPUTS[activation] :]
-    inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in names]
+    inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in input_names(activation)]
     return part.linear(f"{prefix}down", part.activate(activation, *inputs), bias=bias, init="output")
+
+
+def input_names(activation: str) -> tuple[str, ...]:
+    """Return the names of the products that an activation reads."""
+    return ("gate", "up")[-NUM_INPUTS[activation] :]
