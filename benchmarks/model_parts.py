@@ -70,6 +70,7 @@ PARTS = [
             "v_head_dim": 64,
         },
     ),
+    Part("Mamba-2", "nemotron_h", {"hybrid_override_pattern": "MMMM", "mamba_num_heads": 16, "mamba_head_dim": 64}),
 ]
 TEXT = """# Parts of models compared with transformers
 

@@ -153,14 +153,42 @@ BIASED_EXPERTS: Table = {
     "kinds": [{"name": "full", "sliding_window": False}],
 }
 """Biases and an activation with limits, as in gpt-oss."""
+MAMBA: Table = {"kind": "mamba2", "num_heads": 4, "head_dim": 8, "state_size": 8, "chunk_size": 8, "max_step": 0.5}
+MAMBAS: Table = {
+    **MOE,
+    "position_embedding": "none",
+    "num_layers": 4,
+    "layers": "mamba full mamba dense",
+    "kinds": [
+        {"name": "mamba", "mixer": MAMBA},
+        {"name": "dense", "mixer": MAMBA | {"bias": True}, "moe": False},
+    ],
+}
+"""Mamba-2 with one group, as in Granite 4: ranks share its heads, and its norm."""
+BRANCHES: Table = {
+    **MOE,
+    "moe": MOE["moe"] | {"latent_size": 20},
+    "activation": "relu2",
+    "num_layers": 4,
+    "layers": "mamba experts attention mlp",
+    "kinds": [
+        {"name": "mamba", "branches": "mixer", "mixer": MAMBA | {"num_groups": 2}},
+        {"name": "attention", "branches": "mixer", "position_embedding": "none"},
+        {"name": "experts", "branches": "mlp"},
+        {"name": "mlp", "branches": "mlp", "moe": False, "ffn_hidden_size": 96},
+    ],
+}
+"""Layers of one branch, as in Nemotron 3: Mamba-2 with groups, experts, attention, an MLP."""
 
 MODELS_OF_KINDS: dict[str, Table] = {
     "attention": KINDS,
+    "branches": BRANCHES,
     "convolution": CONVOLUTIONS,
     "delta": DELTA,
     "dials": DIALS,
     "latent": LATENT,
     "biased experts": BIASED_EXPERTS,
+    "mamba": MAMBAS,
 }
 """Models with several kinds of layers, or with less common dials."""
 

@@ -264,9 +264,9 @@ def _without_none(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
 class _Arguments(nn.Module):
     """A block that only notes its arguments."""
 
-    def __init__(self, mixer: Any) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
-        self.attention = mixer
+        self.sequence_inputs = block.sequence_inputs
 
     def forward(self, *args: Any) -> tuple[Tensor, None]:
         self.args = args
@@ -282,7 +282,7 @@ def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | No
     with peak:
         x = leaf * 1
     (block,) = model.blocks
-    arguments = _Arguments(block.attention)
+    arguments = _Arguments(block)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.numerics.autocast):
         model.run_blocks([arguments], x, documents)
     return arguments.args

@@ -11,6 +11,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layers import distinct_layers, expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.model import model_parameters
 
 TABLE: dict[str, Any] = {
     "vocab_size": 100,
@@ -21,6 +23,7 @@ TABLE: dict[str, Any] = {
     "max_seq_len": 64,
 }
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
+MAMBA = {"kind": "mamba2", "num_heads": 4, "head_dim": 8, "state_size": 4, "chunk_size": 8}
 KINDS = {
     "layers": "window*2 full nope",
     "sliding_window": 8,
@@ -66,6 +69,18 @@ def test_pattern_repeats_up_to_the_number_of_layers() -> None:
     assert windows == [8, 8, None, 8, 8, 8, None]
 
 
+def test_a_layer_of_one_branch_has_neither_fields_nor_parameters_of_the_other() -> None:
+    kinds = [{"name": "mamba", "branches": "mixer", "mixer": MAMBA}, {"name": "experts", "branches": "mlp"}]
+    spec = model(layers="mamba experts", kinds=[*kinds], moe=MOE, qk_norm="head")
+    mamba, experts = layer_specs(spec)
+    assert (mamba.moe, experts.mixer, experts.qk_norm, experts.position_embedding) == (None, None, "none", "none")
+    assert not mamba.attends
+    assert not experts.attends
+    assert [branch.part.name for block in blocks(spec) for branch in block] == ["attention", "mlp"]
+    names = {name.split(".")[2].removesuffix("_norm") for name in model_parameters(spec) if name.startswith("blocks.1")}
+    assert names == {"mlp"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -83,6 +98,31 @@ def test_pattern_repeats_up_to_the_number_of_layers() -> None:
         ),
         ({"layers": "a", "kinds": [{"name": "a", "heads": 3}]}, r"model.kinds\[0\].heads = 3 is not a known field"),
         ({"layers": "a", "kinds": [{"name": "a", "sliding_window": -1}]}, r"model.kinds\[0\].sliding_window"),
+        *(
+            ({"layers": "a b", "kinds": [{"name": "a", "branches": branches} | changes]}, message)
+            for branches, changes, message in (
+                (
+                    "mixer",
+                    {"ffn_hidden_size": 8},
+                    "ffn_hidden_size = 8 has no effect on a layer with branches = 'mixer'",
+                ),
+                ("mlp", {"mixer": MAMBA}, "has no effect on a layer with branches = 'mlp'"),
+                ("mlp", {"head_dim": 16}, "head_dim = 16 has no effect without attention"),
+            )
+        ),
+        *(
+            ({"layers": "a b", "kinds": [{"name": "a", "mixer": MAMBA | changes}]}, message)
+            for changes, message in (
+                ({"num_groups": 3}, "num_groups = 3 does not divide mixer.num_heads"),
+                ({"chunk_size": 7}, "chunk_size = 7 does not divide the numbers of a state"),
+                ({"min_step": 2.0, "max_step": 1.0}, r"max_step = 1\.0 is below mixer.min_step"),
+            )
+        ),
+        ({"num_layers": 2, "branches": "mixer", "moe": MOE}, "branches = 'mixer' leaves no layer with experts"),
+        (
+            {"num_layers": 2, "moe": MOE | {"shared_gate": True, "num_shared_experts": 1, "latent_size": 4}},
+            "latent_size",
+        ),
         (
             {"layers": "a b", "sliding_window": 8, "full_attention_layers": [1]},
             "full_attention_layers .*cannot be combined with model.layers",

@@ -41,8 +41,8 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
 
     Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895). Those that write into the
     residual stream are divided by sqrt(2 L) (GPT-2); S taps of a convolution have std 1 / sqrt(S), norms are 1, biases
-    and sinks 0, rates of decay uniform up to 16, as the parts declare. With `rows`, other rows are uninitialized and
-    use no memory."""
+    and sinks 0, rates of decay uniform up to 16, and steps from 0.001 to 0.1 (Mamba-2), as the parts declare. With
+    `rows`, other rows are uninitialized and use no memory."""
     init = model_parameters(spec)[name].init
     if init in ("zeros", "ones"):
         return torch.zeros(shape) if init == "zeros" else torch.ones(shape)
@@ -52,6 +52,9 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     full = torch.empty(shape)
     if init == "log_rates":  # Gated DeltaNet's released code, and transformers' Qwen3-Next
         return full.uniform_(0.01, 16, generator=named_generator(seed, name)).log_()
+    if init == "step_bias":  # softplus of it is log-uniform (https://github.com/state-spaces/mamba)
+        step = full.uniform_(math.log(0.001), math.log(0.1), generator=named_generator(seed, name)).exp_()
+        return step + torch.log(-torch.expm1(-step))
     rows = range(shape[0]) if rows is None else rows
     block_rows = max(1, BLOCK_NUMBERS // math.prod(shape[1:]))
     for block in range(rows.start // block_rows, -(-rows.stop // block_rows) if rows else 0):

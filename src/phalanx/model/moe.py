@@ -162,7 +162,6 @@ def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
 class Experts(PartModule):
     """E networks, each applied to a contiguous range of rows."""
 
-    gate: Tensor
     up: Tensor
     down: Tensor
     gate_bias: Tensor
@@ -180,6 +179,11 @@ class Experts(PartModule):
         self.grouped_linear: LinearFunction = grouped_linear
         """The product of rows and their experts' weights, which a precision may replace."""
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of the stacked matrices; the last one is that of the outputs."""
+        return tuple(next(iter(linear.parameters)) for linear in self.part.linears)
+
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the output of each row's expert.
 
@@ -193,14 +197,14 @@ class Experts(PartModule):
         if self.has_biases:
             expert_N = torch.searchsorted(offsets_E, torch.arange(len(x_ND), device=offsets_E.device), right=True)
         # Each product needs the counts in host memory, so the host waits for them once.
-        if not supports_grouped_mm(x_ND, self.gate):
+        if not supports_grouped_mm(x_ND, self.up):
             offsets_E = offsets_E.cpu()
-        gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
+        *first, down = (getattr(self, name).to(dtype) for name in self.matrices)
         product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
-        inner = [activated_product(product, IDENTITY, weight, x_ND) for weight in (gate, up)]
+        inner = [activated_product(product, IDENTITY, weight, x_ND) for weight in first]
         if self.has_biases:
-            for rows, bias in zip(inner, (self.gate_bias, self.up_bias), strict=True):
-                rows += F.embedding(expert_N, bias.to(dtype))
+            for rows, name in zip(inner, self.matrices, strict=False):
+                rows += F.embedding(expert_N, getattr(self, f"{name}_bias").to(dtype))
         out = activated_product(product, self.activation, down, *inner)
         if self.has_biases:
             out += F.embedding(expert_N, (self.output_bias_share * self.down_bias).to(dtype))
@@ -262,6 +266,8 @@ class MoE(PartModule):
     """Layer that routes tokens to experts, and adds the output of the shared experts."""
 
     shared_gate: ProductLinear | None
+    latent_down: ProductLinear | None
+    latent_up: ProductLinear | None
 
     def __init__(self, moe: MoESpec, part: Part) -> None:
         super().__init__(part.outside_modules())
@@ -270,6 +276,8 @@ class MoE(PartModule):
         self.shared = MLP(part.within("shared")) if moe.num_shared_experts else None
         if not moe.shared_gate:
             self.shared_gate = None
+        if moe.latent_size is None:
+            self.latent_down = self.latent_up = None
         self.mix: Mix = mix_experts
         """Function for the layer's output, which layouts may replace."""
 
@@ -277,6 +285,14 @@ class MoE(PartModule):
         """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""
         weights, chosen, auxiliary = self.router(x_BTD)
         return self.mix(self, x_BTD, weights, chosen), auxiliary
+
+    def to_experts(self, x_BTD: Tensor) -> Tensor:
+        """Return what routed experts receive of the layer's input: the tokens, or products of them."""
+        return x_BTD if self.latent_down is None else cast(Tensor, self.read_input(self.latent_down, x_BTD))
+
+    def from_experts(self, out: Tensor) -> Tensor:
+        """Return the part of the layer's output that comes from routed experts, [B, T, D]."""
+        return out if self.latent_up is None else cast(Tensor, self.latent_up(out))
 
     def apply_shared(self, x_BTD: Tensor) -> Tensor | None:
         """Return the output of the shared experts, [B, T, D]; None if there are none."""
@@ -300,11 +316,12 @@ class MoE(PartModule):
 
 def mix_experts(moe: MoE, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
     """Return the weighted sum of a token's experts, plus the output of the shared experts, [B, T, D]."""
-    return add_shared(moe, x_BTD, moe.apply_experts(x_BTD, weights_BTk, chosen_BTk))
+    return add_shared(moe, x_BTD, moe.apply_experts(moe.to_experts(x_BTD), weights_BTk, chosen_BTk))
 
 
 def add_shared(moe: MoE, x_BTD: Tensor, out_BTD: Tensor) -> Tensor:
-    """Add the output of the shared experts, if there are any."""
+    """Return the output of a layer from that of its routed experts, which are products of a latent if it has one."""
+    out_BTD = moe.from_experts(out_BTD)
     shared_BTD = moe.apply_shared(x_BTD)
     return out_BTD if shared_BTD is None else out_BTD + shared_BTD
 

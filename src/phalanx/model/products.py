@@ -24,6 +24,7 @@ from phalanx.spec.parts.operations import Part
 
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
+THRESHOLD_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 TensorTuple = tuple[Tensor, ...]
 LinearFunction = Callable[..., Tensor]
 """Function of rows, a weight [O, I] and perhaps a bias: rows times the transposed weight, plus the bias."""
@@ -169,6 +170,18 @@ def _rows_at_once(*tensors: Tensor) -> Iterable[TensorTuple]:
     return [tensors] if torch.compiler.is_compiling() else cached_rows(*tensors)
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2 (Primer, arXiv 2109.08668)."""
+    return x.relu().square_()
+
+
+def _relu_squared_vjp(gradient: Tensor, x: Tensor) -> TensorTuple:
+    return (THRESHOLD_BACKWARD(gradient.mul_(x).mul_(2), x, 0, grad_input=gradient),)
+
+
+RELU_SQUARED = Activation(
+    _relu_squared, lambda x: (_relu_squared(x), lambda gradient: _relu_squared_vjp(gradient, x)), _relu_squared_vjp
+)
 IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
 ACTIVATIONS: dict[str, Callable[..., Activation]] = {
     "swiglu": lambda: gated(F.silu, torch.ops.aten.silu_backward),
@@ -177,6 +190,7 @@ ACTIVATIONS: dict[str, Callable[..., Activation]] = {
     "glu": gated_by_sigmoid,
     "gelu": lambda: gelu("none"),
     "gelu_tanh": lambda: gelu("tanh"),
+    "relu2": lambda: RELU_SQUARED,
 }
 """Functions of the numbers in a formula that return the activation, by its name (`spec.activations`)."""
 

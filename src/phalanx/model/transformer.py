@@ -17,13 +17,13 @@ from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
 from phalanx.model.norm import make_norm
-from phalanx.model.part import identity
+from phalanx.model.part import PartModule, identity
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_window
 from phalanx.spec.layers import distinct_layers, layer_specs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch, blocks, describe_norm
-from phalanx.spec.parts.operations import Norm
+from phalanx.spec.parts.operations import Norm, Part
 
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 """Function of the head's input [B, T, D] and matrix [V, D]."""
@@ -32,35 +32,48 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too.
 
-    `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows."""
+    `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows. A block
+    may have one of both branches only."""
+
+    attention_norm: nn.Module
+    attention: PartModule | None
+    attention_after: nn.Module
+    dense_norm: nn.Module
+    dense: MLP | None
+    dense_after: nn.Module
+    mlp_norm: nn.Module
+    mlp: MLP | MoE | None
+    mlp_after: nn.Module
 
     def __init__(self, layer: ModelSpec, branches: Sequence[Branch]) -> None:
         """Create the block of a layer (`spec.layers`) from its declaration."""
         super().__init__()
-        mixer, *dense, ffn = branches
-        self.residual_scale = mixer.scale
-        self.attention_norm = _make_norm(mixer.before)
-        self.attention = make_mixer(layer, mixer.part)
-        self.attention_after = _make_norm(mixer.after)
-        self.has_dense_branch = bool(dense)
-        for branch in dense:
-            self.dense_norm = _make_norm(branch.before)
-            self.dense = MLP(branch.part)
-            self.dense_after = _make_norm(branch.after)
-        self.mlp_norm = _make_norm(ffn.before)
-        self.mlp = MoE(layer.moe, ffn.part) if layer.moe else MLP(ffn.part)
-        self.mlp_after = _make_norm(ffn.after)
-        self.sum_after = _make_norm(ffn.after_sum)
+        self.residual_scale = branches[0].scale
+        for branch in branches:
+            name = branch.part.name
+            self.add_module(f"{name}_norm", _make_norm(branch.before))
+            self.add_module(name, _make_part(layer, branch.part))
+            self.add_module(f"{name}_after", _make_norm(branch.after))
+        self.sum_after = _make_norm(branches[-1].after_sum)
+        for name in {"attention", "dense", "mlp"} - {branch.part.name for branch in branches}:
+            self.register_module(name, None)
+
+    def sequence_inputs(self, context: SequenceContext) -> tuple[Any, ...]:
+        """Return what the mixer needs of a micro-batch's sequences."""
+        return self.attention.sequence_inputs(context) if self.attention else ()
 
     def forward(self, x_BTD: Tensor, *sequence_inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
-        Further arguments are what the mixer needs of a sequence (`sequence_inputs`)."""
-        mixed = self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
-        x_BTD = self._add(x_BTD, mixed)
+        Further arguments are those of `sequence_inputs`."""
+        if self.attention is not None:
+            mixed = self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
+            x_BTD = self._add(x_BTD, mixed)
+        if self.mlp is None:
+            return x_BTD, None
         if not isinstance(self.mlp, MoE):
             return self._add(x_BTD, self.mlp_after(self.mlp(self.mlp_norm(x_BTD)))), None
-        dense = self.dense_after(self.dense(self.dense_norm(x_BTD))) if self.has_dense_branch else None
+        dense = self.dense_after(self.dense(self.dense_norm(x_BTD))) if self.dense else None
         out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
         out = self.mlp_after(out)
         return self._add(x_BTD, out if dense is None else self.sum_after(dense + out)), auxiliary
@@ -72,6 +85,12 @@ class Block(nn.Module):
 
 def _make_norm(norm: Norm | None) -> nn.Module:
     return make_norm(norm) if norm else nn.Identity()
+
+
+def _make_part(layer: ModelSpec, part: Part) -> PartModule:
+    if part.kind == "attention":
+        return make_mixer(layer, part)
+    return MoE(layer.moe, part) if layer.moe and part.kind == "experts" else MLP(part)
 
 
 class Embedding(nn.Embedding):
@@ -155,7 +174,7 @@ class Transformer(nn.Module):
         auxiliary = x_BTD.new_zeros(())
         for block in cast(Iterable[Block], blocks):
             self.wait_for_parameters(block)
-            x_BTD, block_auxiliary = block(x_BTD, *block.attention.sequence_inputs(context))
+            x_BTD, block_auxiliary = block(x_BTD, *block.sequence_inputs(context))
             if block_auxiliary is not None:
                 auxiliary = auxiliary + block_auxiliary
         return x_BTD, self.sum_auxiliary(auxiliary)

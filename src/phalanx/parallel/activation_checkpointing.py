@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +39,8 @@ def apply_activation_checkpointing(
     blocks = dict(list(module.blocks.named_children())[:num_blocks])
     if mode == "selective":
         for block in blocks.values():
-            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
+            if isinstance(block.attention, nn.Module):
+                block.attention = checkpoint_wrapper(block.attention, preserve_rng_state=False)
     elif mode == "norms":
         for block in blocks.values():
             for name, norm in block.named_children():

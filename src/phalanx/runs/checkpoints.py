@@ -80,6 +80,7 @@ SHAPE_FIELDS = (
     "logits_divisor",
     "attention_bias",
     "mixer",
+    "branches",
 )
 EXPERT_SHAPE_FIELDS = (
     "num_experts",
@@ -97,6 +98,7 @@ EXPERT_SHAPE_FIELDS = (
     "router_score",
     "bias_update_rate",
     "dense_branch",
+    "latent_size",
 )
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")

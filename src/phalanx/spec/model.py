@@ -78,6 +78,9 @@ class MoESpec(Spec):
     """Inner width of a shared expert; by default that of the others."""
     shared_gate: bool = False
     """Multiply the output of shared experts by a sigmoid of the token (Qwen2-MoE)."""
+    latent_size: int | None = Field(None, gt=0, examples=[1024])
+    """Width of the tokens that routed experts receive and return, between two products; by default that of the model
+    (Nemotron 3 Super)."""
     num_leading_dense_layers: int = Field(0, ge=0)
     """Leading layers that keep a dense MLP."""
     dense_branch: bool = False
@@ -127,6 +130,9 @@ class MoESpec(Spec):
             if self.top_groups > self.num_groups:
                 problem = f"exceeds moe.num_groups ({self.num_groups})"
             raise UserError("top_groups", self.top_groups, problem, "use another number of groups")
+        if self.shared_gate and self.latent_size:
+            problem = "cannot be combined with moe.latent_size"
+            raise UserError("shared_gate", True, problem, "remove one of them")
         if not self.num_shared_experts and (self.shared_gate or self.shared_ffn_size):
             field = "shared_gate" if self.shared_gate else "shared_ffn_size"
             problem = "has no effect without shared experts"
@@ -169,6 +175,8 @@ class KindSpec(Spec):
     """Parameters of the rotary embedding, in place of all of `[model.rope]`."""
     mixer: MixerSpec | Literal[False] | None = None
     """Mixer of tokens in place of attention; false: attention in place of the model's."""
+    branches: Literal["mixer", "mlp"] | None = None
+    """The only residual branch of the layer, in place of both (Nemotron-H)."""
     moe: Literal[False] | None = None
     """false: an MLP in place of the model's experts."""
 
@@ -221,6 +229,8 @@ class ModelSpec(Spec):
     """Fields of the kinds that `layers` names. A kind without a table is as the model says."""
     mixer: MixerSpec | None = None
     """Mixer of tokens in place of attention, usually that of a kind of layers."""
+    branches: Literal["both", "mixer", "mlp"] = "both"
+    """Residual branches of a layer: a mixer and an MLP or experts, or one of these; usually that of a kind."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of attention, of the MLP, and before the head."""
     norm_position: Literal["before", "after", "both"] = "before"
@@ -243,7 +253,8 @@ class ModelSpec(Spec):
     """Divisor of the logits (Granite)."""
     activation: ActivationName = "swiglu"
     """Activation of the MLP: gated (swiglu, geglu_tanh, clamped_swiglu: three matrices), or plain GELU, exact or with
-    tanh (GPT-2). clamped_swiglu is g sigmoid(a g) (u + 1), where g is at most a limit, and u within it (gpt-oss)."""
+    tanh (GPT-2), or the square of ReLU (Nemotron). clamped_swiglu is g sigmoid(a g) (u + 1), where g is at most a
+    limit, and u within it (gpt-oss)."""
     swiglu_alpha: float = Field(1.702, gt=0)
     """Slope of the sigmoid, a (clamped_swiglu)."""
     swiglu_limit: float = Field(7.0, gt=0)
@@ -329,6 +340,9 @@ class ModelSpec(Spec):
             raise UserError("full_attention_layers", layers, problem, "set model.sliding_window, or remove it")
         self._check_kinds()
         if self.moe is not None:
+            if self.branches == "mixer" and self.layers is None:
+                problem = "leaves no layer with experts"
+                raise UserError("branches", "mixer", problem, "set it for a kind of layers, or remove model.moe")
             if self.moe.num_leading_dense_layers >= self.num_layers:
                 problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
                 fix = f"use at most {self.num_layers - 1}"
@@ -336,9 +350,6 @@ class ModelSpec(Spec):
             if self.moe.dense_branch and self.norm_position == "after":
                 problem = "requires norms of the inputs of MLP and experts"
                 raise UserError("moe.dense_branch", True, problem, 'set model.norm_position = "before" or "both"')
-            if NUM_INPUTS[self.activation] != 2:
-                problem = "is not supported for experts"
-                raise UserError("activation", self.activation, problem, 'set model.activation = "swiglu"')
         return self
 
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
@@ -355,9 +366,13 @@ class ModelSpec(Spec):
         of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
         layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
-        if layer.mixer is None:
+        if layer.branches == "mixer":
+            layer = layer.model_copy(update={"moe": None})
+        if layer.branches == "mlp":
+            layer = layer.model_copy(update={"mixer": None})
+        if layer.mixer is None and layer.attends:
             return layer
-        unused = NO_ATTENTION.keys() - layer.mixer.attention_fields
+        unused = NO_ATTENTION.keys() - (layer.mixer.attention_fields if layer.mixer else set())
         return layer.model_copy(update={field: NO_ATTENTION[field] for field in unused})
 
     def _check_kinds(self) -> None:
@@ -383,7 +398,7 @@ class ModelSpec(Spec):
             kinds[name] = kind
             self._check_kind(kind)
         used = [kinds.get(name) for name in islice(cycle(names), self.num_layers)]
-        if self.moe and used and all(kind and kind.moe is False for kind in used):
+        if self.moe and used and all(kind and (kind.moe is False or kind.branches == "mixer") for kind in used):
             problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
             raise UserError("layers", self.layers, problem, "name a kind without moe = false, or remove model.moe")
 
@@ -392,10 +407,14 @@ class ModelSpec(Spec):
         field = f"kinds ({kind.name})"
         if kind.mixer is False and self.mixer is None:
             raise UserError(f"{field}.mixer", False, "has no effect without model.mixer", "remove it")
-        unused = kind.mixer and sorted(kind.model_fields_set & ATTENTION_FIELDS - kind.mixer.attention_fields)
-        if unused:
-            problem = "has no effect on a layer with this mixer"
+        read = kind.mixer.attention_fields if kind.mixer else ATTENTION_FIELDS if layer.attends else frozenset()
+        if unused := sorted(kind.model_fields_set & ATTENTION_FIELDS - read):
+            problem = "has no effect on a layer with this mixer" if kind.mixer else "has no effect without attention"
             raise UserError(f"{field}.{unused[0]}", getattr(kind, unused[0]), problem, "remove it, or the mixer")
+        of_other_branch = {"mixer": ("ffn_hidden_size", "moe"), "mlp": ("mixer",)}.get(kind.branches or "both", ())
+        if unused := [name for name in of_other_branch if name in kind.model_fields_set]:
+            problem = f"has no effect on a layer with branches = {kind.branches!r}"
+            raise UserError(f"{field}.{unused[0]}", getattr(kind, unused[0]), problem, "remove one of them")
         if kind.moe is False and self.moe is None:
             raise UserError(f"{field}.moe", False, "has no effect without model.moe", "remove it, or set model.moe")
         if kind.rope is not None and layer.position_embedding != "rope":
@@ -412,7 +431,7 @@ class ModelSpec(Spec):
     @property
     def attends(self) -> bool:
         """True if the mixer of a layer is attention, or a form of it."""
-        return self.mixer is None or self.mixer.attends
+        return self.branches != "mlp" and (self.mixer is None or self.mixer.attends)
 
     @property
     def rotary_width(self) -> int:

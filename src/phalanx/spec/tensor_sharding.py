@@ -12,7 +12,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, blocks
 from phalanx.spec.parts.model import model_parameters
-from phalanx.spec.parts.operations import Core, Cut, GroupedLinear, Linear, Norm, Operation
+from phalanx.spec.parts.operations import Core, Cut, GatedNorm, GroupedLinear, Linear, Norm, Operation
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             if operation.role == "row" and isinstance(operation, GroupedLinear):
                 # Each rank adds its share of the bias to its term of the sum.
                 return _replicated(layout, partial=True)
+        case GatedNorm(reads=(x, _)) if x.cut is not None:
+            return _sharded_units(x.cut, layout.tp)
         case Norm(reads=(x,)) if x.cut is not None:
             # Each head is on some ranks only, which add to the gradient of a scale that all heads share.
             return _sharded_units(x.cut, layout.tp) if operation.crosses_ranks else _replicated(layout, partial=True)

@@ -10,7 +10,7 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.tables import set_path
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from tests.helpers.small_runs import DENSE, Table
+from tests.helpers.small_runs import BRANCHES, DENSE, MAMBAS, Table
 from tests.helpers.small_runs import MOE as SMALL_MOE
 
 FULL = {"activation_checkpointing": "full"}
@@ -156,3 +156,22 @@ def test_other_widths_are_rejected_in_fp8(model: Table, layout: Table, field: st
     assert ("smaller layout.tp" in error_info.value.fix) == bool(layout)
     bf16 = fp8_run(model, **layout).training.replace(precision="bf16")
     check_divisibility(ResolvedRun(fp8_run(model, **layout).model_copy(update={"training": bf16}), 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        (BRANCHES, {"tp": 4}, r"layout\.tp = 4 does not divide model\.mixer\.num_groups \(2\)"),
+        (
+            MAMBAS,
+            {"tp": 8, "sequence_parallel": False},
+            r"layout\.tp = 8 does not divide model\.mixer\.num_heads \(4\)",
+        ),
+        (BRANCHES, {"cp": 2}, r"layout\.cp_method = 'ring' exchanges keys and values"),
+        (BRANCHES, {"cp": 4, "cp_method": "ulysses"}, r"layout\.cp = 4 does not divide the 2 units"),
+    ],
+)
+def test_groups_and_heads_of_mamba_are_never_divided(model: Table, layout: Table, message: str) -> None:
+    run = run_from_table({"model": model, "training": {"seq_len": 32}, "layout": layout | {"micro_batch_size": 1}})
+    with pytest.raises(UserError, match=message):
+        check_divisibility(ResolvedRun(run, 8))

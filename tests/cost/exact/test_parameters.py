@@ -16,6 +16,7 @@ PUBLISHED_TOTALS = {
     "minimax-m2": 228_689_748_992,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
@@ -56,6 +57,7 @@ ACTIVE_PARAMETERS = {
     "minimax-m2": 11_030_537_216,
     "gpt-oss-20b": 4_187_440_704,
     "gpt-oss-120b": 5_711_982_912,
+    "nemotron-3-nano-30b-a3b": 3_580_073_408,
 }
 """Parameters that a token uses, counted on transformers' models of these shapes."""
 

@@ -95,6 +95,35 @@ KINDS = {
         "swiglu_limit": 0.8,
     },
     "granite": {**SHAPE, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+    "granitemoe": {**SHAPE, "num_local_experts": 4, "attention_multiplier": 0.3},
+    "granitemoehybrid": {
+        **SHAPE,
+        "num_hidden_layers": 3,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "attention_multiplier": 0.3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "nemotron_h": {
+        **{field: value for field, value in SHAPE.items() if field != "num_hidden_layers"},
+        "hybrid_override_pattern": "ME*-M",
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "time_step_min": 0.3,
+    },
     "phi3": {**SHAPE, "pad_token_id": 0, "original_max_position_embeddings": 64},
     "smollm3": {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0, "use_sliding_window": False},
     "olmo2": {**SHAPE, "pad_token_id": 0},
@@ -195,6 +224,31 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 VARIANTS = {
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 3,
+        "mamba_chunk_size": 32,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": [0.4, 1.1],
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "*M-M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 4,
+        "ssm_state_size": 16,
+        "conv_kernel": 3,
+        "chunk_size": 32,
+        "use_conv_bias": False,
+        "use_bias": True,
+        "time_step_min": 0.6,
+        "time_step_limit": [0.9, 1.0],
+    },
     "deepseek_v2": {"topk_method": "greedy", "q_lora_rank": None, "attention_bias": True},
     "deepseek_v3": {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 12},
     "qwen3_next": {
@@ -263,6 +317,29 @@ def test_stacked_experts_of_a_multimodal_file_equal_transformers(tmp_path):
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
     torch.testing.assert_close(phalanx_logits(tmp_path), expected, rtol=0, atol=1e-10)
+
+
+def test_decays_of_states_are_exported_in_fp32(tmp_path):
+    model = load_model(save_random_model(tmp_path / "source", "granitemoehybrid"))
+    export_hf(model.spec, dict(model.state_dict()), tmp_path / "bf16", dtype="bf16")
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    in_fp32 = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    leaves = ("A_log", "D", "dt_bias")
+    assert in_fp32 == {f"model.layers.{layer}.mamba.{leaf}" for layer in (0, 2) for leaf in leaves}
+
+
+def test_layers_of_one_branch_are_read_from_the_pattern_of_published_models(tmp_path):
+    save_random_model(tmp_path, "nemotron_h")
+    edit_config(tmp_path, "layers_block_type", hybrid_override_pattern="ME*-M", num_hidden_layers=5)
+    add_tensor(tmp_path, "mtp.layers.0.norm.weight", torch.ones(4))
+    assert_logits_equal(tmp_path)
+
+
+def test_older_words_of_layers_of_granite_equal_transformers(tmp_path):
+    save_random_model(tmp_path, "granitemoehybrid")
+    limits = {"time_step_limit": [0.0, float("inf")], "position_embedding_type": "nope"}
+    edit_config(tmp_path, "rope_parameters", layer_types=["mamba", "attention", "mamba"], rope_theta=1e4, **limits)
+    assert_logits_equal(tmp_path)
 
 
 def test_prediction_layers_are_not_read_but_a_missing_layer_is_noticed(tmp_path):
@@ -343,6 +420,8 @@ def test_logits_equal_transformers(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_transformers_when_every_field_is_altered(tmp_path, kind):
     altered = altered_fields(kind, KINDS[kind])
+    if "layer_types" in KINDS[kind]:
+        altered["layer_types"] = 2 * KINDS[kind]["layer_types"]
     if kind == "olmoe":  # its norms in transformers have the width of the model, whatever the width of heads
         del altered["head_dim"]
     assert_logits_equal(save_random_model(tmp_path, kind, **altered))

@@ -12,7 +12,7 @@ from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
 from phalanx.spec.families.config_json import hf_config, model_table, require_known_fields, write_config
-from phalanx.spec.families.family import Fixed, Read, Rows, SameAs
+from phalanx.spec.families.family import Fixed, Read, SameAs
 from phalanx.spec.families.registry import EXPORTED_FIRST, families
 from phalanx.spec.model import ModelSpec, MoESpec, RopeSpec
 from phalanx.spec.parts.mixers import MixerSpec
@@ -29,6 +29,7 @@ SMALL = (
         "topk_group": 1,
         "v_head_dim": 16,
         "first_k_dense_replace": 1,
+        "mamba_n_heads": 8,
     },
     {"n_embd": 32, "n_head": 4},
 )
@@ -121,8 +122,7 @@ def test_no_field_is_both_read_and_harmless(kind):
 
 
 def test_parameter_has_one_place_in_a_checkpoint(kind):
-    stored = [tensor.names if isinstance(tensor, Rows) else (tensor,) for tensor in families()[kind].tensors.values()]
-    names = [name for names in stored for name in names]
+    names = [name for _, rows in families()[kind].stored_rows for name in rows.names]
     assert len(names) == len(set(names))
 
 

@@ -121,9 +121,10 @@ class ActivationBytes:
 
     def within_attention(self, done: float, gradients: WeightGradients) -> int:
         """Return the bytes inside the attention of a block, after its MLP, with the arguments of `within_blocks`."""
-        if not self.last_block.moments.attention:
-            return 0
-        return max(block.inside + largest_moment(block.moments.attention, gradients) for block in self._running(done))
+        with_attention = (block for block in self._running(done) if block.moments.attention)
+        return max(
+            (block.inside + largest_moment(block.moments.attention, gradients) for block in with_attention), default=0
+        )
 
     def after_experts(self, done: float) -> int:
         """Return the bytes after a block's experts, when the fraction `done` of the backward pass has been freed."""

@@ -236,7 +236,7 @@ def _saved_by_blocks(
             # The first norm saves the block's input, which a block that is not offloaded has saved already.
             other_inputs = (index > on_device) - (index < on_device)
             inside_blocks.append(again + other_inputs * stream_bytes)
-        elif method == "selective":
+        elif method == "selective" and block[0].part.kind == "attention":
             attention = block[0]
             saved += Counter(norms=branch_norm_bytes(attention, shape)) + checkpoint
             # The projections also save their input, unless autocast makes copies of it.

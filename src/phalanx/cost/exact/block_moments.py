@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from phalanx.cost.exact.derive.saved import kept_by_core, norm_bytes
+from phalanx.cost.exact.derive.saved import gated_norm_bytes, kept_by_core, norm_bytes, norm_output_bytes
 from phalanx.cost.exact.derive.temporary import (
     activated_linear,
     attention_exchange_bytes,
@@ -24,7 +24,7 @@ from phalanx.cost.exact.derive.temporary import (
 from phalanx.cost.exact.derive.weights import expert_weights, matrix_numbers, part_weights
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import Core, Gate, Linear, Norm, Part, ScanCore
+from phalanx.spec.parts.operations import Combine, Core, Gate, GatedNorm, Linear, Norm, Part, ScanCore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,16 @@ NO_GRADIENTS = WeightGradients()
 
 
 def largest_moment(moments: Iterable[BlockMoment], gradients: WeightGradients) -> int:
-    """Return the maximum of the bytes of some moments."""
+    """Return the maximum of the bytes of some moments; 0 without any."""
     return max(
-        moment.temporary
-        + moment.exchanged
-        + gradients.own * moment.own_weights
-        + gradients.block * moment.block_weights
-        for moment in moments
+        (
+            moment.temporary
+            + moment.exchanged
+            + gradients.own * moment.own_weights
+            + gradients.block * moment.block_weights
+            for moment in moments
+        ),
+        default=0,
     )
 
 
@@ -86,13 +89,14 @@ def block_moments(
         output_gradient: Bytes of the gradient of the block's output, unless another number contains it.
         splits_backward: True if the gradients of weights are deferred, with their operands.
     """
-    mixer, *ffns = (branch.part for branch in block)
+    mixers = [branch.part for branch in block if branch.part.kind == "attention"]
+    ffns = [branch.part for branch in block if branch.part.kind != "attention"]
     if shape.on_cuda:
-        inner_bytes = max(
-            inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns
-        )
-        return BlockMoments(mlp=(BlockMoment(temporary=inner_bytes + output_gradient),))
-    stream_bytes = shape.value_bytes(mixer.input)
+        inner_bytes = [inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns]
+        # A mixer's inner gradients are smaller than those of an MLP.
+        inner_bytes = inner_bytes or [_kernel_bytes(mixer.cores[0], shape) for mixer in mixers]
+        return BlockMoments(mlp=(BlockMoment(temporary=max(inner_bytes) + output_gradient),))
+    stream_bytes = shape.value_bytes(block[0].part.input)
     other_gradients = 0
     gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
     mlp: list[BlockMoment] = []
@@ -109,7 +113,7 @@ def block_moments(
         # The next branch adds to the gradient that this one leaves for the input.
         other_gradients += stream_bytes
         freed = FreedBefore(freed.saved + saved_by[ffn].total(), freed.weights + _ffn_weights(ffn, shape))
-    attention = _attention_moments(mixer, freed, shape, saved_by=saved_by)
+    attention = [moment for mixer in mixers for moment in _attention_moments(mixer, freed, shape, saved_by=saved_by)]
     if block[0].scale != 1 and not gathers_gradient:  # the gradient of what is added differs from that of the stream
         output_gradient += stream_bytes
     return BlockMoments(
@@ -173,9 +177,12 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
         return (BlockMoment(temporary=temporary),)
     last = activated_linear(part)
     row_bytes = shape.operand_bytes(last.writes)
-    inner_bytes = shape.operand_bytes(last.reads[0])
+    inner_bytes = sum(map(shape.operand_bytes, part.saved_inputs(last)))
     last_weights = matrix_numbers(last, shape)
     gathered_gradient = _all_tokens_bytes(part, shape) if shape.layout.ep == 1 else 0
+    # A product after the experts has freed its input.
+    of_latent = [linear.reads[0] for linear in part.linears if isinstance(part.writer(linear.reads[0]), Combine)]
+    freed_latent = sum(map(shape.operand_bytes, of_latent))
     # With expert parallelism, shared experts compute while rows are sent, so their backward pass comes last.
     shared = part.within("shared") if shape.layout.ep == 1 else None
     shared_moments: tuple[BlockMoment, ...] = ()
@@ -192,7 +199,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
         *([BlockMoment(temporary=-row_bytes, exchanged=3 * row_bytes)] if shape.layout.ep > 1 else []),
         BlockMoment(
             # The gradients of the rows have replaced the outputs.
-            temporary=2 * inner_bytes + fp8_cast_bytes(part, shape),
+            temporary=inner_bytes + fp8_cast_bytes(part, shape),
             own_weights=last_weights,
             block_weights=last_weights,
         ),
@@ -203,7 +210,9 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
             block_weights=expert_weights(part, shape),
         ),
     )
-    return *shared_moments, *(replace(moment, temporary=moment.temporary + after_shared) for moment in expert_moments)
+    return *shared_moments, *(
+        replace(moment, temporary=moment.temporary + after_shared - freed_latent) for moment in expert_moments
+    )
 
 
 def _attention_moments(
@@ -212,16 +221,12 @@ def _attention_moments(
     """Return the moments of the kernel of attention, or of another mixer, and of the products before it."""
     (core,) = attention.cores
     first_weights = [matrix_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
-    # Of gathered heads, a rank has gradients of its own.
-    used = [value if value.cut and value.cut.share == "units" else core.writes for value in core.reads]
-    head_gradients = sum(map(shape.operand_bytes, used))
+    head_gradients = _head_gradient_bytes(core, shape)
     weights = part_weights(attention, shape)
     gate_gradients, freed_after_kernel = _after_kernel_bytes(attention, core, shape)
-    kernel_bytes = gate_gradients - freed_after_kernel
-    kernel_bytes += max(
-        head_gradients + shape.operand_bytes(core.writes), sum(map(shape.value_bytes, core.backward_values))
-    )
-    kernel_bytes += scan_segment_bytes(core, shape) if isinstance(core, ScanCore) else 0
+    kernel_bytes = gate_gradients - freed_after_kernel + _kernel_bytes(core, shape)
+    # Tensor-parallel products need their input, a norm's output, until the gradients of all weights are computed.
+    input_bytes = norm_output_bytes(attention, shape) if shape.tp > 1 else 0
     exchange_bytes = attention_exchange_bytes(attention, shape)
     # Ulysses exchanges the gradients of heads after the kernel; other exchanges are under way while it computes.
     exchanges_later = shape.layout.cp > 1 and shape.layout.cp_method == "ulysses"
@@ -240,6 +245,7 @@ def _attention_moments(
             temporary=head_gradients
             + gate_gradients
             + _input_gradient_bytes(attention, shape)
+            + input_bytes
             - saved_by[attention][attention.kind]
             - freed.saved,
             exchanged=_input_exchange_bytes(attention, shape, splits_backward=False),
@@ -249,13 +255,31 @@ def _attention_moments(
     )
 
 
+def _head_gradient_bytes(core: Core, shape: ForwardShape) -> int:
+    """Return the bytes of the gradients of what the kernel of a mixer reads.
+
+    Of gathered heads, a rank has gradients of its own."""
+    used = [value if value.cut and value.cut.share == "units" else core.writes for value in core.reads]
+    return sum(map(shape.operand_bytes, used))
+
+
+def _kernel_bytes(core: Core, shape: ForwardShape) -> int:
+    """Return the bytes of gradients and of other values in the backward pass of a mixer's kernel."""
+    gradient_bytes = _head_gradient_bytes(core, shape) + shape.operand_bytes(core.writes)
+    kernel_bytes = max(gradient_bytes, sum(map(shape.value_bytes, core.backward_values)))
+    return kernel_bytes + (scan_segment_bytes(core, shape) if isinstance(core, ScanCore) else 0)
+
+
 def _after_kernel_bytes(part: Part, core: Core, shape: ForwardShape) -> tuple[int, int]:
     """Return the bytes of the gradients of gates of a kernel's output, and of what operations after it have saved.
 
     The former exist during its backward pass, the latter do not any more."""
     gate_bytes = saved_bytes = 0
     for operation in part.operations[part.operations.index(core) + 1 :]:
-        if isinstance(operation, Norm):
+        if isinstance(operation, GatedNorm):
+            saved_bytes += gated_norm_bytes(operation, shape)
+            gate_bytes += shape.operand_bytes(operation.reads[1])
+        elif isinstance(operation, Norm):
             saved_bytes += norm_bytes(operation, shape)
         elif isinstance(operation, Linear) and operation.role == "row":
             values = [value for value in part.saved_inputs(operation) if (value.view_of or value) not in core.keeps]

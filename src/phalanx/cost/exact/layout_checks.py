@@ -170,7 +170,7 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
     for layer in distinct_layers(spec):
         if layer.mixer and layer.attends:
             problem = f"is not supported by mixer = {layer.mixer.kind!r}"
-        if layer.mixer is None and layer.num_kv_heads != layer.num_heads:
+        if layer.attends and not layer.mixer and layer.num_kv_heads != layer.num_heads:
             heads = f"model.num_heads ({layer.num_heads})"
             problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal {heads}"
     if problem:

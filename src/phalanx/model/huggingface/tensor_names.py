@@ -77,8 +77,7 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         UserError: the family has no such parameter.
     """
     tensors: dict[str, tuple[str, tuple[str, ...], Rows]] = {}
-    for hf_name, stored in family.tensors.items():
-        rows = stored if isinstance(stored, Rows) else Rows(stored)
+    for hf_name, rows in family.stored_rows:
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
     layers = layer_specs(spec)

@@ -88,7 +88,7 @@ def apply_expert_parallel(model: Transformer, ep: ExpertParallelGroup) -> None:
 def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Return the output of a layer, with tokens sent to their experts' ranks."""
     plan = _plan_dispatch(moe, ep, chosen)
-    rows = rows_of_choices(x_BTD, plan.order[: sum(plan.send_counts)], moe.router.moe.top_k)
+    rows = rows_of_choices(moe.to_experts(x_BTD), plan.order[: sum(plan.send_counts)], moe.router.moe.top_k)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     ep.rows += sum(plan.recv_counts)
@@ -104,7 +104,7 @@ def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights
     y = moe.experts(sorted_rows, plan.recv_rows.sum(0).cumsum(0))
     y = y[by_expert.argsort()]
     y = cast(Tensor, _Combine.apply(y, ep, plan.recv_counts, plan.send_counts))
-    out = combine_expert_outputs(y, plan.order, weights).view_as(x_BTD)
+    out = moe.from_experts(combine_expert_outputs(y, plan.order, weights).view(*x_BTD.shape[:-1], -1))
     return out if shared is None else out + shared
 
 

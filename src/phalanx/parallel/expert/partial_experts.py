@@ -29,6 +29,7 @@ from phalanx.spec.parts.operations import Dispatch
 from phalanx.spec.swarm import Codec
 
 KINDS = ("gate", "up", "down")
+"""Names of stacked matrices; experts without a gate lack the first."""
 MAX_CODE = 127
 Weights = Callable[[str, torch.Size], Tensor]
 
@@ -72,13 +73,13 @@ class PartiallyTrainedExperts(Experts):
         self.model_sharding = sharding
         self.trained_on_rank = tuple(expert for expert in local_experts if expert in trained_experts.experts)
         self.frozen_on_rank = tuple(expert for expert in local_experts if expert not in trained_experts.experts)
-        for kind in KINDS:
+        for kind in self.matrices:
             stacked = getattr(experts, kind)
             setattr(self, kind, nn.Parameter(stacked.new_empty(len(self.trained_on_rank), *stacked.shape[1:])))
         self.frozen = nn.ModuleDict(
             {
                 kind: FrozenExpertWeights(len(self.frozen_on_rank), getattr(experts, kind), trained_experts.frozen)
-                for kind in KINDS
+                for kind in self.matrices
             }
         )
         self.register_buffer("is_trained_mask", torch.zeros(len(local_experts), dtype=torch.bool), persistent=False)
@@ -92,7 +93,7 @@ class PartiallyTrainedExperts(Experts):
         if self.trained_on_rank:
             y = super().forward(x_ND[trained_rows], counts[self.is_trained_mask].cumsum(0))
         else:  # no rows, but empty parameters that need gradients
-            y = x_ND[trained_rows] + self.gate.sum() + self.up.sum() + self.down.sum()
+            y = x_ND[trained_rows] + sum(getattr(self, kind).sum() for kind in self.matrices)
         z = (
             self._apply_frozen_experts(x_ND[frozen_rows].to(y.dtype), counts[~self.is_trained_mask].cumsum(0))
             if self.frozen_on_rank
@@ -101,14 +102,14 @@ class PartiallyTrainedExperts(Experts):
         return torch.cat([y, z])[torch.cat([trained_rows, frozen_rows]).argsort()]
 
     def _apply_frozen_experts(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
-        gate, up, down = (
+        *first, down = (
             FrozenProduct(
                 linear=self.grouped_linear, weights=cast(FrozenExpertWeights, self.frozen[kind]), offsets=offsets_E
             )
-            for kind in KINDS
+            for kind in self.matrices
         )
         no_weight = x_ND.new_empty(0)  # products have their own
-        inner = (activated_product(product, IDENTITY, no_weight, x_ND) for product in (gate, up))
+        inner = (activated_product(product, IDENTITY, no_weight, x_ND) for product in first)
         return activated_product(down, self.activation, no_weight, *inner)
 
 
@@ -208,7 +209,7 @@ def freeze_experts(
     for mixture in modules_declaring(model, Dispatch):
         mixture.experts = PartiallyTrainedExperts(mixture.experts, trained_experts, local_experts, sharding=sharding)
     if sharding is not None:
-        for key in (f"{name}.{kind}" for name, _ in partially_trained_layers(model) for kind in KINDS):
+        for key in (f"{name}.{kind}" for name, layer in partially_trained_layers(model) for kind in layer.matrices):
             sharding.shapes[key] = torch.Size((len(trained_experts.experts), *sharding.shapes[key][1:]))
 
 
@@ -250,7 +251,7 @@ def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> No
     for name, part in partially_trained_layers(module):
         sharding = part.model_sharding
         part.is_trained_mask.copy_(torch.tensor([expert in part.trained_on_rank for expert in part.experts_on_rank]))
-        for kind, key in ((kind, f"{name}.{kind}") for kind in KINDS):
+        for kind, key in ((kind, f"{name}.{kind}") for kind in part.matrices):
             frozen_weights = cast(FrozenExpertWeights, part.frozen[kind])
             expert_shape = frozen_weights.shape[1:] if sharding is None else sharding.shapes[key][1:]
             stacked = weights(key, torch.Size((experts, *expert_shape)))

@@ -45,7 +45,7 @@ from phalanx.parallel.tensor.autograd import (
     column_parallel,
 )
 from phalanx.spec.layout import Layout
-from phalanx.spec.parts.operations import Dispatch, GatherTokens, GroupedLinear, Norm, Route
+from phalanx.spec.parts.operations import Dispatch, GatedNorm, GatherTokens, GroupedLinear, Norm, Route
 
 
 class TensorParallelGroup:
@@ -147,8 +147,7 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
         mixture.experts.output_bias_share = 1 / tp.size
     for router in modules_declaring(model, Route) if tp.sequence else ():
         router.sum_counts.append(tp.all_reduce)
-    if layout.tp_attention == "split":
-        _share_norms(model, tp)
+    _share_norms(model, tp, layout)
     model.logits = partial(_local_logits, tp)
     if hasattr(model, "embedding"):
         model.embedding.look_up = partial(_embed_tokens, tp)
@@ -173,13 +172,18 @@ def _share_products(module: PartModule, tp: TensorParallelGroup) -> None:
             layer.product = RowParallelProduct(tp.deferred_grads.defer_or_compute, layer.product.linear, tp=tp)
 
 
-def _share_norms(model: Transformer, tp: TensorParallelGroup) -> None:
-    """Make the norms of vectors that ranks share sum their squares."""
+def _share_norms(model: Transformer, tp: TensorParallelGroup, layout: Layout) -> None:
+    """Make the norms of vectors that ranks share sum their squares. With gathered heads, a rank has those of all."""
     for module in model.modules():
         if isinstance(module, PartModule):
             for operation in module.part.operations:
-                if isinstance(operation, Norm) and operation.crosses_ranks:
-                    getattr(module, operation.name).normalize = partial(_norm_across_heads, tp)
+                if not isinstance(operation, Norm) or not operation.crosses_ranks:
+                    continue
+                norm = getattr(module, operation.name)
+                if isinstance(operation, GatedNorm):
+                    norm.sum_over_ranks = tp.all_reduce
+                elif layout.tp_attention == "split":
+                    norm.normalize = partial(_norm_across_heads, tp)
 
 
 def _apply_sequence_parallel(model: Transformer, tp: TensorParallelGroup) -> None:
@@ -235,7 +239,7 @@ def _norm_across_heads(tp: TensorParallelGroup, x: Tensor, weight: Tensor, eps: 
 
 def _mix_expert_shards(tp: TensorParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Apply experts of which each rank has some columns; routing stays in the residual stream's layout."""
-    (operand,) = autocast_operands(x_BTD)
+    (operand,) = autocast_operands(moe.to_experts(x_BTD))
     operand = GatherFromSequence.apply(operand, tp)
     weights = GatherFromSequence.apply(weights, tp)
     term = moe.apply_experts(operand, weights, tp.gather_tokens(chosen))

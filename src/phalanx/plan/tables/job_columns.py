@@ -27,9 +27,8 @@ from phalanx.spec.formatting import GIB
 from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
-from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.block import Block, blocks
 from phalanx.spec.parts.flops import core_flops
-from phalanx.spec.parts.operations import Part
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
@@ -42,7 +41,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "layers": spec.num_layers,
         "dense_layers": spec.num_layers - len(expert_layers(spec)),
         "width": spec.hidden_size,
-        "norms": sum(len(branch.norms) for branch in blocks(spec)[0]),
+        "norms": sum(len(branch.norms) for block in blocks(spec) for branch in block) / spec.num_layers,
         "mlp_matrices": NUM_INPUTS[spec.activation] + 1,
         "vocab": spec.vocab_size,
         "tied": float(spec.tie_embeddings),
@@ -67,8 +66,8 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
 
     Windows are no kind of their own: attention's time is linear in the pairs that they leave."""
     kinds: dict[KernelSizes, list[ModelSpec]] = {}
-    for layer, (mixer, *_) in zip(layer_specs(spec), blocks(spec), strict=True):
-        kinds.setdefault(KernelSizes.of_layer(layer, mixer.part, sequence), []).append(layer)
+    for layer, block in zip(layer_specs(spec), blocks(spec), strict=True):
+        kinds.setdefault(KernelSizes.of_layer(layer, block, sequence), []).append(layer)
     num_routed = len(expert_layers(spec))
     rows = []
     for sizes, layers in kinds.items():
@@ -106,19 +105,23 @@ class KernelSizes(NamedTuple):
     """FLOPs of a scan, as a share of causal attention's with these sizes."""
 
     @classmethod
-    def of_layer(cls, layer: ModelSpec, mixer: Part, sequence: int) -> KernelSizes:
-        """Return the sizes of a layer with a mixer."""
+    def of_layer(cls, layer: ModelSpec, block: Block, sequence: int) -> KernelSizes:
+        """Return the sizes of a layer, which are 0 for a branch that it does not have."""
+        ffn = layer.ffn_hidden_size if any(branch.part.kind != "attention" for branch in block) else 0
+        mixer = next((branch.part for branch in block if branch.part.cores), None)
+        if mixer is None:
+            return cls(0, 0, layer.head_dim, layer.head_dim, ffn, False)
         (core,) = mixer.cores
         if layer.attends:
             _, kv_heads, value_heads = (value.cut for value in core.reads)
             assert kv_heads
             assert value_heads
             heads = core.heads
-            return cls(heads.units, kv_heads.units, heads.unit, value_heads.unit, layer.ffn_hidden_size, True)
+            return cls(heads.units, kv_heads.units, heads.unit, value_heads.unit, ffn, True)
         num_heads = core.writes.width / layer.head_dim
         num_kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - num_heads) / 2
         fraction = core_flops(mixer, sequence) / (2 * core.writes.width * sequence)
-        return cls(num_heads, num_kv_heads, layer.head_dim, layer.head_dim, layer.ffn_hidden_size, False, fraction)
+        return cls(num_heads, num_kv_heads, layer.head_dim, layer.head_dim, ffn, False, fraction)
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:

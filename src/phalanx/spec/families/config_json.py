@@ -48,8 +48,11 @@ def model_table(config: Table) -> Table:
     # Where all layers have experts, ModelSpec still requires the width of dense ones.
     if "ffn_hidden_size" in family.unused:
         dials["ffn_hidden_size"] = dials["moe.expert_ffn_size"]
+    dials |= family.constants
+    if dials.get("moe.num_experts") == 0:
+        dials = {dial: value for dial, value in dials.items() if not dial.startswith("moe.")}
     table: Table = {}
-    for dial, value in (dials | family.constants).items():
+    for dial, value in dials.items():
         *tables, last = dial.split(".")
         inner = table
         for key in tables:

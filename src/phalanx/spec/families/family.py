@@ -71,7 +71,9 @@ class Read(Field):
         return {self.dial: self.unset(dials) if self.unset and not value else value}
 
     def write(self, name: str, spec: ModelSpec) -> Table:
-        """Return the field with the value of the dial."""
+        """Return the field with the value of the dial. A model without experts has 0 of them."""
+        if self.dial.startswith("moe.") and spec.moe is None:
+            return {name: 0} if self.dial == "moe.num_experts" else {}
         value = attrgetter(self.dial)(spec)
         return {name: value if self.words is None else first_word(self.words, value)}
 
@@ -171,6 +173,17 @@ def alternating_groups(widths: Sequence[int], rows: int) -> Iterator[int]:
             yield from range(start + group * width, start + (group + 1) * width)
 
 
+class OneOf:
+    """A tensor that has the parameters of the first entry in some layers, and of others in other layers."""
+
+    def __init__(self, *entries: str | Rows) -> None:
+        self.entries = entries
+
+
+StoredTensors = dict[str, str | Rows | OneOf]
+"""Parameters by the name of their tensor in a checkpoint."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of Hugging Face models: its config.json and its tensors."""
@@ -182,10 +195,10 @@ class Family:
     """Fields of config.json by name, in the order in which export writes them; besides those of `common_fields`."""
     constants: dict[str, object]
     """Dials with one value in this family. Dials without a field or a constant have the default of ModelSpec."""
-    tensors: dict[str, str | Rows]
+    tensors: StoredTensors
     """Parameters by the name of their tensor in the checkpoint. {i} is the layer: parameters are then those of block i.
     {e} means that each expert is a separate tensor."""
-    other_tensors: dict[str, str | Rows] = field(default_factory=dict)
+    other_tensors: StoredTensors = field(default_factory=dict)
     """Tensors that some files have in place of those of the same parameters. Exports have none of them."""
     prefix: str = "model."
     """Start of the tensors' names, which a model that was saved without its head omits."""
@@ -194,12 +207,19 @@ class Family:
     multi-token prediction, which follow layer {L}, the last one."""
     other_types: tuple[str, ...] = ()
     """Further values of model_type, which published files of the family have."""
+    has_optional_experts: bool = False
+    """True if models may have 0 experts: an MLP."""
     wrapper: str | None = None
     """model_type of models whose text model is of this family, with its fields in text_config (`wrappers`)."""
     wrapper_ties_embeddings: bool = True
     """True if such a model shares the matrix of embedding and head where its config.json does not say it."""
     unused: tuple[str, ...] = ()
     """Dials, or tables of dials, without effect in this family."""
+
+    @property
+    def stored_rows(self) -> list[tuple[str, Rows]]:
+        """Parameters with the name of their tensor, which may occur several times."""
+        return [(name, rows) for name, stored in self.tensors.items() for rows in _entries(stored)]
 
     @property
     def dials(self) -> set[str]:
@@ -232,13 +252,18 @@ class Family:
         if self.leaves_out(dial):
             return True
         if any(path.startswith(f"{dial}.") for path in self.dials):
-            return value is not None
+            return value is not None or self.has_optional_experts
         values = self.values(dial, default)
         return values is None or value in values
 
 
-def _parameter_names(stored: str | Rows) -> tuple[str, ...]:
-    return stored.names if isinstance(stored, Rows) else (stored,)
+def _entries(stored: str | Rows | OneOf) -> list[Rows]:
+    entries = stored.entries if isinstance(stored, OneOf) else (stored,)
+    return [entry if isinstance(entry, Rows) else Rows(entry) for entry in entries]
+
+
+def _parameter_names(stored: str | Rows | OneOf) -> tuple[str, ...]:
+    return tuple(name for rows in _entries(stored) for name in rows.names)
 
 
 def any_value(*dials: str) -> dict[str, Collection[object] | None]:

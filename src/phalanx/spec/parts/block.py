@@ -64,16 +64,26 @@ def _blocks(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> tup
 
 def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     """Return the branches of a layer (`spec.layers`)."""
-    x = residual_stream(layer)
-    mixer = layer.mixer.describe(layer, x) if layer.mixer else describe_attention(layer, layout, x)
+    branches = []
+    if layer.branches != "mlp":
+        x = residual_stream(layer)
+        mixer = layer.mixer.describe(layer, x) if layer.mixer else describe_attention(layer, layout, x)
+        branches.append(_describe_branch(layer, mixer))
+    if layer.branches != "mixer":
+        branches += _describe_ffn(layer, layout)
+    return tuple(branches)
+
+
+def _describe_ffn(layer: ModelSpec, layout: Layout) -> Block:
+    """Return the branch of an MLP or of experts, or those of both."""
     x = residual_stream(layer)
     ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
-    first, last = (_describe_branch(layer, part) for part in (mixer, ffn))
+    last = _describe_branch(layer, ffn)
     if layer.moe is None or not layer.moe.dense_branch:
-        return first, last
+        return (last,)
     dense = _describe_branch(layer, describe_mlp(layer, residual_stream(layer), "dense"))
     after_sum = _describe_norm_after(layer, "sum_after") if layer.norm_position == "both" else None
-    return first, dense, replace(last, shares_input=True, after_sum=after_sum)
+    return dense, replace(last, shares_input=True, after_sum=after_sum)
 
 
 def _describe_branch(layer: ModelSpec, part: Part) -> Branch:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec
-from phalanx.spec.parts.mlp import append_mlp
+from phalanx.spec.parts.mlp import append_mlp, input_names
 from phalanx.spec.parts.operations import Combine, Cut, Dispatch, Gate, Part, Route, Value
 
 
@@ -31,13 +31,17 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
             balances_sequences=moe.balance_loss_scope == "sequence",
         )
     )
-    rows = Value(x.width, tokens="residual" if has_whole_experts else "all", copies=moe.top_k)
-    part.add(Dispatch(reads=(x, weights), writes=rows, num_experts=E))
+    token = part.linear("latent_down", x, width=moe.latent_size) if moe.latent_size else x
+    rows = Value(token.width, tokens="residual" if has_whole_experts else "all", copies=moe.top_k)
+    part.add(Dispatch(reads=(token, weights), writes=rows, num_experts=E))
     cut = None if has_whole_experts else Cut("model.moe.expert_ffn_size", moe.expert_ffn_size)
-    inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut, bias=moe.bias) for leaf in ("gate", "up")]
+    names = input_names(spec.activation)
+    inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut, bias=moe.bias) for leaf in names]
     activated = part.activate(spec.activation, *inner, arguments=spec.activation_arguments)
-    y = part.grouped("down", activated, E, x.width, None, bias=moe.bias, init="output")
-    part.add(Combine(reads=(y, weights), writes=Value(x.width, tokens="residual")))
+    y = part.grouped("down", activated, E, token.width, None, bias=moe.bias, init="output")
+    out = part.add(Combine(reads=(y, weights), writes=Value(token.width, tokens="residual")))
+    if moe.latent_size:
+        part.linear("latent_up", out, width=x.width, init="output")
     if moe.num_shared_experts:
         shared = Cut("model.moe.expert_ffn_size x num_shared_experts", moe.shared_width)
         y = append_mlp(part, spec, x, shared, prefix="shared.")

@@ -49,7 +49,7 @@ def _scan_flops(part: Part, seq_len: int, ranks: int = 1, ulysses: int = 1) -> f
     """Return the FLOPs of a scan on a token."""
     return sum(
         max(flops.heads.units_on_rank(ranks), ulysses) * (flops.per_token + flops.per_pair * mean_chunk(seq_len))
-        for core in part.scan_cores
+        for core in part.cores
         for flops in core.flops
     )
 

@@ -16,7 +16,11 @@ def describe_mlp(spec: ModelSpec, x: Value, name: str = "mlp") -> Part:
 
 def append_mlp(part: Part, spec: ModelSpec, x: Value, inner: Cut, *, bias: bool = False, prefix: str = "") -> Value:
     """Append the products of an MLP of an inner width; return its output."""
-    names = ("gate", "up")[-NUM_INPUTS[spec.activation] :]
-    inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in names]
+    inputs = [part.linear(f"{prefix}{name}", x, inner, bias=bias) for name in input_names(spec.activation)]
     activated = part.activate(spec.activation, *inputs, arguments=spec.activation_arguments)
     return part.linear(f"{prefix}down", activated, bias=bias, init="output")
+
+
+def input_names(activation: str) -> tuple[str, ...]:
+    """Return the names of the products that an activation reads."""
+    return ("gate", "up")[-NUM_INPUTS[activation] :]

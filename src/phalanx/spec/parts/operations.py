@@ -17,9 +17,10 @@ Shape = tuple[int, ...]
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
 those of the tensor-parallel ranks together."""
-Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates"]
+Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates", "step_bias"]
 """Distribution of initial weights. output: normal, smaller by the number of layers, because it is added to the stream.
-taps: normal, so that a convolution keeps the variance. log_rates: logarithms of rates of decay, which are uniform."""
+taps: normal, so that a convolution keeps the variance. log_rates: logarithms of rates of decay, which are uniform.
+step_bias: that of a step by which a token changes a state (`model.init`)."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ class Norm(Operation):
         return cut is not None and cut.share == "units" and self.width > cut.unit
 
 
+class GatedNorm(Norm):
+    """A norm of silu(gate) x, which it computes again in the backward pass. It reads x and the gate."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Activation(Operation):
     """An element-wise function, which the product that reads it computes again in the backward pass."""
@@ -186,6 +191,17 @@ class GatherHeads(Operation):
     """Gather of columns, so that each rank has all heads."""
 
 
+@dataclass(frozen=True)
+class ScanFlops:
+    """FLOPs of the forward pass of a scan in each of some heads."""
+
+    heads: Cut
+    per_token: int = 0
+    """FLOPs with the state."""
+    per_pair: int = 0
+    """FLOPs for a token and a token of its chunk, visible or not."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Core(Operation):
     """The kernel of a mixer, in which tokens see each other. Its heads are independent."""
@@ -194,6 +210,8 @@ class Core(Operation):
     """Values that it saves as the kernel reads and writes them."""
     heads: Cut
     """Heads, or channels, of which tensor-parallel and Ulysses ranks have some."""
+    flops: tuple[ScanFlops, ...] = ()
+    """FLOPs besides those of attention."""
     backward_values: tuple[Value, ...] = ()
     """Values in its backward pass, if they are others than the gradients of what it reads and writes."""
 
@@ -213,24 +231,12 @@ class AttentionCore(Core):
         return self.keeps[2].width - self.reads[2].width
 
 
-@dataclass(frozen=True)
-class ScanFlops:
-    """FLOPs of the forward pass of a scan in each of some heads."""
-
-    heads: Cut
-    per_token: int = 0
-    """FLOPs with the state."""
-    per_pair: int = 0
-    """FLOPs for a token and a token of its chunk, visible or not."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScanCore(Core):
     """A recurrence with a state, in chunks of tokens (`spec.parts.scan_segments`). States before segments are saved."""
 
     state: Value
     """Numbers of a state, which a row has once."""
-    flops: tuple[ScanFlops, ...]
     segment_values: tuple[Value, ...]
     """Values of a segment's tokens in its backward pass, besides the gradients of what it reads and writes."""
     chunk_values: tuple[Value, ...]
@@ -387,11 +393,6 @@ class Part:
     def attention_cores(self) -> list[AttentionCore]:
         """The kernel of attention, if the part has one."""
         return [core for core in self.cores if isinstance(core, AttentionCore)]
-
-    @property
-    def scan_cores(self) -> list[ScanCore]:
-        """The kernel with a state, if the part has one."""
-        return [core for core in self.cores if isinstance(core, ScanCore)]
 
     @property
     def activation(self) -> Activation:

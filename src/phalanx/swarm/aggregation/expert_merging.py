@@ -35,9 +35,10 @@ def merge_experts(experts: Mapping[str, Tensor], alpha: float, nearest: int) -> 
 
     theta_i + alpha (mean_j theta_j - theta_i), with all theta from before the merge.
     """
-    if alpha == 0 or len(experts["gate"]) < 2:
+    first = experts["gate" if "gate" in experts else "up"]
+    if alpha == 0 or len(first) < 2:
         return
-    neighbors = nearest_experts(experts["gate"], nearest)
+    neighbors = nearest_experts(first, nearest)
     mixing = (
         torch.zeros(len(neighbors), len(neighbors))
         .scatter_(1, neighbors, alpha / neighbors.shape[1])

@@ -13,6 +13,8 @@ def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) ->
 
     If the outputs of norms are recomputed, the products that read one share it."""
     inputs: dict[tuple[Value, str], int] = {}
+    # Products whose outputs are added have one gradient, unless some of them gather it.
+    gradients: set[int] = set()
     others = 0
     for linear in part.linears:
         (x,) = linear.reads
@@ -22,11 +24,15 @@ def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) ->
                 inputs[value, "" if shared else reader] = size
         else:  # the output of an activation, which is computed again
             others += shape.operand_bytes(x)
-        others += output_gradient_bytes(linear, shape)
+        is_read = any(linear.writes in operation.reads for operation in part.operations)
+        if is_read or linear.role == "column":
+            others += output_gradient_bytes(linear, shape)
+        else:
+            gradients.add(output_gradient_bytes(linear, shape))
         # Products that gather one input together do without the weights.
         if shape.tp == 1 or linear.role != "column" or isinstance(linear, GroupedLinear):
             others += shape.weight_copies(matrix_numbers(linear, shape))
-    return sum(inputs.values()) + others
+    return sum(inputs.values()) + sum(gradients) + others
 
 
 def output_gradient_bytes(linear: Linear, shape: ForwardShape) -> int:

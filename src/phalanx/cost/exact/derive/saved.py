@@ -18,6 +18,7 @@ from phalanx.spec.parts.operations import (
     Combine,
     Core,
     Gate,
+    GatedNorm,
     GroupedLinear,
     Linear,
     Norm,
@@ -43,6 +44,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 copied_weights += matrix_numbers(operation, shape)
                 if isinstance(operation, GroupedLinear) and operation.bias:
                     tensors[part.input, "experts of rows"] = shape.num_tokens(operation.writes) * INDEX_BYTES
+            case GatedNorm(reads=values):
+                tensors |= {(value, ""): shape.operand_bytes(value) for value in values}
+                other_bytes += _num_vectors(operation, shape) * shape.high_precision_bytes
             case Norm():
                 other_bytes += norm_bytes(operation, shape)
                 copied_weights += _copied_scales(operation, shape)
@@ -112,11 +116,22 @@ def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
     if norm.crosses_ranks and shape.tp > 1:  # by single operations
         inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
         return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)
-    vectors = shape.num_tokens(x) * max(1, shape.width(x) // norm.width)
+    vectors = _num_vectors(norm, shape)
     if norm.kind == "layernorm":  # mean and 1 / std, on a CPU in the precision of the scale
         statistic_bytes = STATISTIC_BYTES if shape.on_cuda else shape.residual_bytes
         return shape.value_bytes(x) + 2 * vectors * statistic_bytes
     return shape.value_bytes(x) + vectors * max(STATISTIC_BYTES, number_bytes)
+
+
+def gated_norm_bytes(norm: GatedNorm, shape: ForwardShape) -> int:
+    """Return the bytes that a norm of a gated value saves: both, and a statistic of each vector."""
+    return sum(map(shape.operand_bytes, norm.reads)) + _num_vectors(norm, shape) * shape.high_precision_bytes
+
+
+def _num_vectors(norm: Norm, shape: ForwardShape) -> int:
+    """Return the number of vectors of a norm on this rank, which may have a part of each."""
+    (x, *_) = norm.reads
+    return shape.num_tokens(x) * max(1, shape.width(x) // norm.width)
 
 
 def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
@@ -133,7 +148,7 @@ def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
     cp = shape.layout.cp
     is_ulysses = cp > 1 and shape.layout.cp_method == "ulysses"
     kept = {
-        (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.compute_bytes
+        (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.number_bytes(value)
         for value in ((*core.reads, *core.keeps) if is_ulysses else core.keeps)
     }
     return kept | {(core.state, ""): state_bytes(core, shape)} if isinstance(core, ScanCore) else kept

@@ -27,7 +27,7 @@ def inner_gradient_bytes(part: Part, shape: ForwardShape, splits_backward: bool)
     row_bytes = shape.operand_bytes(last.writes)
     if splits_backward:
         return 2 * row_bytes + sum(inputs) + shape.operand_bytes(last.reads[0])
-    return 2 * max(row_bytes, *inputs)
+    return max(2 * row_bytes, sum(inputs))
 
 
 def scan_segment_bytes(scan: ScanCore, shape: ForwardShape) -> int:

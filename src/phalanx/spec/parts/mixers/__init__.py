@@ -10,9 +10,10 @@ from pydantic import Field
 
 from phalanx.spec.parts.mixers.gated_delta import GatedDelta
 from phalanx.spec.parts.mixers.latent_attention import LatentAttention
+from phalanx.spec.parts.mixers.mamba2 import Mamba2
 from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 
-__all__ = ["GatedDelta", "LatentAttention", "MixerSpec", "ShortConvolution"]
+__all__ = ["GatedDelta", "LatentAttention", "Mamba2", "MixerSpec", "ShortConvolution"]
 
-MixerSpec = Annotated[ShortConvolution | LatentAttention | GatedDelta, Field(discriminator="kind")]
+MixerSpec = Annotated[ShortConvolution | LatentAttention | GatedDelta | Mamba2, Field(discriminator="kind")]
 """Description of any mixer."""
