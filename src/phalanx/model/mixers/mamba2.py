@@ -79,7 +79,7 @@ class Mamba2(PartModule):
         return filters
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def scan(
     values_BTHP: Tensor,
     keys_BTGN: Tensor,

@@ -10,10 +10,10 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import (
     Field,
     Fixed,
-    OneOf,
     Read,
     Rows,
     SameAs,
+    Stored,
     Table,
     alternating_groups,
     any_value,
@@ -133,7 +133,7 @@ def keys_and_values(layer: ModelSpec, rows: int) -> Iterator[int]:
 
 
 ATTENTION = "model.layers.{i}.self_attn."
-LATENT_TENSORS: dict[str, str | Rows | OneOf] = {
+LATENT_TENSORS: dict[str, Stored] = {
     f"{ATTENTION}q_proj.weight": Rows("attention.wq.weight", order=rotated_last),
     f"{ATTENTION}q_a_proj.weight": "attention.wq_a.weight",
     f"{ATTENTION}q_a_proj.bias": "attention.wq_a.bias",

@@ -180,6 +180,10 @@ class OneOf:
         self.entries = entries
 
 
+Stored = str | Rows | OneOf
+"""Parameters of a tensor; a name alone is that of the only one."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of Hugging Face models: its config.json and its tensors."""
@@ -191,10 +195,10 @@ class Family:
     """Fields of config.json by name, in the order in which export writes them; besides those of `common_fields`."""
     constants: dict[str, object]
     """Dials with one value in this family. Dials without a field or a constant have the default of ModelSpec."""
-    tensors: dict[str, str | Rows | OneOf]
+    tensors: dict[str, Stored]
     """Parameters by the name of their tensor in the checkpoint. {i} is the layer: parameters are then those of block i.
     {e} means that each expert is a separate tensor."""
-    other_tensors: dict[str, str | Rows] = field(default_factory=dict)
+    other_tensors: dict[str, Stored] = field(default_factory=dict)
     """Tensors that some files have in place of those of the same parameters. Exports have none of them."""
     prefix: str = "model."
     """Start of the tensors' names, which a model that was saved without its head omits."""
@@ -253,12 +257,12 @@ class Family:
         return values is None or value in values
 
 
-def _entries(stored: str | Rows | OneOf) -> list[Rows]:
+def _entries(stored: Stored) -> list[Rows]:
     entries = stored.entries if isinstance(stored, OneOf) else (stored,)
     return [entry if isinstance(entry, Rows) else Rows(entry) for entry in entries]
 
 
-def _parameter_names(stored: str | Rows | OneOf) -> tuple[str, ...]:
+def _parameter_names(stored: Stored) -> tuple[str, ...]:
     return tuple(name for rows in _entries(stored) for name in rows.names)
 
 

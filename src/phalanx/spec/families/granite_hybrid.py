@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Field, Fixed, OneOf, Read, Rows, Table, any_value
+from phalanx.spec.families.family import Field, Fixed, OneOf, Read, Rows, Stored, Table, any_value
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind
 from phalanx.spec.families.granite import GRANITE
 from phalanx.spec.families.mamba2 import MAMBA_MIXER, mamba_kind, mamba_tensors
@@ -18,7 +18,7 @@ from phalanx.spec.parts.mixers import Mamba2
 
 MAMBA = mamba_kind()
 ATTENTION = LayerKind("full", lambda layer: layer.mixer is None)
-EXPERT_TENSORS: dict[str, str | Rows | OneOf] = {
+EXPERT_TENSORS: dict[str, Stored] = {
     "model.layers.{i}.block_sparse_moe.router.layer.weight": "mlp.router.gate.weight",
     "model.layers.{i}.block_sparse_moe.input_linear.weight": Rows("mlp.experts.gate", "mlp.experts.up", stacked=True),
     "model.layers.{i}.block_sparse_moe.output_linear.weight": "mlp.experts.down",

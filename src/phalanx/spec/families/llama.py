@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.spec.families.family import Family, Field, Fixed, OneOf, Read, Rows, Table, Written, rotated_pairs
+from phalanx.spec.families.family import Family, Field, Fixed, Read, Rows, Stored, Table, Written, rotated_pairs
 from phalanx.spec.families.forms import Rope
 
 
@@ -57,20 +57,20 @@ LLAMA = Family(
     },
 )
 
-QK_NORM_TENSORS: dict[str, str | Rows | OneOf] = {
+QK_NORM_TENSORS: dict[str, Stored] = {
     "model.layers.{i}.self_attn.q_norm.weight": "attention.q_norm.weight",
     "model.layers.{i}.self_attn.k_norm.weight": "attention.k_norm.weight",
 }
 """Norms of queries and keys, where a family has them."""
 
-INTERLEAVED_TENSORS: dict[str, str | Rows | OneOf] = {
+INTERLEAVED_TENSORS: dict[str, Stored] = {
     f"model.layers.{{i}}.self_attn.{name}_proj.{leaf}": Rows(f"attention.w{name}.{leaf}", order=rotated_pairs)
     for name in "qk"
     for leaf in ("weight", "bias")
 }
 """Queries and keys, where neighboring channels are rotated together."""
 
-EXPERT_TENSORS: dict[str, str | Rows | OneOf] = {
+EXPERT_TENSORS: dict[str, Stored] = {
     "model.layers.{i}.mlp.gate.weight": "mlp.router.gate.weight",
     "model.layers.{i}.mlp.experts.{e}.gate_proj.weight": "mlp.experts.gate",
     "model.layers.{i}.mlp.experts.{e}.up_proj.weight": "mlp.experts.up",
@@ -78,7 +78,7 @@ EXPERT_TENSORS: dict[str, str | Rows | OneOf] = {
 }
 """Router and experts in most families that have them."""
 
-SHARED_EXPERT_TENSORS: dict[str, str | Rows | OneOf] = {
+SHARED_EXPERT_TENSORS: dict[str, Stored] = {
     f"model.layers.{{i}}.mlp.shared_experts.{name}_proj.weight": f"mlp.shared.{name}.weight"
     for name in ("gate", "up", "down")
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.spec.families.family import OneOf, Rows
+from phalanx.spec.families.family import Rows, Stored
 from phalanx.spec.families.forms import LayerKind
 
 MAMBA_MIXER = "kinds.mamba.mixer"
@@ -14,7 +14,7 @@ def mamba_kind(**dials: object) -> LayerKind:
     return LayerKind("mamba", lambda layer: layer.mixer is not None, {"mixer.kind": "mamba2", **dials})
 
 
-def mamba_tensors(prefix: str) -> dict[str, str | Rows | OneOf]:
+def mamba_tensors(prefix: str) -> dict[str, Stored]:
     """Return the tensors of Mamba-2, whose names start with a prefix.
 
     Gates, values, keys, queries and steps are one product; values, keys and queries are one convolution."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from phalanx.spec.families.family import Family, Field, Fixed, OneOf, Read, Table, Written, any_value
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind
@@ -31,14 +30,10 @@ def words_of_pattern(config: Table, dials: Table) -> Sequence[str]:
     return [LETTERS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or "ME*-"]
 
 
-@dataclass(frozen=True)
 class BranchTypes(LayerTypes):
     """List of the types of layers, which also gives their number; without a layer of experts there are none."""
 
-    @property
-    def dials(self) -> Mapping[str, Collection[object] | None]:
-        """Dials of the layers."""
-        return any_value("layers", "kinds", "num_layers")
+    dials = any_value("layers", "kinds", "num_layers")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the kinds of layers."""

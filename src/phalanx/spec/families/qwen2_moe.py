@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Fixed, Read, Rows
+from phalanx.spec.families.family import Field, Fixed, Read, Stored
 from phalanx.spec.families.forms import FullAttention, LeadingLayers
 from phalanx.spec.families.llama import EXPERT_FIELDS, EXPERT_TENSORS, query_heads
 from phalanx.spec.families.qwen2 import QWEN2
 
-GATED_EXPERT_TENSORS: dict[str, str | Rows] = {
+GATED_EXPERT_TENSORS: dict[str, Stored] = {
     **{
         f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"mlp.shared.{name}.weight"
         for name in ("gate", "up", "down")

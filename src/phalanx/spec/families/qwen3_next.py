@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Fixed, Read, Rows, alternating_groups
+from phalanx.spec.families.family import Field, Fixed, Read, Rows, Stored, alternating_groups
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind, Rope, every_nth_full
 from phalanx.spec.families.llama import (
     ATTENTION_BIAS,
@@ -72,7 +72,7 @@ GATED_EXPERT_CONSTANTS: dict[str, object] = {
     "moe.shared_gate": True,
     "moe.z_loss_coef": 0.0,
 }
-HYBRID_TENSORS: dict[str, str | Rows] = {
+HYBRID_TENSORS: dict[str, Stored] = {
     **LLAMA.tensors,
     **QK_NORM_TENSORS,
     **{
