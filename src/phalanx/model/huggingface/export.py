@@ -169,7 +169,8 @@ def _stored_dtype(source: TensorSource, dtype: torch.dtype) -> torch.dtype:
 
 def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
-    joined = torch.cat([part.detach() for part in parts]).to("cpu", _stored_dtype(source, dtype))
+    joined = torch.cat([part.detach() for part in parts], int(source.rows.stacked))
+    joined = joined.to("cpu", _stored_dtype(source, dtype))
     return source.stored(joined).contiguous()
 
 
