@@ -192,6 +192,12 @@ KNOWN_DEVIATIONS = {
         for model in ("biases and norms before and after", "latent attention", "latent attention without positions")
         for masked in (False, True)
     },
+    # In so small a block, the activation of one row in fp32 counts: it has nine tensors of its inner width.
+    **{
+        make_case(layout, "experts with biases", "bf16", masked): "peak_bytes"
+        for layout in ("ring", "ulysses")
+        for masked in (False, True)
+    },
     # The scaled gradient is freed after it is gathered, but not at once.
     **{
         make_case("tp", "scales", numerics, masked): "peak_bytes"
