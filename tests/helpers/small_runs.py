@@ -118,6 +118,8 @@ DELTA: Table = {
     **MOE,
     "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "shared_gate": True},
     "norm_offset": True,
+    # Outputs of a document's first tokens may be near 0. With 1e-6, their norm amplifies roundings in each layer.
+    "norm_eps": 1e-2,
     "attention_gate": "channel",
     "num_layers": 4,
     "layers": "delta*2 full dense",

@@ -58,6 +58,8 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "full_attention_interval": 2,
+    # Outputs of a document's first tokens may be near 0. With 1e-6, their norm amplifies roundings in each layer.
+    "rms_norm_eps": 1e-2,
     "partial_rotary_factor": 0.5,
 }
 GATED_EXPERTS = {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
