@@ -71,6 +71,16 @@ PARTS = [
         },
     ),
     Part("Mamba-2", "nemotron_h", {"hybrid_override_pattern": "MMMM", "mamba_num_heads": 16, "mamba_head_dim": 64}),
+    Part(
+        "gated delta rule",
+        "qwen3_5_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
 ]
 TEXT = """# Parts of models compared with transformers
 
