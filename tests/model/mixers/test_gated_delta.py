@@ -20,8 +20,8 @@ def random_arguments(tokens: int) -> tuple[list[Tensor], list[Tensor]]:
     heads = [(GROUPS, KEY), (GROUPS, KEY), (HEADS, VALUE)]
     inputs = [torch.randn(BATCH, tokens, *shape) for shape in (*heads, (HEADS, 1), (HEADS, 1))]
     parameters = [*(torch.randn(*shape, TAPS) for shape in heads), torch.randn(HEADS), torch.randn(HEADS)]
-    both = ([x.double().requires_grad_() for x in values] for values in (inputs, parameters))
-    return tuple(both)
+    inputs, parameters = ([x.double().requires_grad_() for x in values] for values in (inputs, parameters))
+    return inputs, parameters
 
 
 def random_starts(tokens: int) -> Tensor:
