@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.spec.families.family import Read, SameAs
 from phalanx.spec.families.registry import families
 
-SIZES_OF_HEADS = {"head_dim": 24, "sliding_window": 16}
+OTHER_VALUES = {"head_dim": 24, "sliding_window": 16, "final_logit_softcapping": 5.0}
 """Values that are neither the default of a small model nor derived from its other sizes."""
 
 
@@ -29,8 +29,8 @@ def altered_fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _altered_value(name: str, field: Read, value: Any) -> Any:
-    if name in SIZES_OF_HEADS:
-        return SIZES_OF_HEADS[name]
+    if name in OTHER_VALUES:
+        return OTHER_VALUES[name]
     if field.words is not None:
         return next(word for word, meaning in field.words.items() if meaning != field.words[value])
     if isinstance(value, bool):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.init_parameters import WeightInitializer, init_parameters, init_router_biases
+from phalanx.parallel.init_parameters import WeightInitializer, init_buffers, init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.files.load import load_model_spec
@@ -54,5 +54,5 @@ def fill(model: Transformer, weights: WeightInitializer) -> Transformer:
     """Return a model of meta tensors with weights and the biases of its routers."""
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), weights)
-    init_router_biases(Strategy(model), weights)
+    init_buffers(Strategy(model), weights)
     return model

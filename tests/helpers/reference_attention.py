@@ -1,4 +1,4 @@
-"""Causal attention from all scores in fp64, with documents, windows and sinks, and cases for comparisons with it."""
+"""Causal attention from all scores in fp64, with documents, windows, sinks and caps, and cases to compare with it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ HEADS = {"equal": (4, 4), "grouped": (6, 2)}
 
 
 class AttentionCase(NamedTuple):
-    """Documents, window, heads and sinks of a comparison."""
+    """Documents, window, heads, sinks and cap of a comparison."""
 
     lengths: str
     window: int | None
     heads: str
     sinks: bool
+    softcap: float | None = None
 
     @property
     def starts(self) -> Tensor:
@@ -49,10 +50,11 @@ CASES = [
     AttentionCase(lengths, window, heads, sinks)
     for lengths, window, (heads, sinks) in product(LENGTHS, WINDOWS, [("equal", False), ("grouped", True)])
 ]
+CAPPED_CASES = [case._replace(softcap=1.5) for case in CASES]
 
 
 def attend_to_all_scores(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
     """Return attention, [B, T, H, K], from its T x T scores and a softmax with a column for the sink."""
     tokens, heads = q.shape[1:3]
@@ -61,7 +63,9 @@ def attend_to_all_scores(
     visible = document_mask(starts)
     if window is not None:
         visible = visible & ~torch.ones(tokens, tokens, dtype=torch.bool).tril(-window)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     return (scores.softmax(-1)[..., :tokens] @ v).transpose(1, 2)
@@ -71,14 +75,14 @@ def compute(attend: Callable[..., Tensor], case: AttentionCase, dtype: torch.dty
     """Return the output and the gradients of queries, keys, values and sinks.
 
     Args:
-        attend: Function of q, k, v, the starts of documents, the window and the sinks.
+        attend: Function of q, k, v, the starts of documents, the window, the sinks and the cap.
         case: Operands.
         dtype: Dtype of the operands.
     """
     gradient, *operands = (x.to(dtype) for x in case.operands())
     leaves = [x.requires_grad_() for x in operands]
     sinks = leaves[3] if case.sinks else None
-    out = attend(*leaves[:3], case.starts, case.window, sinks)
+    out = attend(*leaves[:3], case.starts, case.window, sinks, case.softcap)
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 

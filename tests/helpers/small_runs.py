@@ -47,6 +47,7 @@ MOE: Table = {
 }
 TWO_EXPERTS: Table = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
 """Fewer experts than data-parallel ranks."""
+TEMPERATURE: Table = {"scale": 0.4, "interval": 5, "offset": 1}
 KINDS: Table = {
     **MOE,
     "num_layers": 4,
@@ -56,7 +57,7 @@ KINDS: Table = {
     "kinds": [
         {"name": "full", "sliding_window": False, "head_dim": 16, "rope": {"theta": 1e6}, "attention_sinks": True},
         {"name": "dense", "moe": False, "ffn_hidden_size": 96, "num_heads": 8},
-        {"name": "nope", "position_embedding": "none", "qk_norm": "full"},
+        {"name": "nope", "position_embedding": "none", "qk_norm": "full", "query_temperature": TEMPERATURE},
     ],
 }
 """Layers of four kinds, with norms before and after their parts."""
@@ -67,10 +68,12 @@ DIALS: Table = {
     "attention_bias": "qkv",
     "attention_scale": 0.3,
     "rope": {"fraction": 0.5},
+    "query_temperature": TEMPERATURE,
     "norm_offset": True,
     "embedding_scale": 3.0,
     "residual_scale": 0.6,
     "logits_divisor": 2.5,
+    "logits_softcap": 1.5,
 }
 """Biases, scales and offsets, as in Qwen2, Granite and Gemma."""
 LATENT: Table = {
@@ -92,12 +95,43 @@ LATENT: Table = {
     ],
 }
 """Latent attention, as in DeepSeek-V3."""
+PARALLEL: Table = {
+    **DENSE,
+    "num_layers": 4,
+    "norm": "layernorm",
+    "norm_parameters": "weight",
+    "parallel_residual": "one_norm",
+    "residual_scale": 0.6,
+    "layers": "window*3 nope",
+    "sliding_window": 12,
+    "kinds": [{"name": "nope", "sliding_window": False, "position_embedding": "none"}],
+}
+"""Attention and MLP in parallel, as in Cohere 2."""
+WIDE: Table = {
+    **DENSE,
+    "num_layers": 4,
+    "head_dim": 8,
+    "norm_position": "both",
+    "attention_scale": 1.0,
+    "value_norm": True,
+    "layer_scalars": True,
+    "rope": {"theta": 1e6, "scaling": "proportional", "fraction": 0.25},
+    "layers": "window*3 full",
+    "sliding_window": 12,
+    "kinds": [
+        {"name": "window", "rope": {"theta": 1e4}},
+        {"name": "full", "sliding_window": False, "head_dim": 16, "values_from_keys": True},
+    ],
+}
+"""Full attention with wider heads, whose values are keys, as in Gemma 4."""
 CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
 CONVOLUTIONS: Table = {
     **MOE,
     "moe": {
         **MOE["moe"],
         "dense_branch": True,
+        "router_norm": True,
+        "expert_scales": True,
         "num_shared_experts": 1,
         "shared_gate": True,
         "num_groups": 2,
@@ -188,6 +222,8 @@ MODELS_OF_KINDS: dict[str, Table] = {
     "convolution": CONVOLUTIONS,
     "delta": DELTA,
     "dials": DIALS,
+    "parallel": PARALLEL,
+    "wide": WIDE,
     "latent": LATENT,
     "biased experts": BIASED_EXPERTS,
     "mamba": MAMBAS,

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cost.exact.block_moments import WeightGradients, block_moments, largest_moment
-from phalanx.cost.exact.derive.deferred import deferred_by_part
-from phalanx.cost.exact.derive.saved import branch_norm_bytes, norm_output_bytes, saved_by_part
+from phalanx.cost.exact.derive.deferred import deferred_by_block
+from phalanx.cost.exact.derive.saved import branch_norm_bytes, norm_output_bytes, saved_by_part, shared_output_bytes
 from phalanx.cost.exact.derive.traffic import part_traffic
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
@@ -115,6 +115,8 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
     saved_bytes += sum(branch_norm_bytes(branch, shape) for branch in block)
     if recomputes_norms:
         saved_bytes -= sum(norm_output_bytes(branch.part, shape) for branch in block)
+    else:
+        saved_bytes -= sum(shared_output_bytes(branch, shape) for branch in block)
     parts = [branch.part for branch in block]
     traffic = [part_traffic(part, shape) for part in parts]
     flops = sum(_rank_flops(part, shape) for part in parts)
@@ -134,7 +136,7 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
             for name, parameter in branch.parameters.items()
         },
         saved_bytes=saved_bytes,
-        deferred_bytes=sum(deferred_by_part(part, shape, recomputes_norms) for part in parts),
+        deferred_bytes=deferred_by_block(block, shape, recomputes_norms),
         flops=(flops, 2 * flops),
         forward_messages=_sum_traffic(case.layout, [row for part in traffic for row in part.forward]),
         backward_messages=_sum_traffic(case.layout, [row for part in traffic for row in part.backward]),

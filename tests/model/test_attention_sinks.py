@@ -56,7 +56,7 @@ def test_varlen_with_sinks_equals_all_scores(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention_sinks, "FLASH_FORWARD", flash_forward)
     monkeypatch.setattr(attention_sinks, "FLASH_BACKWARD", flash_backward)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor, _: None) -> Tensor:
         packed = [x.flatten(0, 1) for x in (q, k, v)]
         bounds = locate_documents(starts).bounds
         earlier_keys = -1 if window is None else window - 1

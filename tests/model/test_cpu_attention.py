@@ -9,30 +9,42 @@ from torch import Tensor
 from phalanx.model.attention import attend
 from phalanx.model.cpu_attention import MIN_WINDOW_BLOCK, _split_window_blocks
 from tests.helpers.batches import locate_documents
-from tests.helpers.reference_attention import CASES, AttentionCase, attend_to_all_scores, compute, max_relative_error
+from tests.helpers.reference_attention import (
+    CAPPED_CASES,
+    CASES,
+    AttentionCase,
+    attend_to_all_scores,
+    compute,
+    max_relative_error,
+)
 
 
 def attend_by_document(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
-    return attend(q, k, v, locate_documents(starts).bounds, window=window, sinks_H=sinks)
+    return attend(q, k, v, locate_documents(starts).bounds, window=window, sinks_H=sinks, softcap=softcap)
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, _: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
-    return attend(q, k, v, None, window=window, sinks_H=sinks)
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, _: Tensor, window: int | None, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
+    return attend(q, k, v, None, window=window, sinks_H=sinks, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_with_windows_and_sinks_equals_all_scores_in_fp64(dtype: torch.dtype) -> None:
-    for case in CASES:
+def test_attention_with_windows_sinks_and_caps_equals_all_scores_in_fp64(dtype: torch.dtype) -> None:
+    for case in CASES + CAPPED_CASES:
         error = max_relative_error(compute(attend_by_document, case, dtype), compute(attend_to_all_scores, case))
         assert error < 8 * torch.finfo(dtype).eps, case
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_without_documents_have_windows_and_sinks(window: int | None, sinks: bool) -> None:
-    case = AttentionCase("whole", window, "grouped", sinks)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_rows_without_documents_have_windows_sinks_and_caps(
+    window: int | None, sinks: bool, softcap: float | None
+) -> None:
+    case = AttentionCase("whole", window, "grouped", sinks, softcap)
     assert max_relative_error(compute(attend_rows, case), compute(attend_to_all_scores, case)) < 1e-14
 
 

@@ -63,9 +63,26 @@ MODELS = {
     "norms with offsets": DENSE.replace(norm_offset=True, qk_norm="head", norm_position="both"),
     "gate of attention": DENSE.replace(attention_gate="channel", qk_norm="head", norm_offset=True),
     "gate of attention and biases": DENSE.replace(attention_gate="channel", attention_bias="all", num_kv_heads=4),
+    "capped scores": DENSE.replace(attention_softcap=3.0),
+    "parallel residual": DENSE.replace(parallel_residual="two_norms"),
+    "parallel residual with one norm": DENSE.replace(
+        parallel_residual="one_norm", norm="layernorm", norm_parameters="weight"
+    ),
+    "norms without parameters": DENSE.replace(norm_parameters="none", qk_norm="head"),
+    "layernorm without parameters": DENSE.replace(norm="layernorm", norm_parameters="none"),
+    "experts and attention in parallel": SPARSE.replace(parallel_residual="one_norm"),
+    "norm of values": DENSE.replace(value_norm=True),
+    "values from keys": DENSE.replace(value_norm=True, values_from_keys=True, qk_norm="head", attention_scale=1.0),
+    "values from keys without norms of these": DENSE.replace(value_norm=True, values_from_keys=True),
+    "rotation of a part of all frequencies": DENSE.replace(rope={"scaling": "proportional", "fraction": 0.5}),
+    "scaled layer": DENSE.replace(layer_scalars=True),
+    "query temperature": DENSE.replace(query_temperature={"scale": 0.5, "interval": 4}),
+    "query temperature without positions": DENSE.replace(
+        query_temperature={"scale": 0.5, "interval": 4, "offset": 1}, position_embedding="none", qk_norm="head"
+    ),
     "window": DENSE.replace(sliding_window=5),
     "sinks": DENSE.replace(attention_sinks=True),
-    "window and sinks": DENSE.replace(sliding_window=5, attention_sinks=True),
+    "window, sinks and capped scores": DENSE.replace(sliding_window=5, attention_sinks=True, attention_softcap=3.0),
     "norms before and after": DENSE.replace(norm_position="both"),
     "norms after": DENSE.replace(norm_position="after"),
     "biases and norms before and after": GPT2.replace(norm_position="both"),
@@ -102,6 +119,9 @@ MODELS = {
     "groups of experts": SPARSE.replace(
         moe=SIX_EXPERTS | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5}
     ),
+    "router with a norm and factors of experts": SPARSE.replace(
+        moe=SIX_EXPERTS | {"dense_branch": True, "router_norm": True, "expert_scales": True}, norm_position="both"
+    ),
     "shared expert with a gate": SPARSE.replace(
         moe=SIX_EXPERTS | {"num_shared_experts": 1, "shared_gate": True, "shared_ffn_size": 112}
     ),
@@ -113,6 +133,7 @@ MODELS = {
 }
 """A model for each dial of a part."""
 HAS_ATTENTION = tuple(name for name, spec in MODELS.items() if spec.attends)
+IN_RING = tuple(name for name in HAS_ATTENTION if not MODELS[name].sliding_window and "capped" not in name)
 HAS_EXPERTS = tuple(name for name, spec in MODELS.items() if spec.moe)
 # Three heads of eight columns: each of two ranks has one and a half.
 THREE_HEADS = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
@@ -133,7 +154,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         GATHERED | {"sequence_parallel": False},
         ("grouped heads", "biases", "experts", "convolution"),
     ),
-    "ring": ({"cp": 2, "cp_method": "ring"}, tuple(name for name in HAS_ATTENTION if "window" not in name)),
+    "ring": ({"cp": 2, "cp_method": "ring"}, IN_RING),
     "ulysses": ({"cp": 2, "cp_method": "ulysses"}, tuple(MODELS)),
     "ulysses of copied heads": (
         {"cp": 4, "cp_method": "ulysses"},
@@ -264,7 +285,7 @@ def test_block_does_what_its_declaration_says(layout_name: str, model_name: str,
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize("model_name", ["grouped heads", "biases", "shared expert"])
+@pytest.mark.parametrize("model_name", ["grouped heads", "biases", "shared expert", "parallel residual with one norm"])
 @pytest.mark.parametrize("layout_name", ["one rank", "tp"])
 def test_block_that_recomputes_norms_saves_what_its_declaration_says(
     layout_name: str, model_name: str, numerics: str

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from phalanx.model.transformer import cap_logits
 from phalanx.parallel import cross_entropy
 from phalanx.parallel.cross_entropy import (
     EAGER,
@@ -16,6 +17,7 @@ from phalanx.parallel.cross_entropy import (
 from phalanx.testing import rank_pool
 
 IGNORED = -100
+COMPILABLE = Kernels(log_sum_exp_in_one_pass, replace_by_gradient_in_one_pass)
 
 
 def logits_and_targets(vocab, dtype):
@@ -25,9 +27,11 @@ def logits_and_targets(vocab, dtype):
     return 4 * torch.randn(3, 7, vocab, dtype=dtype), targets
 
 
-def exact_loss(logits, targets, scale):
+def exact_loss(logits, targets, scale, softcap=None):
     leaf = logits.double().requires_grad_()
-    loss = F.cross_entropy(leaf.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = F.cross_entropy(
+        cap_logits(leaf, softcap).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     (scale * loss).backward()
     return loss, leaf.grad
 
@@ -48,6 +52,22 @@ def test_in_place_cross_entropy_equals_fp64(vocab, dtype, chunk_logits, monkeypa
     torch.testing.assert_close(leaf.grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("kernels", [EAGER, COMPILABLE], ids=["eager", "compilable"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_place_cross_entropy_of_capped_logits_equals_fp64(dtype, kernels):
+    logits, targets = logits_and_targets(50, dtype)
+    expected, expected_grad = exact_loss(logits, targets, 0.25, softcap=3.0)
+    leaf = logits.detach().clone().requires_grad_()
+    loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=kernels, softcap=3.0)
+    (0.25 * loss).backward()
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=tolerance / 8, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        evaluated = in_place_cross_entropy(logits.clone(), targets, IGNORED, kernels=kernels, softcap=3.0)
+    assert evaluated == loss
+
+
 def test_logits_without_gradient_are_not_overwritten():
     logits, targets = logits_and_targets(50, torch.float32)
     before = logits.clone()
@@ -66,28 +86,30 @@ def test_rows_without_counted_target_have_no_gradient_and_no_loss():
 
 
 def loss_of_columns(cases):
-    """Return the loss and this rank's columns of the gradient, for each vocabulary and dtype."""
+    """Return the loss and this rank's columns of the gradient, for each vocabulary, dtype and cap."""
     import torch.distributed as dist
 
     from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 
     results = []
-    for vocab, dtype in cases:
+    for vocab, dtype, softcap in cases:
         logits, targets = logits_and_targets(vocab, dtype)
         tp = TensorParallelGroup(dist.group.WORLD, False, vocab, DeferredWeightGrads())
         columns = logits.tensor_split([-(-vocab // 2)], dim=2)[tp.rank].clone().requires_grad_()
-        loss = in_place_cross_entropy(columns * 1, targets, IGNORED, tp=tp)
+        loss = in_place_cross_entropy(columns * 1, targets, IGNORED, tp=tp, softcap=softcap)
         loss.backward()
         results.append((loss.item(), columns.grad))
     return results
 
 
 def test_cross_entropy_of_columns_on_two_ranks_equals_fp64():
-    cases = [(vocab, dtype) for vocab in (50, 33) for dtype in (torch.float64, torch.float32)]
-    for (vocab, dtype), *parts in zip(cases, *rank_pool(2).run(loss_of_columns, cases), strict=True):
+    cases = [
+        (vocab, dtype, cap) for vocab in (50, 33) for dtype in (torch.float64, torch.float32) for cap in (None, 3.0)
+    ]
+    for (vocab, dtype, softcap), *parts in zip(cases, *rank_pool(2).run(loss_of_columns, cases), strict=True):
         logits, targets = logits_and_targets(vocab, dtype)
-        expected, expected_grad = exact_loss(logits, targets, scale=1)
+        expected, expected_grad = exact_loss(logits, targets, scale=1, softcap=softcap)
         tolerance = 8 * torch.finfo(dtype).eps
         for loss, _ in parts:
             assert loss == pytest.approx(expected.item(), rel=tolerance)
@@ -125,10 +147,9 @@ def test_gradient_other_than_the_expected_is_multiplied(factor):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kernels_to_compile_equal_the_others(dtype):
     logits, targets = logits_and_targets(50, dtype)
-    kernels = Kernels(log_sum_exp_in_one_pass, replace_by_gradient_in_one_pass)
     losses, gradients = [], []
     scale = LossScale(0.5)
-    for loss_kernels in (EAGER, kernels):
+    for loss_kernels in (EAGER, COMPILABLE):
         leaf = logits.clone().requires_grad_()
         loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=loss_kernels, scale=scale)
         scale.run_backward(loss)

@@ -36,6 +36,7 @@ MODELS: dict[str, Table] = {
     "tied": {**DENSE, "tie_embeddings": True},
     "windows": {**DENSE, "sliding_window": 12, "full_attention_layers": [0, 3], "attention_sinks": True},
     **MODELS_OF_KINDS,
+    "caps": {**DENSE, "attention_softcap": 2.0, "logits_softcap": 1.5},
     "three-heads": {**DENSE, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 3},
 }
 WORLD_SIZES = (2, 3, 4, 4, 4, 5, 6, 8)

@@ -23,6 +23,7 @@ from tests.helpers.small_runs import (
     LATENT,
     MODELS_OF_KINDS,
     MOE,
+    PARALLEL,
     Table,
     small_run,
     train_and_evaluate,
@@ -57,20 +58,21 @@ FOUR_RANKS: dict[str, Table] = {
 """Each axis on four ranks: with two, the next rank is also the previous one."""
 WINDOWS: Table = {"sliding_window": 7, "full_attention_layers": [1]}
 SINKS: Table = {"attention_sinks": True}
+CAPPED: Table = {"attention_softcap": 2.0}
 ATTENTION_CASES: dict[str, tuple[int, Table, Table]] = {
     "zero3": (2, WINDOWS | SINKS, {"layout.data_parallel": "zero3"}),
-    "tp-zero1": (4, WINDOWS | SINKS, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "tp-zero1": (4, WINDOWS | SINKS | CAPPED, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
     "gathered": (
         2,
-        {**WINDOWS, **SINKS, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36},
+        {**WINDOWS, **SINKS, **CAPPED, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36},
         {"layout.tp": 2, "layout.tp_attention": "gathered"},
     ),
-    "ulysses-tp": (4, WINDOWS | SINKS, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.tp": 2}),
+    "ulysses-tp": (4, WINDOWS | SINKS | CAPPED, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.tp": 2}),
     "ring": (2, SINKS, {"layout.cp": 2}),
     "zb-v": (2, {**WINDOWS, **SINKS, "num_layers": 4}, {"layout.pp": 2, "layout.schedule": "zb-v"}),
-    "recompute": (1, WINDOWS | SINKS, {"layout.activation_checkpointing": "selective"}),
+    "recompute": (1, WINDOWS | SINKS | CAPPED, {"layout.activation_checkpointing": "selective"}),
 }
-"""Ranks, model and layout of windows and sinks."""
+"""Ranks, model and layout of windows, sinks and caps of scores."""
 KIND_CASES: dict[str, tuple[int, Table]] = {
     "zero3": (2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "norms"}),
     "tp-ep": (4, {"layout.tp": 2, "layout.ep": 2, "layout.data_parallel": "zero1"}),
@@ -141,7 +143,7 @@ def train_in_pieces(run: RunSpec, piece_bytes: int) -> list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES)
-def test_windows_and_sinks_equal_single_process_training(case: str, documents: Path, tmp_path: Path) -> None:
+def test_windows_sinks_and_caps_equal_single_process_training(case: str, documents: Path, tmp_path: Path) -> None:
     ranks, model, layout = ATTENTION_CASES[case]
     micro_batch = {"layout.micro_batch_size": 1} if "layout.pp" in layout else {}
     check_parity(ranks, {"model": {**DENSE, **model}, **layout, **micro_batch}, documents, tmp_path)
@@ -156,6 +158,19 @@ def test_layout_of_several_kinds_of_layers_equals_single_process(
     ranks, layout = KIND_CASES[name]
     layout = {field: value for field, value in layout.items() if field != "layout.ep" or "moe" in table}
     check_parity(ranks, {"model": table, **layout}, documents, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ({"norm_parameters": "none"}, {"layout.tp": 2}),
+        ({"parallel_residual": "two_norms"}, {"layout.pp": 2, "layout.schedule": "zb-v", "layout.micro_batch_size": 1}),
+        ({"norm_parameters": "none", "norm": "rmsnorm"}, {"layout.data_parallel": "zero3"}),
+    ],
+    ids=["layernorm-without-parameters", "two-norms", "rmsnorm-without-weight"],
+)
+def test_forms_of_norms_equal_single_process(model: Table, layout: Table, documents: Path, tmp_path: Path) -> None:
+    check_parity(2, {"model": PARALLEL | model, **layout}, documents, tmp_path)
 
 
 RINGS: dict[str, Table] = {

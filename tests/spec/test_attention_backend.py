@@ -11,7 +11,7 @@ from phalanx.spec.attention_backend import AttentionBackend, choose_backend, des
 from phalanx.spec.model import ModelSpec
 from tests.helpers.small_runs import small_run
 
-PLAIN = {"documents": False, "window": False, "sinks": False}
+PLAIN = {"documents": False, "window": False, "sinks": False, "softcap": False}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,8 @@ PLAIN = {"documents": False, "window": False, "sinks": False}
         ("cuda", False, 20, {}, AttentionBackend.SDPA),
         ("cpu", False, 20, {"documents": True}, AttentionBackend.CPU_FLASH),
         ("cpu", False, 20, {"window": True}, AttentionBackend.CPU_FLASH),
+        ("cpu", False, 20, {"softcap": True}, AttentionBackend.CPU_FLASH),
+        ("cuda", True, 64, {"softcap": True}, AttentionBackend.FLEX),
         ("cuda", True, 64, {"documents": True}, AttentionBackend.VARLEN),
         ("cuda", True, 64, {"window": True, "sinks": True}, AttentionBackend.VARLEN),
         ("cuda", False, 64, {"documents": True}, AttentionBackend.SDPA_MASKED),
@@ -56,6 +58,10 @@ def test_window_counts_only_if_sequences_are_longer() -> None:
             "flash by document, window 8 in 1 of 2 layers, sinks",
         ),
         ({"layout.cp": 2, "model.attention_sinks": True}, "ring of keys and values, sinks"),
+        (
+            {"cluster.device": "cuda", "training.precision": "bf16", "model.attention_softcap": 5.0},
+            "FlexAttention, capped scores",
+        ),
         ({"cluster.device": "cuda", "training.precision": "bf16"}, "varlen (flash)"),
         ({"cluster.device": "cuda", "model.sliding_window": 8}, "FlexAttention, window 8"),
     ],

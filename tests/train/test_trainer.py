@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
@@ -38,7 +39,7 @@ from phalanx.testing.processes import rank_pids, run_python, start_python, wait_
 from phalanx.train.callbacks.records import JsonLines, TensorBoard
 from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
-from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end, train_until
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_to_end, train_until
 from tests.helpers.training_processes import wait_for_steps
 
 
@@ -51,6 +52,18 @@ def make_gradients_infinite(trainer: Trainer, at: set[int]) -> None:
         return (logits * math.inf if trainer.step + 1 in at else logits), auxiliary
 
     trainer.strategy.model.forward = poisoned  # type: ignore[method-assign]
+
+
+def test_loss_of_capped_logits_is_that_of_the_models_output(text: Path, tmp_path: Path) -> None:
+    model = DENSE | {"logits_softcap": 0.1}
+    trainer = make_trainer(small_run(text, tmp_path, {"model": model, "data.mask_documents": False}))
+    micro = trainer.micro_batches(trainer.loader.step(0))[0]
+    logits, _ = trainer.module(micro.tokens)
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), micro.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    loss, _ = trainer.compute_losses(trainer.module, micro)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_trainer_skips_and_counts_nonfinite_steps(text: Path, tmp_path: Path) -> None:

@@ -37,17 +37,20 @@ flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if
 class Attention(PartModule):
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D.
 
-    Layers with a window see its tokens only. Sinks are logits of the softmax without a value."""
+    Queries may have a factor that grows with their position. Layers with a window see its tokens only. A cap c makes of
+    scores s c tanh(s / c). Sinks are logits of the softmax without a value."""
 
     sinks: Tensor | None
     q_norm: nn.Module
     k_norm: nn.Module
+    v_norm: nn.Module
     wo: ProductLinear
 
     def __init__(self, layer: ModelSpec, part: Part) -> None:
         """Create the attention of a layer (`spec.layers`) from its declaration."""
         super().__init__(part)
         self.window = layer.sliding_window
+        self.softcap = layer.attention_softcap
         if not layer.attention_sinks:
             self.sinks = None
         self.head_dim = layer.head_dim
@@ -56,35 +59,47 @@ class Attention(PartModule):
         self.query_scale = layer.query_scale
         self.columns = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
         self.gate = declared_activation(part) if layer.attention_gate == "channel" else IDENTITY
+        self.temperature = layer.query_temperature
+        self.value_norm = layer.value_norm
+        self.values_from_keys = layer.values_from_keys
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
-    def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Any]:
-        """Return the rotary table and the mask."""
+    def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Tensor | None, Any]:
+        """Return the rotary table, the factor of queries and the mask."""
         table = context.rotary(self.rope, self.head_dim) if self.rope else None
-        return table, context.mask(self.head_dim)
+        temperature = context.temperature(self.temperature) if self.temperature else None
+        return table, temperature, context.mask(self.head_dim)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: RotaryTable | None, temperature: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input.
 
         Learned positions have no `rotary` table. Without a `mask`, all earlier tokens of the row are visible."""
-        q, k, v, *gate = self.read_input(self.project_in, x_BTD)
+        q, k, *others = self.read_input(self.project_in, x_BTD)
+        v, *gate = [k, *others] if self.values_from_keys else others
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
+        if self.value_norm:
+            v_BTHK = self.v_norm(v_BTHK)
         if self.query_scale != 1.0:
             q_BTHK = q_BTHK * self.query_scale
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
-        out_BTHK = self.core(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)
-        return (
-            activated_linear(self.wo, self.gate, *gate, out_BTHK.flatten(2)) if gate else self.wo(out_BTHK.flatten(2))
-        )
+        if temperature is not None:
+            q_BTHK = (q_BTHK * temperature).to(q_BTHK.dtype)
+        dials = {"window": self.window, "sinks_H": self.sinks, "softcap": self.softcap}
+        out_BTD = self.core(q_BTHK, k_BTHK, v_BTHK, mask, **dials).flatten(2)
+        return activated_linear(self.wo, self.gate, *gate, out_BTD) if gate else self.wo(out_BTD)
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
-        """Return queries, keys and values, with the heads concatenated, and the gate of the output, if there is one."""
+        """Return queries, keys, values unless these are keys, and the gate of the output, if there is one.
+
+        Heads are concatenated."""
         return self.project(x_BTD, *self.columns)
 
 
@@ -95,23 +110,26 @@ def attend(
     mask: Tensor | None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
 
     The number of query heads is a multiple of that of keys and values, whose dtype is that of the products. Without
     a `mask`, every row is one document. A query sees at most `window` keys, itself included. `sinks_H` are logits
-    in the softmax's denominator. Narrower values are padded, because flash kernels have one width."""
+    in the softmax's denominator, `softcap` is the cap of scores. Narrower values are padded, because flash kernels have
+    one width."""
     if (width := v_BTHK.shape[-1]) < q_BTHK.shape[-1]:
         v_BTHK = F.pad(v_BTHK, (0, q_BTHK.shape[-1] - width))
-        return attend(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)[..., :width]
+        return attend(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H, softcap)[..., :width]
     q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
     window = None if window is None or window >= q_BTHK.shape[1] else window
-    if mask is None and (window is not None or sinks_H is not None):
-        mask = _row_bounds(q_BTHK)
+    has_dials = window is not None or sinks_H is not None or softcap is not None
+    if mask is None and has_dials:
+        mask = _row_bounds(q_BTHK, softcap=softcap is not None)
     if mask is not None and mask.ndim == 1:
-        return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
-    if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
-        return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
+        return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H, softcap)
+    if has_dials or (mask is not None and mask.ndim == 2):
+        return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H, softcap)
     grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
     if grouped and mask is not None:
         # On CUDA, flash attention supports no mask, and the memory-efficient kernel supports no grouped heads.
@@ -130,31 +148,44 @@ def attend(
 
 
 def attention_mask(
-    documents: Documents, dtype: torch.dtype, head_dim: int, window: bool = False, sinks: bool = False
+    documents: Documents,
+    dtype: torch.dtype,
+    head_dim: int,
+    window: bool = False,
+    sinks: bool = False,
+    softcap: bool = False,
 ) -> Tensor:
     """Return the mask argument of attention.
 
     It is the bounds of the documents if there is a kernel for them. Otherwise it is their dense mask, or for
     FlexAttention their starts. `window`: rows are longer than the window of some layers."""
-    backend = _choose_document_backend(documents.bounds.device, dtype, head_dim, window, sinks)
+    backend = _choose_document_backend(documents.bounds.device, dtype, head_dim, window, sinks, softcap)
     if backend == AttentionBackend.FLEX:
         return documents.starts
     return document_mask(documents.starts) if backend == AttentionBackend.SDPA_MASKED else documents.bounds
 
 
 def _choose_document_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool, softcap: bool = False
 ) -> AttentionBackend:
     """Return the kernel for rows that may contain several documents."""
     half = dtype in (torch.bfloat16, torch.float16)
     return choose_backend(
-        device.type, half_precision=half, head_dim=head_dim, documents=True, window=window, sinks=sinks
+        device.type,
+        half_precision=half,
+        head_dim=head_dim,
+        documents=True,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
     )
 
 
-def _row_bounds(q_BTHK: Tensor) -> Tensor | None:
-    """Return the bounds of whole rows as documents, for windows and sinks; None if their kernel is FlexAttention."""
-    backend = _choose_document_backend(q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True)
+def _row_bounds(q_BTHK: Tensor, softcap: bool) -> Tensor | None:
+    """Return the bounds of whole rows as documents, for windows, sinks and caps; None if FlexAttention computes."""
+    backend = _choose_document_backend(
+        q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True, softcap=softcap
+    )
     if backend == AttentionBackend.FLEX:
         return None
     rows, tokens = q_BTHK.shape[:2]
@@ -179,6 +210,7 @@ def attend_within_documents(
     bounds: Tensor,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return causal attention, [B, T, H, K], within consecutive documents.
 
@@ -187,7 +219,7 @@ def attend_within_documents(
     `Documents`."""
     packed = (q_BTHK.flatten(0, 1), k_BTHK.flatten(0, 1), v_BTHK.flatten(0, 1))
     if q_BTHK.device.type == "cpu":
-        return attend_on_cpu(*packed, sinks_H, bounds, window).view_as(q_BTHK)
+        return attend_on_cpu(*packed, sinks_H, bounds, window, softcap).view_as(q_BTHK)
     row = q_BTHK.shape[1]  # no document is longer
     earlier_keys = -1 if window is None else window - 1
     if sinks_H is not None:

@@ -1,10 +1,11 @@
-"""Causal attention within documents on a CPU, with sliding windows and sinks, without masks of T x T.
+"""Causal attention within documents on a CPU, with sliding windows, caps and sinks, without masks of T x T.
 
 Shapes: N tokens of all documents, H heads, K head width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.attention_sinks import add_sinks, sinks_gradient
+from phalanx.model.capped_attention import capped_attention, capped_attention_backward
 from phalanx.model.dtypes import at_least_fp32
 
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -22,11 +24,17 @@ MIN_WINDOW_BLOCK = 128
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would be of one list of bounds
 def attend_on_cpu(
-    q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, sinks_H: Tensor | None, bounds: Tensor, window: int | None
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHK: Tensor,
+    sinks_H: Tensor | None,
+    bounds: Tensor,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return causal attention within documents, [N, H, K]; arguments as in `attention.attend_within_documents`."""
     blocks = list(_split_window_blocks(bounds.tolist(), window))
-    return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, sinks_H, blocks, window))
+    return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, sinks_H, blocks, window, softcap))
 
 
 def _split_window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
@@ -55,7 +63,7 @@ def _build_window_mask(queries: slice, keys: slice, window: int | None, like: Te
 
 
 class _AttentionByDocument(torch.autograd.Function):
-    """Causal attention within documents on a CPU, by PyTorch's flash kernel for each document or block of a window."""
+    """Causal attention within documents on a CPU, by one kernel for each document or block of a window."""
 
     @staticmethod
     def forward(
@@ -66,35 +74,38 @@ class _AttentionByDocument(torch.autograd.Function):
         sinks_H: Tensor | None,
         blocks: list[tuple[slice, slice]],
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
+        kernel, _ = _choose_kernels(softcap)
         out_NHK = torch.empty_like(q_NHK)
         lse_NH = q_NHK.new_empty(q_NHK.shape[:2], dtype=at_least_fp32(q_NHK[:0]).dtype)
         for queries, keys in blocks:
             q, k, v = (_as_batch(x) for x in (q_NHK[queries], k_NHK[keys], v_NHK[keys]))
             mask = _build_window_mask(queries, keys, window, like=q_NHK)
-            out, lse = CPU_FLASH(q, k, v, is_causal=mask is None, attn_mask=mask)
+            out, lse = kernel(q, k, v, is_causal=mask is None, attn_mask=mask)
             out_NHK[queries] = out[0].transpose(0, 1)
             lse_NH[queries] = lse[0].T
         add_sinks(out_NHK, lse_NH, sinks_H)
         ctx.save_for_backward(q_NHK, k_NHK, v_NHK, out_NHK, lse_NH, sinks_H)
         ctx.blocks = blocks
         ctx.window = window
+        ctx.softcap = softcap
         return out_NHK
 
     @staticmethod
     def backward(ctx: Any, gradient_NHK: Tensor) -> tuple[Tensor | None, ...]:
         *attention, lse_NH, sinks_H = ctx.saved_tensors
+        _, kernel = _choose_kernels(ctx.softcap)
         # Blocks of a window share keys, whose gradients add up.
         allocate = torch.empty_like if ctx.window is None else torch.zeros_like
         grads = [allocate(x) for x in attention[:3]]
         for queries, keys in ctx.blocks:
             tokens = (queries, queries, keys, keys, queries)
             mask = _build_window_mask(queries, keys, ctx.window, like=gradient_NHK)
-            block_gradients = CPU_FLASH_BACKWARD(
+            block_gradients = kernel(
                 *(_as_batch(x[rows]) for x, rows in zip((gradient_NHK, *attention), tokens, strict=True)),
                 lse_NH[queries].T[None],
-                0.0,
-                mask is None,
+                is_causal=mask is None,
                 attn_mask=mask,
             )
             for grad, block, block_gradient in zip(grads, tokens[1:4], block_gradients, strict=True):
@@ -102,7 +113,14 @@ class _AttentionByDocument(torch.autograd.Function):
                     grad[block] = block_gradient[0].transpose(0, 1)
                 else:
                     grad[block] += block_gradient[0].transpose(0, 1)
-        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks_H), None, None
+        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks_H), None, None, None
+
+
+def _choose_kernels(softcap: float | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the kernels of the forward and of the backward pass."""
+    if softcap is None:
+        return CPU_FLASH, partial(CPU_FLASH_BACKWARD, dropout_p=0.0)
+    return partial(capped_attention, softcap=softcap), partial(capped_attention_backward, softcap=softcap)
 
 
 def _as_batch(x_tHK: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Causal attention by FlexAttention (arXiv 2412.05496), where CUDA has no flash kernel for windows and sinks.
+"""Causal attention by FlexAttention (arXiv 2412.05496), where CUDA has no flash kernel for windows, caps and sinks.
 
 Shapes: B batch, T tokens, H heads, K head width."""
 
@@ -20,6 +20,7 @@ def attend_with_flex(
     starts_BT: Tensor | None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return causal attention, [B, T, H, K]; arguments as in `attend`.
 
@@ -31,6 +32,10 @@ def attend_with_flex(
             visible = visible & (key > query - window)
         return visible if starts_BT is None else visible & (key >= starts_BT[row, query])
 
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
     # Triton has no products in fp64.
     compiled = q_BTHK.device.type == "cuda" and q_BTHK.dtype != torch.float64
     rows = None if starts_BT is None else len(q_BTHK)
@@ -38,6 +43,7 @@ def attend_with_flex(
     mask = create_block_mask(is_visible, rows, None, tokens, tokens, device=q_BTHK.device, _compile=compiled)
     out, auxiliary = _select_flex_attention(compiled)(
         *(x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK)),
+        score_mod=None if softcap is None else cap,
         block_mask=mask,
         enable_gqa=q_BTHK.shape[2] != k_BTHK.shape[2],
         return_aux=AuxRequest(lse=True),

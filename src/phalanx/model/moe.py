@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
@@ -45,6 +45,8 @@ class Router(PartModule):
     bias: Tensor
     relief: Tensor | None
     gate: ProductLinear
+    norm: nn.Module
+    expert_scale: Tensor
     forward_passes = 1
     """Number of forward passes that count a choice: 2 if the router is recomputed in the backward pass."""
 
@@ -62,11 +64,17 @@ class Router(PartModule):
         if moe.has_choice_bias:
             self.register_buffer("bias", torch.zeros(moe.num_experts))
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def logits(self, x_BTD: Tensor, stream_BTD: Tensor | None) -> Tensor:
+        """Return the logits, [B, T, E], of the experts' input, or of the input of the layer by a norm of its own."""
+        if stream_BTD is not None and self.moe.router_norm:
+            return at_least_fp32(self.gate(self.norm(stream_BTD))) * x_BTD.shape[-1] ** -0.5
+        return at_least_fp32(self.read_input(self.gate, x_BTD))
+
+    def forward(self, x_BTD: Tensor, stream_BTD: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and indices of the chosen experts, [B, T, k] each, and the auxiliary loss.
 
         The loss is summed over all tokens. The index of a dropped choice is E, which is not an expert."""
-        logits = at_least_fp32(self.read_input(self.gate, x_BTD))
+        logits = self.logits(x_BTD, stream_BTD)
         score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
         chosen = self.choose(score.detach())
         weights = score.gather(-1, chosen)
@@ -74,6 +82,8 @@ class Router(PartModule):
             weights = weights / weights.sum(-1, keepdim=True)
         if self.moe.routed_scale != 1:
             weights = weights * self.moe.routed_scale
+        if self.moe.expert_scales:
+            weights = weights * at_least_fp32(self.expert_scale)[chosen]
         load_BE = self.tokens_per_expert(chosen, score.dtype)
         dropped = None if self.moe.capacity_factor is None else ~within_capacity(self.moe, chosen)
         if torch.is_grad_enabled():
@@ -281,9 +291,11 @@ class MoE(PartModule):
         self.mix: Mix = mix_experts
         """Function for the layer's output, which layouts may replace."""
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""
-        weights, chosen, auxiliary = self.router(x_BTD)
+    def forward(self, x_BTD: Tensor, stream_BTD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens.
+
+        `stream_BTD` is the residual stream, of which the input is a norm, for a router with a norm of its own."""
+        weights, chosen, auxiliary = self.router(x_BTD, stream_BTD)
         return self.mix(self, x_BTD, weights, chosen), auxiliary
 
     def to_experts(self, x_BTD: Tensor) -> Tensor:

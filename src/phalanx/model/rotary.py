@@ -22,6 +22,9 @@ def frequencies(rope: RopeSpec, head_dim: int, device: torch.device | None = Non
     base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
         return base_J / rope.factor
+    if rope.scaling == "proportional":
+        base_J[int(rope.fraction * head_dim // 2) :] = 0
+        return base_J / rope.factor
     if rope.scaling == "llama3":
         return _scale_llama3(rope, base_J)
     if rope.scaling == "yarn":

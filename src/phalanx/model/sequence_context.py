@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.rotary import RotaryTable, rotary_table
-from phalanx.spec.model import RopeSpec
+from phalanx.spec.model import QueryTemperatureSpec, RopeSpec
 
 
 class Documents(NamedTuple):
@@ -46,23 +46,31 @@ MaskFunction = Callable[[Documents, torch.dtype, int], Any]
 
 
 class SequenceContext:
-    """Rotary tables and masks of a micro-batch. Blocks share them: each is computed once."""
+    """Rotary tables, factors of queries and masks of a micro-batch. Blocks share them: each is computed once."""
 
     def __init__(
         self, x_BTD: Tensor, row_positions_T: Tensor | None, documents: Documents | None, attention_mask: MaskFunction
     ) -> None:
         """Create the context of an input of blocks.
 
-        `row_positions_T` are those of the tokens whose attention is computed on this rank; None if no block has a
-        rotary embedding."""
+        `row_positions_T` are those of the tokens whose attention is computed on this rank; None if no block needs
+        positions."""
         self.documents = documents
         dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
         compute = compute_dtype(x_BTD)
 
         @cache
-        def rotary(rope: RopeSpec, head_dim: int) -> RotaryTable:
+        def positions() -> Tensor:
             assert row_positions_T is not None
-            return rotary_table(rope, head_dim, positions_in_document(row_positions_T, documents), dtype)
+            return positions_in_document(row_positions_T, documents)
+
+        @cache
+        def rotary(rope: RopeSpec, head_dim: int) -> RotaryTable:
+            return rotary_table(rope, head_dim, positions(), dtype)
+
+        @cache
+        def temperature(spec: QueryTemperatureSpec) -> Tensor:
+            return query_temperature(spec, positions(), dtype)
 
         @cache
         def mask(head_dim: int) -> Any:
@@ -70,8 +78,16 @@ class SequenceContext:
 
         self.rotary = rotary
         """Function of the parameters of a rotary embedding and the width of heads."""
+        self.temperature = temperature
+        """Function of the parameters of a factor of queries that grows with their position."""
         self.mask = mask
         """Function of the width of heads. Without documents there is no mask."""
+
+
+def query_temperature(spec: QueryTemperatureSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor of the queries at some positions in their documents, [..., T, 1, 1]."""
+    intervals = torch.floor((positions.double() + spec.offset) / spec.interval)
+    return (1 + spec.scale * intervals.log1p())[..., None, None].to(dtype)
 
 
 def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:

@@ -19,7 +19,7 @@ from phalanx.model.moe import MoE
 from phalanx.model.norm import make_norm
 from phalanx.model.part import PartModule, identity
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
-from phalanx.spec.attention_backend import has_sinks, has_window
+from phalanx.spec.attention_backend import has_sinks, has_softcap, has_window
 from phalanx.spec.layers import distinct_layers, layer_specs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch, blocks, describe_norm
@@ -32,8 +32,8 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too.
 
-    `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows. A block
-    may have one of both branches only."""
+    `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows. Or all is
+    parallel, x + attention(norm x) + mlp(norm x), perhaps with one norm. A block may have one of both branches only."""
 
     attention_norm: nn.Module
     attention: PartModule | None
@@ -44,6 +44,7 @@ class Block(nn.Module):
     mlp_norm: nn.Module
     mlp: MLP | MoE | None
     mlp_after: nn.Module
+    layer_scalar: Tensor | None
 
     def __init__(self, layer: ModelSpec, branches: Sequence[Branch]) -> None:
         """Create the block of a layer (`spec.layers`) from its declaration."""
@@ -55,6 +56,9 @@ class Block(nn.Module):
             self.add_module(name, _make_part(layer, branch.part))
             self.add_module(f"{name}_after", _make_norm(branch.after))
         self.sum_after = _make_norm(branches[-1].after_sum)
+        self.is_parallel = branches[-1].shares_input and not any(branch.part.name == "dense" for branch in branches)
+        self.has_one_norm = branches[-1].shares_norm
+        self.register_buffer("layer_scalar", torch.ones(1) if layer.layer_scalars else None)
         for name in {"attention", "dense", "mlp"} - {branch.part.name for branch in branches}:
             self.register_module(name, None)
 
@@ -66,17 +70,26 @@ class Block(nn.Module):
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
         Further arguments are those of `sequence_inputs`."""
+        other = None
         if self.attention is not None:
-            mixed = self.attention_after(self.attention(self.attention_norm(x_BTD), *sequence_inputs))
-            x_BTD = self._add(x_BTD, mixed)
+            normalized = self.attention_norm(x_BTD)
+            other = self.attention_after(self.attention(normalized, *sequence_inputs))
+        if other is not None and not self.is_parallel:
+            x_BTD = self._add(x_BTD, other)
+            other = None
         if self.mlp is None:
-            return x_BTD, None
-        if not isinstance(self.mlp, MoE):
-            return self._add(x_BTD, self.mlp_after(self.mlp(self.mlp_norm(x_BTD)))), None
-        dense = self.dense_after(self.dense(self.dense_norm(x_BTD))) if self.dense else None
-        out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
+            return self._scale(x_BTD), None
+        if self.dense:
+            other = self.dense_after(self.dense(self.dense_norm(x_BTD)))
+        if not self.has_one_norm:
+            normalized = self.mlp_norm(x_BTD)
+        out, auxiliary = self.mlp(normalized, x_BTD) if isinstance(self.mlp, MoE) else (self.mlp(normalized), None)
         out = self.mlp_after(out)
-        return self._add(x_BTD, out if dense is None else self.sum_after(dense + out)), auxiliary
+        return self._scale(self._add(x_BTD, out if other is None else self.sum_after(other + out))), auxiliary
+
+    def _scale(self, x_BTD: Tensor) -> Tensor:
+        """Return the residual stream times the constant of the layer, if it has one."""
+        return x_BTD if self.layer_scalar is None else x_BTD * self.layer_scalar[0]
 
     def _add(self, x_BTD: Tensor, out: Tensor) -> Tensor:
         """Return the residual stream with the output of a branch."""
@@ -123,7 +136,10 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.has_rotary = any(layer.position_embedding == "rope" for layer in distinct_layers(spec))
+        self.has_positions = any(
+            layer.position_embedding == "rope" or layer.query_temperature for layer in distinct_layers(spec)
+        )
+        """True if blocks need the positions of tokens."""
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         if spec.position_embedding == "learned":
             self.positions = Embedding(spec.max_seq_len, spec.hidden_size)
@@ -169,7 +185,7 @@ class Transformer(nn.Module):
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
-        row_positions_T = self.local_positions(x_BTD) if self.has_rotary else None
+        row_positions_T = self.local_positions(x_BTD) if self.has_positions else None
         context = SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask)
         auxiliary = x_BTD.new_zeros(())
         for block in cast(Iterable[Block], blocks):
@@ -180,20 +196,24 @@ class Transformer(nn.Module):
         return x_BTD, self.sum_auxiliary(auxiliary)
 
     def apply_head(self, x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
-        """Return the logits of the last block's output, [B, T, V], or the result of `head`."""
+        """Return the logits of the last block's output, [B, T, V], or the result of `head`, which caps them itself."""
         self.wait_for_parameters(self)
         function = head or self.logits
         x_BTD = self.norm(x_BTD)
         if self.spec.logits_divisor != 1:
             x_BTD = x_BTD / self.spec.logits_divisor
-        if self.spec.tie_embeddings:
-            return function(x_BTD, self.head_weight)
-        return cast(Tensor, self.head(x_BTD, function))
+        out = function(x_BTD, self.head_weight) if self.spec.tie_embeddings else self.head(x_BTD, function)
+        return cast(Tensor, out) if head else cap_logits(out, self.spec.logits_softcap)
 
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix, [V, D]."""
         return self.embedding.weight if self.spec.tie_embeddings else self.head.weight
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return c tanh(z / c) of logits z and a cap c, if there is one (Gemma 2, arXiv 2408.00118, section 2)."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def do_not_wait(module: nn.Module) -> None:
@@ -208,4 +228,4 @@ def row_positions(x_BT: Tensor) -> Tensor:
 def document_mask(spec: ModelSpec, documents: Documents, dtype: torch.dtype, head_dim: int) -> Tensor:
     """Return the mask argument of attention in `dtype`, with heads of a width."""
     window = has_window(spec, documents.starts.shape[1])
-    return attention_mask(documents, dtype, head_dim, window, has_sinks(spec))
+    return attention_mask(documents, dtype, head_dim, window, has_sinks(spec), has_softcap(spec))

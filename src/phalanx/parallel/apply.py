@@ -38,7 +38,7 @@ from phalanx.parallel.expert.partial_experts import (
     init_frozen_experts,
     select_trained_experts,
 )
-from phalanx.parallel.init_parameters import WeightInitializer, init_parameters, init_router_biases
+from phalanx.parallel.init_parameters import WeightInitializer, init_buffers, init_parameters
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
@@ -142,10 +142,13 @@ def apply_layout(
         data_parallel.model_parallel.pop_expert_rows = ep.pop_row_count
     kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
     scale = data_parallel.backward_scale
-    data_parallel.cross_entropy = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=scale)
+    options = {"tp": tp, "kernels": kernels, "scale": scale, "softcap": spec.logits_softcap}
+    data_parallel.cross_entropy = partial(in_place_cross_entropy, **options)
+    if spec.logits_softcap is not None:
+        data_parallel.uncapped_logits = lambda x_BTD, weight_VD: module.logits(x_BTD, weight_VD)
     columns = spec.vocab_size if tp is None else -(-spec.vocab_size // tp.size)
     logit_bytes = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
-    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=logit_bytes, tp=tp, kernels=kernels, scale=scale)
+    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=logit_bytes, **options)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):
@@ -156,8 +159,8 @@ def apply_layout(
         init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
     else:
         init_parameters(strategy, weights)
-    if spec.moe is not None and spec.moe.choice_bias:
-        init_router_biases(strategy, weights)
+    if (spec.moe is not None and spec.moe.choice_bias) or spec.layer_scalars:
+        init_buffers(strategy, weights)
     strategy.sync_model_weights()
     return strategy
 

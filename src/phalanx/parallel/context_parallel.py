@@ -165,10 +165,12 @@ def _ring_attention(
     ring: Ring | None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute attention [B, t, H, K] of this rank's tokens.
 
-    Windows are longer than rows (`cost.exact.layout_checks.check_divisibility`). Narrower values are padded."""
+    Windows are longer than rows, and scores have no cap (`cost.exact.layout_checks.check_divisibility`). Values that
+    are narrower are padded."""
     if (width := v.shape[-1]) < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
         return _ring_attention(cp, q, k, v, ring, window, sinks_H)[..., :width]

@@ -3,7 +3,8 @@
 Logits are the largest tensor of a step. Nothing of their size is allocated here: the forward pass already computes the
 gradient, softmax(x) - onehot(target), into the memory of the logits. Values in fp32 exist for one chunk at a time.
 
-Two kernels do this work: `log_sum_exp` of each row, and `replace_by_gradient`. Each has a variant for the compiler.
+Two kernels do this work: `log_sum_exp` of each row, and `replace_by_gradient`. Each has a variant for the compiler. A
+third, `replace_by_capped`, comes before them if the model caps its logits.
 
 With tensor parallelism each rank has some columns of the logits (Megatron-LM, arXiv 1909.08053, section 3). Two
 all-reduces follow: the maximum of the log-sum-exps of each row, then their sum and its target's logit.
@@ -26,6 +27,11 @@ from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import loss_chunk_rows
 
 
+def replace_by_capped(x_NV: Tensor, softcap: float) -> Tensor:
+    """Replace logits z by c tanh(z / c), and return them (Gemma 2, arXiv 2408.00118, section 2)."""
+    return x_NV.div_(softcap).tanh_().mul_(softcap)
+
+
 def log_sum_exp(x_NV: Tensor) -> Tensor:
     """Return log sum_v exp(x_v) of each row, [N], at least in fp32: in chunks of rows, or in one pass if compiled."""
     if torch.compiler.is_compiling():
@@ -44,27 +50,37 @@ def log_sum_exp_in_one_pass(x_NV: Tensor) -> Tensor:
     return (max_N1 + (x_NV - max_N1).exp().sum(1, keepdim=True).log())[:, 0]
 
 
-def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+def replace_by_gradient(
+    x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     """Replace logits by the gradient of `scale` times their cross entropy, and return them.
+
+    Capped logits x are replaced by the gradient of those before the cap c, whose slope is 1 - (x / c)^2.
 
     The logits may be only this rank's columns; the log-sum-exp is always over all columns. `column_N` holds the column
     of each target, or -1 if the target is in another rank's columns or not counted."""
     if torch.compiler.is_compiling():
-        return replace_by_gradient_in_one_pass(x_NV, logsumexp_N, column_N, scale)
+        return replace_by_gradient_in_one_pass(x_NV, logsumexp_N, column_N, scale, softcap)
     for x, logsumexp, column in row_chunks(_rows_per_chunk(x_NV), x_NV, logsumexp_N, column_N):
         gradient = torch.sub(x, logsumexp[:, None]).exp_()
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
+        if softcap is not None:
+            gradient.addcmul_(gradient, x.square_(), value=-(softcap**-2))
         x.copy_(gradient if scale == 1 else gradient.mul_(scale))
         # Free this gradient before that of the next chunk is computed.
         del gradient
     return x_NV
 
 
-def replace_by_gradient_in_one_pass(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+def replace_by_gradient_in_one_pass(
+    x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     """Compiled variant of `replace_by_gradient`: one pass over the logits."""
     is_target_NV = torch.arange(x_NV.shape[1], device=x_NV.device) == column_N[:, None]
-    probs_NV = (at_least_fp32(x_NV) - logsumexp_N[:, None]).exp()
-    return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * scale)
+    exact_NV = at_least_fp32(x_NV)
+    probs_NV = (exact_NV - logsumexp_N[:, None]).exp()
+    slope = 1 if softcap is None else 1 - (exact_NV / softcap).square()
+    return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * slope * scale)
 
 
 def _rows_per_chunk(x_NV: Tensor) -> int:
@@ -72,10 +88,11 @@ def _rows_per_chunk(x_NV: Tensor) -> int:
 
 
 class Kernels(NamedTuple):
-    """The two kernels, either eager or compiled."""
+    """The kernels, either eager or compiled."""
 
     log_sum_exp: Callable[[Tensor], Tensor]
-    replace_by_gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    replace_by_gradient: Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
+    replace_by_capped: Callable[[Tensor, float], Tensor] = replace_by_capped
 
 
 EAGER = Kernels(log_sum_exp, replace_by_gradient)
@@ -86,7 +103,7 @@ def compiled_kernels() -> Kernels:
     """Return the compiled kernels; each of them is a single kernel on a GPU.
 
     While a profiler disables the compiler, they run the same code as `EAGER`."""
-    return Kernels(torch.compile(log_sum_exp), torch.compile(replace_by_gradient))
+    return Kernels(*map(torch.compile, (log_sum_exp, replace_by_gradient, replace_by_capped)))
 
 
 class LossScale:
@@ -127,14 +144,17 @@ def in_place_cross_entropy(
     tp: TensorParallelProtocol | None = None,
     kernels: Kernels = EAGER,
     scale: LossScale = UNSCALED,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the negative log-likelihood of the targets in nats, summed, at least in fp32.
 
-    Logits that need a gradient are overwritten by it. They may be only this rank's columns; `tp` is then the group of
-    ranks with the other columns. Targets equal to `ignored` are not counted. A backward pass other than
-    `scale.run_backward` costs one more pass over the logits."""
+    Logits that need a gradient are overwritten by it, and others by capped ones if they have a cap. They may be only
+    this rank's columns; `tp` is then the group of ranks with the other columns. Targets equal to `ignored` are not
+    counted. A backward pass other than `scale.run_backward` costs one more pass over the logits."""
     logits_NV = logits_BTV.flatten(0, 1)
-    return cast(Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale))
+    return cast(
+        Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale, softcap)
+    )
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
@@ -147,11 +167,12 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         tp: TensorParallelProtocol | None,
         kernels: Kernels,
         scale: LossScale,
+        softcap: float | None,
     ) -> Tensor:
         # It becomes a gradient, which must not keep the graph alive.
         x_NV = logits_NV.detach()
         needs_gradient = ctx.needs_input_grad[0]
-        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None)
+        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None, softcap)
         if needs_gradient:
             ctx.save_for_backward(x_NV)
             ctx.scale = scale
@@ -159,7 +180,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient), None, None, None, None, None
+        return *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient), *[None] * 6
 
 
 def sum_losses(
@@ -169,10 +190,13 @@ def sum_losses(
     tp: TensorParallelProtocol | None,
     kernels: Kernels,
     scale: LossScale | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the loss of rows of logits, and replace the logits by their gradient unless `scale` is None.
 
     The other arguments are those of `in_place_cross_entropy`."""
+    if softcap is not None:
+        kernels.replace_by_capped(x_NV, softcap)
     logsumexp_N = kernels.log_sum_exp(x_NV)
     column_N = target_N - (0 if tp is None else tp.first_row)
     is_remote_N = (column_N < 0) | (column_N >= x_NV.shape[1])
@@ -185,7 +209,7 @@ def sum_losses(
         # exp(x - infinity) is 0: rows that are not counted have no gradient.
         logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
         column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
-        kernels.replace_by_gradient(x_NV, logsumexp_N, column_N, scale.factor)
+        kernels.replace_by_gradient(x_NV, logsumexp_N, column_N, scale.factor, softcap)
     return loss_N.sum()
 
 

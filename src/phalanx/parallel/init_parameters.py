@@ -22,11 +22,13 @@ def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
         init_parameter(strategy, name, weights)
 
 
-def init_router_biases(strategy: Strategy, weights: WeightInitializer) -> None:
-    """Initialize the biases of routers, which are no parameters; new ones are 0."""
-    if not isinstance(weights, DrawnWeights):
-        for name, bias in named_buffers(strategy.module):
-            bias.copy_(weights(name, bias.shape))
+def init_buffers(strategy: Strategy, weights: WeightInitializer) -> None:
+    """Initialize biases of routers and scalars of layers, which are no parameters; new ones are 0 and 1."""
+    for name, buffer in named_buffers(strategy.module):
+        if not isinstance(weights, DrawnWeights):
+            buffer.copy_(weights(name, buffer.shape))
+        elif name.endswith(".layer_scalar"):
+            buffer.fill_(1)
 
 
 @torch.no_grad()

@@ -43,6 +43,8 @@ class ChunkedLoss:
     """Kernels that compute the loss and the gradient of rows of logits."""
     scale: LossScale = UNSCALED
     """Factor of the loss. A backward pass other than its `run_backward` costs a pass over the gradients."""
+    softcap: float | None = None
+    """Cap of the logits."""
 
     def __call__(self, targets_BT: Tensor, ignored: int) -> HeadFunction | None:
         """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
@@ -127,7 +129,7 @@ def _sum_chunks(
         rows = slice(start, start + len(target))
         start = rows.stop
         logits = F.linear(x_ND[rows], weight_VD)
-        total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale)
+        total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale, loss.softcap)
         if gradients is not None:
             gradients.add_chunk(rows, logits, x_ND[rows], weight_VD)
         # Free these logits before those of the next chunk are computed.

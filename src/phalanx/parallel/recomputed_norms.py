@@ -7,6 +7,7 @@ the residual stream. Products and attention are never repeated, and gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -96,15 +97,15 @@ class _SharedCast(torch.autograd.Function):
 
 
 class RecomputedNorm:
-    """A norm and the parts of a sublayer that read its output."""
+    """A norm and the parts of sublayers that read its output."""
 
-    def __init__(self, norm: nn.Module, sublayer: nn.Module) -> None:
-        """Change the norm and the sublayer in place."""
+    def __init__(self, norm: nn.Module, *sublayers: nn.Module) -> None:
+        """Change the norm and the sublayers in place."""
         self.norm: Callable[[Tensor], Tensor] = norm.forward
         self.call: NormCall | None = None
         self.num_readers = 0
         norm.forward = self._apply_norm
-        for submodule in sublayer.modules():
+        for submodule in chain.from_iterable(sublayer.modules() for sublayer in sublayers):
             if isinstance(submodule, nn.Linear):
                 submodule.register_forward_pre_hook(self._cast_input)
             if isinstance(submodule, PartModule) and submodule.part.reads_input:

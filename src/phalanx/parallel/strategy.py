@@ -97,6 +97,8 @@ class Strategy:
         """Function of the logits [B, T, V], or this rank's columns, of the targets, and of the target to ignore.
 
         It returns their loss, summed. The logits of a transformer are overwritten."""
+        self.uncapped_logits: HeadFunction | None = None
+        """The head whose logits `cross_entropy` caps; None: it is the model's own head."""
         self.head_loss: Callable[[Tensor, int], HeadFunction | None] = lambda targets, ignored: None
         """Function of the targets, and of the target to ignore, that returns their loss without all logits in memory.
 

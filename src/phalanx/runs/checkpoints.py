@@ -73,11 +73,19 @@ SHAPE_FIELDS = (
     "kinds",
     "norm_position",
     "norm_offset",
+    "norm_parameters",
+    "parallel_residual",
     "attention_scale",
     "attention_gate",
+    "attention_softcap",
+    "query_temperature",
+    "values_from_keys",
+    "value_norm",
+    "layer_scalars",
     "embedding_scale",
     "residual_scale",
     "logits_divisor",
+    "logits_softcap",
     "attention_bias",
     "mixer",
     "branches",
@@ -99,6 +107,8 @@ EXPERT_SHAPE_FIELDS = (
     "bias_update_rate",
     "dense_branch",
     "latent_size",
+    "router_norm",
+    "expert_scales",
 )
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")

@@ -17,34 +17,34 @@ class AttentionBackend(StrEnum):
     SDPA_MASKED = "scaled_dot_product_attention with a dense mask"
     """The documents of a row are hidden from each other by a mask of T x T."""
     CPU_FLASH = "flash by document"
-    """PyTorch's flash kernel of CPUs, once per document or block of a window."""
+    """PyTorch's flash kernel of CPUs, once per document or block of a window; with a cap, plain operations."""
     VARLEN = "varlen (flash)"
     """Flash attention within documents on CUDA, `torch.nn.attention.varlen`."""
     FLEX = "FlexAttention"
-    """Compiled FlexAttention, where CUDA has no flash kernel for windows and sinks."""
+    """Compiled FlexAttention, where CUDA has no flash kernel for windows, sinks and caps."""
 
 
 def choose_backend(
-    device: str, *, half_precision: bool, head_dim: int, documents: bool, window: bool, sinks: bool
+    device: str, *, half_precision: bool, head_dim: int, documents: bool, window: bool, sinks: bool, softcap: bool
 ) -> AttentionBackend:
     """Return the kernel of attention's core.
 
     `documents`: documents in a row are hidden from each other. `window`: rows are longer than the sliding window of
-    some layers.
+    some layers. `softcap`: some layers cap their scores.
     """
-    if not (documents or window or sinks):
+    if not (documents or window or sinks or softcap):
         return AttentionBackend.SDPA
     if device == "cpu":
         return AttentionBackend.CPU_FLASH
-    if device == "cuda" and half_precision and is_flash_head_dim(head_dim):
+    if device == "cuda" and half_precision and is_flash_head_dim(head_dim) and not softcap:
         return AttentionBackend.VARLEN
-    return AttentionBackend.FLEX if window or sinks else AttentionBackend.SDPA_MASKED
+    return AttentionBackend.FLEX if window or sinks or softcap else AttentionBackend.SDPA_MASKED
 
 
 def model_backend(
     spec: ModelSpec, seq_len: int, device: str, *, half_precision: bool, head_dim: int, documents: bool
 ) -> AttentionBackend:
-    """Return the kernel of layers with heads of a width. All layers mask alike, so a window or sink of any counts."""
+    """Return the kernel of layers with heads of a width. All layers mask alike, so a dial of any counts."""
     return choose_backend(
         device,
         half_precision=half_precision,
@@ -52,6 +52,7 @@ def model_backend(
         documents=documents,
         window=has_window(spec, seq_len),
         sinks=has_sinks(spec),
+        softcap=has_softcap(spec),
     )
 
 
@@ -68,6 +69,11 @@ def smallest_window(spec: ModelSpec) -> int | None:
 def has_sinks(spec: ModelSpec) -> bool:
     """Return whether some layers have attention sinks."""
     return any(layer.attention_sinks for layer in distinct_layers(spec))
+
+
+def has_softcap(spec: ModelSpec) -> bool:
+    """Return whether some layers cap attention's scores."""
+    return any(layer.attention_softcap for layer in distinct_layers(spec))
 
 
 def hides_keys(layer: ModelSpec, seq_len: int) -> bool:
@@ -95,4 +101,6 @@ def describe_attention(run: RunSpec) -> str:
         parts.append(f"window {' or '.join(map(str, dict.fromkeys(windows)))}{layers}")
     if has_sinks(spec):
         parts.append("sinks")
+    if has_softcap(spec):
+        parts.append("capped scores")
     return ", ".join(parts)

@@ -24,8 +24,9 @@ class RopeSpec(Spec):
     """Base of the rotation frequencies."""
     fraction: float = Field(1.0, gt=0, le=1)
     """Share of a head's channels, the first ones, that are rotated (GPT-NeoX, Phi-4-mini)."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """linear: position interpolation (arXiv 2306.15595); llama3: Llama 3.1's; yarn: arXiv 2309.00071."""
+    scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
+    """linear: position interpolation (arXiv 2306.15595); llama3: Llama 3.1's; yarn: arXiv 2309.00071. proportional:
+    frequencies are those of all channels, and `fraction` of these are rotated, from both halves (Gemma 4)."""
     factor: float = Field(1.0, ge=1)
     """Ratio of the context length to that of the first training."""
     original_context: int = Field(8192, gt=0)
@@ -45,7 +46,20 @@ class RopeSpec(Spec):
 
     def width(self, head_dim: int) -> int:
         """Return the number of a head's channels that are rotated."""
-        return int(head_dim * self.fraction)
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.fraction)
+
+
+class QueryTemperatureSpec(Spec):
+    """Factor of queries at position p of a document, 1 + scale log(1 + floor((p + offset) / interval)) (Llama 4).
+
+    It keeps attention sharp over long contexts."""
+
+    scale: float = Field(gt=0, examples=[0.1])
+    """Growth with the logarithm."""
+    interval: int = Field(gt=0, examples=[8192])
+    """Positions with one factor; it is 1 in the first interval."""
+    offset: int = Field(0, ge=0)
+    """Number added to positions: 1 in Llama 4."""
 
 
 NO_ATTENTION: dict[str, object] = {
@@ -54,7 +68,11 @@ NO_ATTENTION: dict[str, object] = {
     "attention_bias": "none",
     "attention_scale": None,
     "attention_gate": "none",
+    "attention_softcap": None,
     "qk_norm": "none",
+    "values_from_keys": False,
+    "value_norm": False,
+    "query_temperature": None,
     "position_embedding": "none",
     "rope": RopeSpec(),
 }
@@ -88,6 +106,11 @@ class MoESpec(Spec):
     (Gemma 4)."""
     bias: bool = False
     """Biases of the router's product and of the routed experts' (gpt-oss)."""
+    router_norm: bool = False
+    """The router reads a norm of its own of the layer's input, and its logits are divided by the square root of D
+    (Gemma 4)."""
+    expert_scales: bool = False
+    """A trained factor of each expert's weight (Gemma 4)."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
@@ -173,6 +196,10 @@ class KindSpec(Spec):
     """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
     rope: RopeSpec | None = None
     """Parameters of the rotary embedding, in place of all of `[model.rope]`."""
+    values_from_keys: bool | None = None
+    """Values are the products of keys, before the norm and the rotation of these."""
+    query_temperature: QueryTemperatureSpec | Literal[False] | None = None
+    """Factor of queries that grows with their position; false: none."""
     mixer: MixerSpec | Literal[False] | None = None
     """Mixer of tokens in place of attention; false: attention in place of the model's."""
     branches: Literal["mixer", "mlp"] | None = None
@@ -235,6 +262,8 @@ class ModelSpec(Spec):
     """Normalization of attention, of the MLP, and before the head."""
     norm_position: Literal["before", "after", "both"] = "before"
     """Norms of the inputs of attention and MLP, of their outputs (OLMo 2, arXiv 2501.00656), or both (Gemma 2)."""
+    norm_parameters: Literal["all", "weight", "none"] = "all"
+    """Parameters of norms: a weight, and of LayerNorm a bias; no bias (Cohere); or none (OLMo)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance that a norm divides by."""
     norm_offset: bool = False
@@ -245,12 +274,27 @@ class ModelSpec(Spec):
     """Factor of attention's scores; by default 1 / sqrt(head_dim)."""
     attention_gate: Literal["none", "channel"] = "none"
     """Multiply each channel of attention's output by the sigmoid of a product of the layer's input (Qwen3-Next)."""
+    attention_softcap: float | None = Field(None, gt=0, examples=[50.0])
+    """Cap c of attention's scores: s becomes c tanh(s / c) (Gemma 2)."""
+    values_from_keys: bool = False
+    """Values are the products of keys, before the norm and the rotation of these (Gemma 4); requires `value_norm`."""
+    value_norm: bool = False
+    """RMSNorm of the values of each head, without a weight (Gemma 4)."""
+    query_temperature: QueryTemperatureSpec | None = None
+    """Factor of queries that grows with their position (Llama 4, Ministral 3); without this table there is none."""
     embedding_scale: float = Field(1.0, gt=0)
     """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
+    parallel_residual: Literal["none", "one_norm", "two_norms"] = "none"
+    """MLP or experts read the input of attention, and the outputs of both are added to it: with one norm of the input
+    (Cohere), or two (GPT-NeoX)."""
     residual_scale: float = Field(1.0, gt=0)
     """Factor of what attention and MLP add to the residual stream (Granite)."""
+    layer_scalars: bool = False
+    """Multiply the output of each layer by a constant, which is loaded with the model and not trained (Gemma 4)."""
     logits_divisor: float = Field(1.0, gt=0)
     """Divisor of the logits (Granite)."""
+    logits_softcap: float | None = Field(None, gt=0, examples=[30.0])
+    """Cap c of the logits: z becomes c tanh(z / c) (Gemma 2)."""
     activation: ActivationName = "swiglu"
     """Activation of the MLP: gated (swiglu, geglu_tanh, clamped_swiglu: three matrices), or plain GELU, exact or with
     tanh (GPT-2), or the square of ReLU (Nemotron). clamped_swiglu is g sigmoid(a g) (u + 1), where g is at most a
@@ -310,8 +354,15 @@ class ModelSpec(Spec):
         if self.bias and self.attention_bias != "none":
             problem = "has no effect with model.bias"
             raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
+        if self.values_from_keys and not self.value_norm:
+            raise UserError("values_from_keys", True, "requires norms of values", "set model.value_norm = true")
         if self.norm_offset and self.norm == "layernorm":
             raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
+        if self.norm_offset and self.norm_parameters == "none":
+            raise UserError("norm_offset", True, "requires weights of norms", 'set model.norm_parameters = "all"')
+        if self.parallel_residual != "none" and self.norm_position != "before":
+            problem = f"is not supported with model.norm_position = {self.norm_position!r}"
+            raise UserError("parallel_residual", self.parallel_residual, problem, 'set it to "none"')
         if self.mixer and self.layers is None:
             fields = NO_ATTENTION.keys() - {"position_embedding", "rope"} - self.mixer.attention_fields
             if unused := [field for field in sorted(fields) if getattr(self, field) != NO_ATTENTION[field]]:
@@ -347,6 +398,12 @@ class ModelSpec(Spec):
                 problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
                 fix = f"use at most {self.num_layers - 1}"
                 raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
+            if self.moe.dense_branch and self.parallel_residual != "none":
+                problem = "is not supported with model.parallel_residual"
+                raise UserError("moe.dense_branch", True, problem, "set it to false")
+            if self.moe.router_norm and self.norm_position == "after":
+                problem = "requires norms of the input of experts"
+                raise UserError("moe.router_norm", True, problem, 'set model.norm_position = "before" or "both"')
             if self.moe.dense_branch and self.norm_position == "after":
                 problem = "requires norms of the inputs of MLP and experts"
                 raise UserError("moe.dense_branch", True, problem, 'set model.norm_position = "before" or "both"')
@@ -355,7 +412,7 @@ class ModelSpec(Spec):
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
         """Return the description of one layer of a kind; None: a layer as the model says."""
         values = {name: value for name, value in kind or () if name != "name" and value is not None}
-        for name in ("sliding_window", "mixer", "moe"):
+        for name in ("sliding_window", "query_temperature", "mixer", "moe"):
             if values.get(name) is False:
                 values[name] = None
         return self.one_layer(**values)

@@ -173,7 +173,7 @@ class Learner:
         head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX)
         if head is not None:
             return self._run_model(model, micro, head)
-        logits, auxiliary = self._run_model(model, micro)
+        logits, auxiliary = self._run_model(model, micro, self.strategy.data_parallel.uncapped_logits)
         return self.strategy.data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def _run_model(

@@ -12,11 +12,14 @@ PUBLISHED_TOTALS = {
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
     "lfm2-1.2b": 1_170_340_608,
+    "command-r7b": 8_028_033_024,
+    "gpt-neox-20b": 20_554_567_680,
     "glm-4.5": 352_797_814_784,
     "minimax-m2": 228_689_748_992,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "nemotron-3-nano-30b-a3b": 31_577_937_344,
+    "ministral3-8b": 8_489_553_920,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
@@ -25,7 +28,10 @@ PUBLISHED_TOTALS = {
     "qwen3.5-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
     "qwen3.5-397b-a17b": 396_346_350_336,
+    "gemma2-9b": 9_241_705_984,
     "gemma3-27b": 27_009_346_304,
+    "gemma4-31b": 30_697_345_280,
+    "gemma4-26b-a4b": 25_233_141_760,
     "olmo3-32b": 32_233_522_176,
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
@@ -58,6 +64,7 @@ ACTIVE_PARAMETERS = {
     "gpt-oss-20b": 4_187_440_704,
     "gpt-oss-120b": 5_711_982_912,
     "nemotron-3-nano-30b-a3b": 3_580_073_408,
+    "gemma4-26b-a4b": 3_822_530_560,
 }
 """Parameters that a token uses, counted on transformers' models of these shapes."""
 

@@ -76,6 +76,19 @@ KINDS = {
     },
     "llama": SHAPE,
     "mistral": {**SHAPE, "sliding_window": None},
+    "ministral3": {
+        **SHAPE,
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "qwen3": {**SHAPE, "head_dim": 8},
     "qwen3_moe": {**SHAPE, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 24},
     "mixtral": {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4},
@@ -131,6 +144,7 @@ KINDS = {
     "olmo2": {**SHAPE, "pad_token_id": 0},
     "olmo3": {**SHAPE, "num_hidden_layers": 4, "pad_token_id": 0, "sliding_window": WINDOW},
     "gemma": {**SHAPE, "head_dim": 8},
+    "gemma2": {**SHAPE, "head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": WINDOW},
     "gemma3_text": {
         **SHAPE,
         "head_dim": 8,
@@ -138,7 +152,23 @@ KINDS = {
         "query_pre_attn_scalar": 12,
         "sliding_window": WINDOW,
     },
+    "gemma4_text": {
+        **SHAPE,
+        "head_dim": 8,
+        "num_hidden_layers": 6,
+        "sliding_window": WINDOW,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
     "starcoder2": SHAPE,
+    "stablelm": {**SHAPE, "partial_rotary_factor": 0.5},
+    "olmo": {**SHAPE, "pad_token_id": 0},
+    "ministral": {**SHAPE, "head_dim": 8, "sliding_window": WINDOW},
+    "cohere": {**SHAPE, "logit_scale": 0.5},
+    "cohere2": {**SHAPE, "num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
+    "gpt_neox": {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"},
     "ernie4_5": {**SHAPE, "head_dim": 8},
     "glm4": {**SHAPE, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1},
     "exaone4": {**SHAPE, "num_hidden_layers": 4, "sliding_window": WINDOW},
@@ -189,7 +219,9 @@ def save_random_model(directory: Path, kind: str, seed: int = 0, **config) -> Pa
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**KINDS[kind], **config})).double()
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [
+        buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "layer_scalar"))
+    ]
     for parameter in (*model.parameters(), *biases):
         parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(directory)
@@ -205,7 +237,7 @@ def edit_config(directory: Path, *dropped: str, **changes) -> None:
 def transformers_logits(directory: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    with fp32_as_fp64(), torch.no_grad():
+    with fp64_by_default(), fp32_as_fp64(), torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **EAGER).eval()(TOKENS).logits
 
 
@@ -225,6 +257,7 @@ def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
     save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
 
 
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 VARIANTS = {
     "granitemoehybrid": {
         "num_local_experts": 0,
@@ -264,6 +297,11 @@ VARIANTS = {
     "qwen3_5_text": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "qwen3_5_moe_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
+    "gpt_neox": {"use_parallel_residual": False},
+    "ministral": {"layer_types": ["full_attention", "sliding_attention"]},
+    "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
+    "gemma4_text": {"attention_k_eq_v": False, "attention_bias": True, "rope_parameters": None},
+    "gemma4_text with experts": GEMMA4_EXPERTS,
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"attention_bias": True, "no_rope_layers": [0, 1, 1, 0]},
@@ -271,9 +309,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_variant_of_a_family_equals_transformers(tmp_path, kind):
-    assert_logits_equal(save_random_model(tmp_path, kind, **VARIANTS[kind]))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_of_a_family_equals_transformers(tmp_path, name):
+    assert_logits_equal(save_random_model(tmp_path, name.partition(" ")[0], **VARIANTS[name]))
 
 
 def test_type_of_kimi_k2_is_that_of_deepseek_v3_with_another_name(tmp_path):
@@ -380,16 +418,17 @@ WRAPPERS = {
     "qwen3_5": (TOWER, {}),
     "qwen3_5_moe": (TOWER, {}),
     "gemma3": (VISION, {"mm_tokens_per_image": 4}),
+    "gemma4": (VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}, {}),
     "mistral3": (VISION | {"model_type": "pixtral"}, {}),
     "kimi_k25": (KIMI_VISION, {"tie_word_embeddings": False}),
 }
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, kind):
+@pytest.mark.parametrize("text_kind", [name for name, family in families().items() if family.wrapper])
+def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, text_kind):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    text_kind = next(name for name, family in families().items() if family.wrapper == kind)
+    kind = families()[text_kind].wrapper
     vision, fields = WRAPPERS[kind]
     text = {**KINDS[text_kind], "model_type": text_kind}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
@@ -538,6 +577,20 @@ CONFIG_TRAPS = {
             "initial_context_length": 4096,
         },
     ),
+    "ministral3 without a table": ("ministral3", ("rope_parameters",), {}),
+    "ministral3, type by its old name": (
+        "ministral3",
+        ("rope_parameters",),
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+            "rope_theta": 1e5,
+        },
+    ),
     "windows switched off": ("qwen3", ("layer_types",), {"sliding_window": 4, "use_sliding_window": False}),
 }
 
@@ -564,8 +617,8 @@ def test_logits_beyond_sliding_window_equal_transformers(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [*((kind, {}) for kind in KINDS), *WINDOWS.items()],
-    ids=[*KINDS, *(f"{kind} with a window" for kind in WINDOWS)],
+    [*((kind, {}) for kind in KINDS), *WINDOWS.items(), ("gemma4_text", GEMMA4_EXPERTS)],
+    ids=[*KINDS, *(f"{kind} with a window" for kind in WINDOWS), "gemma4_text with experts"],
 )
 def test_export_keeps_config_and_weights(tmp_path, kind, fields):
     source = save_random_model(tmp_path / "source", kind, **fields)

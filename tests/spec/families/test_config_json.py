@@ -46,7 +46,6 @@ ROPES = [
     [
         ("deepseek_v32", "index_topk", 2048),
         ("qwen2_5_vl", "vision_config", {"a": 1}),
-        ("gemma2", "attn_logit_softcapping", 50.0),
     ],
 )
 def test_unknown_part_of_a_family_is_refused_by_its_field(model_type, field, value):
@@ -112,14 +111,25 @@ UNSUPPORTED_SETTINGS = [
     ("mlp_bias", {"mlp_bias": True}),
     ("use_sliding_window", {"model_type": "smollm3", "use_sliding_window": True}),
     (
-        "final_logit_softcapping",
-        {"model_type": "gemma3_text", "final_logit_softcapping": 30.0, "rope_parameters": None},
+        "attn_logit_softcapping",
+        {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0, "rope_parameters": None},
     ),
     ("rope_parameters", {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}),
     ("layer_types", {"model_type": "gemma3_text", "rope_parameters": None, "layer_types": ["full_attention"]}),
     ("layer_types", {"model_type": "smollm3", "layer_types": ["sliding_attention", "full_attention"]}),
     ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("sliding_window", {"model_type": "cohere2", "sliding_window": None}),
+    ("use_qk_norm", {"model_type": "cohere", "use_qk_norm": True}),
+    ("attention_bias", {"model_type": "gpt_neox", "hidden_act": "gelu", "attention_bias": False}),
     ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
+    (
+        "rope_parameters.llama_4_scaling_beta",
+        {"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    ),
+    (
+        "rope_parameters.original_max_position_embeddings",
+        {"model_type": "ministral3", "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+    ),
     ("rope_type", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     ("hidden_act", {"hidden_act": "relu"}),
     ("hidden_act", {"hidden_act": "gelu"}),

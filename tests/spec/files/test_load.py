@@ -53,7 +53,7 @@ INVALID_RUNS = [
     ("[data]\ntrain = [1]", "data.train[0]", "1", "write text in quotes"),
     ('[data]\nstreaming = "yes"', "data.streaming", "'yes'", "streaming = true or streaming = false"),
     ('[model]\npreset = "llama3-8"', "model.preset", "'llama3-8'", "did you mean 'llama3-8b'?"),
-    ('[model]\npreset = "x"', "model.preset", "'x'", "use one of: deepseek-v3"),
+    ('[model]\npreset = "x"', "model.preset", "'x'", "use one of: command-r7b"),
     ('[model]\nfrom_hf = "/nowhere"', "model.from_hf", "'/nowhere'", "a directory that save_pretrained has written"),
     ("[model]\nnum_heads = 5", "model.num_heads", "5", "use one of 1, 2, 3"),
     ("[model]\nnum_heads = true", "model.num_heads", "True", "write a whole number"),
@@ -219,7 +219,7 @@ def test_file_with_the_name_of_a_preset_is_the_run_file(tmp_path, monkeypatch):
         ("lama3-8b", "did you mean 'llama3-8b'"),
         ("meta-llama/Llama-3.1-8B", "did you mean 'llama3-8b'"),
         ("llama3", "did you mean 'llama3-405b' or 'llama3-70b' or 'llama3-8b'"),
-        ("nothing", "name one of deepseek-v3, .*phalanx init run.toml"),
+        ("nothing", "name one of command-r7b, .*phalanx init run.toml"),
     ],
 )
 def test_load_run_suggests_models_for_a_name_that_is_no_file(tmp_path, monkeypatch, name, fix):

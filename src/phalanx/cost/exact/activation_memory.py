@@ -30,6 +30,7 @@ from phalanx.cost.exact.derive.saved import (
     norm_output_bytes,
     saved_by_expert_rows,
     saved_by_part,
+    shared_output_bytes,
 )
 from phalanx.cost.exact.derive.temporary import activated_linear
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, ForwardShape
@@ -229,7 +230,12 @@ def _saved_by_blocks(
     on_device = stage.recomputed - stage.num_offloaded(shape)
     for index, block in enumerate(stage_blocks):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
-        by_branch = [Counter(norms=branch_norm_bytes(branch, shape)) + saved_by[branch.part] for branch in block]
+        by_branch = [
+            Counter(norms=branch_norm_bytes(branch, shape))
+            + saved_by[branch.part]
+            - Counter({branch.part.kind: shared_output_bytes(branch, shape)})
+            for branch in block
+        ]
         if method in ("full", "offload"):
             saved += checkpoint if index < on_device else Counter()
             again = saved.total() + sum(branch.total() for branch in by_branch)
@@ -246,8 +252,9 @@ def _saved_by_blocks(
         else:
             for branch, size in zip(block, by_branch, strict=True):
                 saved += size
-                if method == "norms" and branch.before:
-                    saved -= Counter({branch.part.kind: norm_output_bytes(branch.part, shape)})
+                if method == "norms" and (branch.before or branch.shares_norm):
+                    recomputed = norm_output_bytes(branch.part, shape) - shared_output_bytes(branch, shape)
+                    saved -= Counter({branch.part.kind: recomputed})
             inside_blocks.append(saved.total())
         saved_so_far.append(saved.total())
     return saved, saved_so_far, inside_blocks
@@ -269,6 +276,8 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     tables = {(layer.rope, layer.rotary_width) for layer in layers if layer.position_embedding == "rope"}
     rotated_channels = sum(width for _, width in tables)
     table_bytes = 2 * num_positions * rotated_channels * shape.high_precision_bytes
+    temperatures = {layer.query_temperature for layer in layers if layer.query_temperature}
+    table_bytes += len(temperatures) * num_positions * shape.high_precision_bytes
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
     has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.attends)
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0

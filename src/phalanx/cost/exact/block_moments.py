@@ -13,7 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from phalanx.cost.exact.derive.saved import gated_norm_bytes, kept_by_core, norm_bytes, norm_output_bytes
+from phalanx.cost.exact.derive.saved import (
+    gated_norm_bytes,
+    kept_by_core,
+    norm_bytes,
+    norm_output_bytes,
+    shared_output_bytes,
+)
 from phalanx.cost.exact.derive.temporary import (
     activated_linear,
     attention_exchange_bytes,
@@ -91,6 +97,7 @@ def block_moments(
     """
     mixers = [branch.part for branch in block if branch.part.kind == "attention"]
     ffns = [branch.part for branch in block if branch.part.kind != "attention"]
+    is_parallel = len(mixers) == 1 and len(ffns) == 1 and block[-1].shares_input
     if shape.on_cuda:
         inner_bytes = [inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns]
         # A mixer's inner gradients are smaller than those of an MLP.
@@ -101,7 +108,8 @@ def block_moments(
     gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
     mlp: list[BlockMoment] = []
     freed = FreedBefore()
-    for ffn in reversed(ffns):
+    for branch in reversed(block[1:]):
+        ffn = branch.part
         # The gradient of a norm's input takes the place of that input, until it is gathered or sorted by expert.
         is_replaced = gathers_gradient or ffn.kind == "experts"
         freed_norm = stream_bytes if is_replaced and block[-1].after else 0
@@ -112,9 +120,15 @@ def block_moments(
             mlp.append(replace(moment, temporary=temporary, block_weights=block_weights))
         # The next branch adds to the gradient that this one leaves for the input.
         other_gradients += stream_bytes
-        freed = FreedBefore(freed.saved + saved_by[ffn].total(), freed.weights + _ffn_weights(ffn, shape))
+        # The mixer still needs the output of a norm that both read.
+        kept_bytes = shared_output_bytes(branch, shape)
+        freed = FreedBefore(freed.saved + saved_by[ffn].total() - kept_bytes, freed.weights + _ffn_weights(ffn, shape))
     attention = [moment for mixer in mixers for moment in _attention_moments(mixer, freed, shape, saved_by=saved_by)]
+    if is_parallel:
+        attention = [replace(moment, temporary=moment.temporary + stream_bytes) for moment in attention]
     if block[0].scale != 1 and not gathers_gradient:  # the gradient of what is added differs from that of the stream
+        output_gradient += stream_bytes
+    if block[-1].scales_stream:
         output_gradient += stream_bytes
     return BlockMoments(
         mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in mlp),

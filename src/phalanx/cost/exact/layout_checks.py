@@ -10,7 +10,7 @@ from math import lcm
 
 from phalanx.program.pipeline_split import layers_per_rank, layers_per_stage
 from phalanx.schedule.registry import layout_schedule
-from phalanx.spec.attention_backend import has_window, smallest_window
+from phalanx.spec.attention_backend import has_softcap, has_window, smallest_window
 from phalanx.spec.base import divisors, require
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
@@ -170,6 +170,8 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
     for layer in distinct_layers(spec):
         if layer.mixer and layer.attends:
             problem = f"is not supported by mixer = {layer.mixer.kind!r}"
+        if layer.value_norm:
+            problem = "is not supported with model.value_norm"
         if layer.attends and not layer.mixer and layer.num_kv_heads != layer.num_heads:
             heads = f"model.num_heads ({layer.num_heads})"
             problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal {heads}"
@@ -238,6 +240,9 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         problem = f"does not support the windows of model.sliding_window ({window})"
         fix = f'use "ulysses", or training.seq_len = {window} or less'
         raise UserError("layout.cp_method", "ring", problem, fix)
+    if layout.cp_method == "ring" and has_softcap(spec):
+        problem = "does not support the caps of model.attention_softcap"
+        raise UserError("layout.cp_method", "ring", problem, 'use "ulysses"')
     for core in (core for part in _parts(spec, layout) for core in part.cores):
         if layout.cp_method == "ring" and not isinstance(core, AttentionCore):
             problem = "exchanges keys and values, and some layers have another mixer than attention"

@@ -105,7 +105,7 @@ def _count_field(operation: Operation, part: Part) -> str:
         return "norms"
     if part.kind != "experts" or isinstance(operation, GroupedLinear):
         return part.kind
-    return "router" if operation.name.startswith("router.") else "shared_experts"
+    return "router" if operation.name.partition(".")[0] == "router" else "shared_experts"
 
 
 def _num_parameters(operation: Operation) -> int:

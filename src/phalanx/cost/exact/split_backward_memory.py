@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.cost.exact.derive.deferred import deferred_by_part
+from phalanx.cost.exact.derive.deferred import deferred_by_block
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.head_memory import saved_by_head
@@ -30,8 +30,7 @@ def deferred_bytes(
     """
     recomputes_norms = shape.layout.activation_checkpointing == "norms"
     sizes = [
-        sum(deferred_by_part(branch.part, shape, recomputes_norms and index < recomputed) for branch in block)
-        for index, block in enumerate(blocks)
+        deferred_by_block(block, shape, recomputes_norms and index < recomputed) for index, block in enumerate(blocks)
     ]
     return [*sizes, _deferred_by_head(spec, shape)] if last else sizes
 

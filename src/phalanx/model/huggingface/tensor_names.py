@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,6 +78,8 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         UserError: the family has no such parameter.
     """
     tensors: dict[str, tuple[str, tuple[str, ...], Rows]] = {}
+    if spec.moe and family.expert_tensors:
+        family = replace(family, tensors={**family.tensors, **family.expert_tensors})
     for hf_name, rows in family.stored_rows:
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))

@@ -61,11 +61,11 @@ def _attend_local_heads(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    window: int | None = None,
     sinks_H: Tensor | None = None,
+    **dials: Any,
 ) -> Tensor:
     sinks_H = None if sinks_H is None else sinks_H[columns.heads]
-    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask, window=window, sinks_H=sinks_H).flatten(2)
+    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask, sinks_H=sinks_H, **dials).flatten(2)
     before, after = columns.padding
     return out[..., before : out.shape[-1] - after].unsqueeze(2)
 

@@ -227,14 +227,15 @@ def _sum_auxiliary_loss(tp: TensorParallelGroup, auxiliary: Tensor) -> Tensor:
     return cast(Tensor, AllReduceForward.apply(auxiliary, tp))
 
 
-def _norm_across_heads(tp: TensorParallelGroup, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm_across_heads(tp: TensorParallelGroup, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / rms(x) x weight, where each rank has some of the heads.
 
     An equal number of ranks has each head."""
     exact = at_least_fp32(x)
     total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), tp))
     scale = (total / (tp.size * x.shape[-1]) + eps).rsqrt()
-    return (exact * scale).to(x.dtype) * weight.to(x.dtype)
+    normalized = (exact * scale).to(x.dtype)
+    return normalized if weight is None else normalized * weight.to(x.dtype)
 
 
 def _mix_expert_shards(tp: TensorParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Fixed, Read, Table
-from phalanx.spec.families.forms import FULL, WINDOW, LayerTypes, every_nth_full
+from phalanx.spec.families.forms import FULL_NOPE, WINDOW, LayerTypes, every_nth_full
 from phalanx.spec.families.llama import query_heads
 from phalanx.spec.families.olmo import OLMO2
-
-FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
 
 
 class HybridLayers(LayerTypes):

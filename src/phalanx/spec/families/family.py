@@ -200,6 +200,8 @@ class Family:
     {e} means that each expert is a separate tensor."""
     other_tensors: StoredTensors = field(default_factory=dict)
     """Tensors that some files have in place of those of the same parameters. Exports have none of them."""
+    expert_tensors: StoredTensors = field(default_factory=dict)
+    """Tensors of models with experts, where not all models of the family have them. They may replace others."""
     prefix: str = "model."
     """Start of the tensors' names, which a model that was saved without its head omits."""
     ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)

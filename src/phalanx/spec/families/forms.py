@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +14,7 @@ from phalanx.spec.layer_pattern import write_layers
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec, RopeSpec
 
-SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+SCALINGS = {"default": "none", **{name: name for name in ("linear", "llama3", "yarn", "proportional")}}
 SCALING_FIELDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
 """Fields of the rope table that are dials of the same name, by the scaling that uses them."""
 ROPE_FIELDS = frozenset(
@@ -84,6 +84,8 @@ class Rope(Field):
             scaling["rope.original_context"] = original_context
             if factor is None and rope_type == "yarn":
                 factor = dials["max_seq_len"] / original_context
+        if factor is None and rope_type == "proportional":
+            factor = 1.0
         if factor is None:
             fix = "use the config.json of a complete model"
             raise UserError("config.json rope_parameters.factor", None, "is missing", fix=fix)
@@ -352,6 +354,8 @@ class OfKind(Field):
 WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
 """Layers with the window that the model has."""
 FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
+FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
+"""Layers with neither a window nor positions."""
 
 
 def every_nth_full(

@@ -1,4 +1,4 @@
-"""Gemma, and the text model of Gemma 3."""
+"""Gemma, Gemma 2, and the text model of Gemma 3."""
 
 from __future__ import annotations
 
@@ -43,24 +43,47 @@ GEMMA = replace(
     constants={"norm_offset": True},
 )
 
-GEMMA3 = replace(
+GEMMA2 = replace(
     GEMMA,
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    wrapper="gemma3",
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
     fields=GEMMA.fields
     | {
-        "vocab_size": Read("vocab_size", 262208),
         "hidden_size": ScaledWidth("hidden_size", 2304),
         "num_hidden_layers": Read("num_layers", 26),
         "num_attention_heads": Read("num_heads", 8),
         "num_key_value_heads": Read("num_kv_heads", 4, unset=query_heads),
         "intermediate_size": Read("ffn_hidden_size", 9216),
-        "max_position_embeddings": Read("max_seq_len", 131072),
         "hidden_act": Field(),
         "hidden_activation": Read("activation", "gelu_pytorch_tanh", words={"gelu_pytorch_tanh": "geglu_tanh"}),
         "query_pre_attn_scalar": QueryScalar(256),
         "sliding_window": Read("sliding_window", 4096),
+        "layer_types": LayerTypes(
+            {"sliding_attention": WINDOW, "full_attention": FULL},
+            every_nth_full(2),
+        ),
+        "cache_implementation": Field(),
+        "final_logit_softcapping": Read("logits_softcap", 30.0),
+        "attn_logit_softcapping": Read("attention_softcap", 50.0),
+    },
+    constants={"norm_offset": True, "norm_position": "both"},
+    tensors=LLAMA.tensors
+    | {
+        "model.layers.{i}.post_attention_layernorm.weight": "attention_after.weight",
+        "model.layers.{i}.pre_feedforward_layernorm.weight": "mlp_norm.weight",
+        "model.layers.{i}.post_feedforward_layernorm.weight": "mlp_after.weight",
+    },
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    wrapper="gemma3",
+    fields=GEMMA2.fields
+    | {
+        "vocab_size": Read("vocab_size", 262208),
+        "max_position_embeddings": Read("max_seq_len", 131072),
         "layer_types": LayerTypes(
             {"sliding_attention": WINDOW, "full_attention": FULL},
             every_nth_full(6, "sliding_window_pattern"),
@@ -68,16 +91,9 @@ GEMMA3 = replace(
         ),
         "_sliding_window_pattern": Field(),
         "rope_parameters": RopeByType(theta=1_000_000.0, window_field="rope_local_base_freq"),
-        "cache_implementation": Field(),
-        "final_logit_softcapping": Fixed(None),
+        "final_logit_softcapping": Read("logits_softcap", None),
         "attn_logit_softcapping": Fixed(None),
     },
-    constants={"norm_offset": True, "qk_norm": "head", "norm_position": "both"},
-    tensors=LLAMA.tensors
-    | QK_NORM_TENSORS
-    | {
-        "model.layers.{i}.post_attention_layernorm.weight": "attention_after.weight",
-        "model.layers.{i}.pre_feedforward_layernorm.weight": "mlp_norm.weight",
-        "model.layers.{i}.post_feedforward_layernorm.weight": "mlp_after.weight",
-    },
+    constants=GEMMA2.constants | {"qk_norm": "head"},
+    tensors=GEMMA2.tensors | QK_NORM_TENSORS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Field, Fixed, Read
-from phalanx.spec.families.forms import Rope
+from phalanx.spec.families.forms import FULL, WINDOW, LayerTypes, Rope
 from phalanx.spec.families.llama import LLAMA, QK_NORM_TENSORS, even_head_dim, query_heads
 
 MISTRAL = replace(
@@ -20,6 +20,22 @@ MISTRAL = replace(
         "max_position_embeddings": Read("max_seq_len", 131072),
         "sliding_window": Read("sliding_window", 4096),
         "attention_bias": Fixed(False),
+    },
+)
+
+MINISTRAL = replace(
+    MISTRAL,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    wrapper=None,
+    fields=MISTRAL.fields
+    | {
+        "layer_types": LayerTypes(
+            {"sliding_attention": WINDOW, "full_attention": FULL},
+            lambda config, dials: (
+                ["sliding_attention" if dials["sliding_window"] else "full_attention"] * dials["num_layers"]
+            ),
+        ),
     },
 )
 

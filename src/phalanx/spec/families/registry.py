@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, Table, require_supported
 
-EXPORTED_FIRST = ("llama", "qwen3", "qwen3_next", "mixtral")
+EXPORTED_FIRST = ("llama", "mistral", "qwen3", "qwen3_next", "mixtral")
 """Families that export prefers where several can express a model. The others follow in the order of their names."""
 COUNTED_FAMILIES = {"phi3": "factors of long contexts"}
 """Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory
@@ -18,7 +18,6 @@ noticeably. Their matrices are those of a supported family."""
 UNKNOWN_PARTS = {
     "index_topk": "chooses keys by sparse attention",
     "vision_config": "describes a vision tower",
-    "attn_logit_softcapping": "caps the scores of attention",
 }
 """Fields of families with parts that Phalanx neither trains nor counts."""
 

@@ -20,13 +20,16 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     has_bias = spec.bias or spec.attention_bias != "none"
     q = part.linear("wq", x, columns or heads, bias=has_bias)
     k = part.linear("wk", x, columns or groups, bias=has_bias)
-    v = part.linear("wv", x, columns or groups, bias=has_bias)
+    v = k if spec.values_from_keys else part.linear("wv", x, columns or groups, bias=has_bias)
     if is_gathered:
         q, k, v, heads = _gather_heads(part, q, k, heads)
     if spec.qk_norm != "none":
         per_head = spec.head_dim if spec.qk_norm == "head" else 0
-        q = part.norm("q_norm", q, per_head or q.width, spec.norm_eps, spec.norm_offset)
-        k = part.norm("k_norm", k, per_head or k.width, spec.norm_eps, spec.norm_offset)
+        form = (spec.norm_eps, spec.norm_offset, spec.norm_parameters != "none")
+        q = part.norm("q_norm", q, per_head or q.width, *form)
+        k = part.norm("k_norm", k, per_head or k.width, *form)
+    if spec.value_norm:
+        v = part.norm("v_norm", v, spec.head_dim, spec.norm_eps, has_weight=False)
     # Rotated: not the tensors that a product or norm has written.
     q = replace(q)
     k = replace(k)

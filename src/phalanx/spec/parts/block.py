@@ -20,17 +20,22 @@ ONE_RANK = Layout()
 class Branch:
     """x + after(part(before(x))), where x is the residual stream; one of the norms may be absent.
 
-    Two branches may have one input: x + after_sum(after_1(part_1(before_1(x))) + after_2(part_2(before_2(x))))."""
+    Two branches may have one input: x + after_sum(after_1(part_1(before_1(x))) + after_2(part_2(before_2(x)))).
+    They may also have one norm before."""
 
     part: Part
     before: Norm | None
     after: Norm | None
     shares_input: bool = False
     """True if the input is that of the branch before, to whose output that of this one is added."""
+    shares_norm: bool = False
+    """True if the part reads the output of the norm of the branch before, and has none of its own."""
     after_sum: Norm | None = None
     """Norm of the sum of both outputs."""
     scale: float = 1.0
     """Factor of what is added to the residual stream."""
+    scales_stream: bool = False
+    """True if the residual stream is multiplied after it by a constant of the layer."""
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -65,20 +70,28 @@ def _blocks(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> tup
 def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     """Return the branches of a layer (`spec.layers`)."""
     branches = []
+    mixer = None
     if layer.branches != "mlp":
         x = residual_stream(layer)
         mixer = layer.mixer.describe(layer, x) if layer.mixer else describe_attention(layer, layout, x)
         branches.append(_describe_branch(layer, mixer))
     if layer.branches != "mixer":
-        branches += _describe_ffn(layer, layout)
+        branches += _describe_ffn(layer, layout, mixer)
+    branches[-1] = replace(branches[-1], scales_stream=layer.layer_scalars)
     return tuple(branches)
 
 
-def _describe_ffn(layer: ModelSpec, layout: Layout) -> Block:
+def _describe_ffn(layer: ModelSpec, layout: Layout, mixer: Part | None) -> Block:
     """Return the branch of an MLP or of experts, or those of both."""
-    x = residual_stream(layer)
+    is_parallel = mixer is not None and layer.parallel_residual != "none"
+    shares_norm = is_parallel and layer.parallel_residual == "one_norm"
+    x = mixer.input if mixer is not None and shares_norm else residual_stream(layer)
     ffn = describe_experts(layer, layer.moe, layout, x) if layer.moe else describe_mlp(layer, x)
     last = _describe_branch(layer, ffn)
+    if shares_norm:
+        last = replace(last, before=None, shares_norm=True)
+    if is_parallel:
+        return (replace(last, shares_input=True),)
     if layer.moe is None or not layer.moe.dense_branch:
         return (last,)
     dense = _describe_branch(layer, describe_mlp(layer, residual_stream(layer), "dense"))
@@ -104,8 +117,10 @@ def _describe_norm_after(layer: ModelSpec, name: str) -> Norm:
 
 def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Value | None = None) -> Norm:
     """Return a norm of the residual stream, or of another value of its width."""
-    parameters = {"weight": Parameter((spec.hidden_size,), "zeros" if spec.norm_offset else "ones")}
-    if spec.norm == "layernorm":
+    parameters = {}
+    if spec.norm_parameters != "none":
+        parameters["weight"] = Parameter((spec.hidden_size,), "zeros" if spec.norm_offset else "ones")
+    if spec.norm == "layernorm" and spec.norm_parameters == "all":
         parameters["bias"] = Parameter((spec.hidden_size,), "zeros")
     return Norm(
         name=name,

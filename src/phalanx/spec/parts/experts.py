@@ -7,7 +7,7 @@ from dataclasses import replace
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.mlp import append_mlp, input_names
-from phalanx.spec.parts.operations import Combine, Cut, Dispatch, Gate, Part, Route, Value
+from phalanx.spec.parts.operations import Combine, Cut, Dispatch, Gate, Parameter, Part, Route, Value
 
 
 def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) -> Part:
@@ -18,7 +18,11 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     part = Part("mlp", "experts", x)
     E = moe.num_experts
     has_whole_experts = layout.ep > 1
-    logits = part.linear("router.gate", x, width=E, bias=moe.bias, is_precise=True)
+    routed = x
+    if moe.router_norm:
+        stream = Value(x.width, tokens="residual", numbers="residual")
+        routed = part.norm("router.norm", stream, x.width, spec.norm_eps)
+    logits = part.linear("router.gate", routed, width=E, bias=moe.bias, is_precise=True)
     weights = part.add(
         Route(
             name="router",
@@ -29,6 +33,7 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
             score=moe.router_score,
             normalizes=moe.normalize_top_k,
             balances_sequences=moe.balance_loss_scope == "sequence",
+            parameters={"expert_scale": Parameter((E,), "ones")} if moe.expert_scales else {},
         )
     )
     token = part.linear("latent_down", x, width=moe.latent_size) if moe.latent_size else x

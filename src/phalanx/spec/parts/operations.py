@@ -148,7 +148,7 @@ class GroupedLinear(Linear):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Norm(Operation):
-    """A norm over vectors of a width, with a scale."""
+    """A norm over vectors of a width, with or without a scale."""
 
     width: int
     """Numbers of a vector: a head, or all of them."""
@@ -317,13 +317,15 @@ class Part:
         y = replace(x, width=width, cut=cut)
         return self.add(GroupedLinear(name="experts", reads=(x,), writes=y, parameters=parameters))
 
-    def norm(self, name: str, x: Value, width: int, eps: float, has_offset: bool = False) -> Value:
+    def norm(
+        self, name: str, x: Value, width: int, eps: float, has_offset: bool = False, has_weight: bool = True
+    ) -> Value:
         """Append an RMSNorm over vectors of a width; return its output."""
         norm = Norm(
             name=name,
             reads=(x,),
             writes=replace(x),
-            parameters={"weight": Parameter((width,), "zeros" if has_offset else "ones")},
+            parameters={"weight": Parameter((width,), "zeros" if has_offset else "ones")} if has_weight else {},
             width=width,
             eps=eps,
             has_offset=has_offset,
@@ -348,10 +350,20 @@ class Part:
     def modules(self) -> list[Operation]:
         """Operations in the order of their modules: the part itself, products, norms, modules of several products.
 
-        Saved state depends on it."""
+        Those of such a module follow one another in the same order. Saved state depends on it."""
+        modules = [each.name.partition(".")[0] for each in self.operations]
+        inner = {each.name.partition(".")[0] for each in self.operations if "." in each.name}
+        inner |= {each.name for each in self.operations if isinstance(each, GroupedLinear)}
 
-        def place(each: Operation) -> tuple[bool, bool, bool]:
-            return each.name != "", "." in each.name or isinstance(each, GroupedLinear), isinstance(each, Norm)
+        def place(each: Operation) -> tuple[bool, int, int, bool]:
+            module = each.name.partition(".")[0]
+            is_inner = module in inner
+            return (
+                each.name != "",
+                modules.index(module) if is_inner else -1,
+                each.name.count("."),
+                isinstance(each, Norm),
+            )
 
         return sorted(self.operations, key=place)
 

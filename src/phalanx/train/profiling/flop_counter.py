@@ -39,7 +39,8 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__ if func.namespace == "aten" and not is_recomputation() else ""
+        is_counted = func.namespace in ("aten", "phalanx") and not is_recomputation()
+        name = func._overloadpacket.__name__ if is_counted else ""
         if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
         elif name in GROUPED_MATMUL_OPS:

@@ -5,7 +5,23 @@ from __future__ import annotations
 from phalanx.cost.exact.derive.saved import saved_inputs
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.spec.parts.block import Block
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Value
+
+
+def deferred_by_block(block: Block, shape: ForwardShape, recomputes_norms: bool) -> int:
+    """Return the bytes that the second half needs of a block's products.
+
+    Parallel branches share the output of one norm, and the gradient of their sum unless each gathers it."""
+    shared_bytes = 0
+    gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
+    for branch in block:
+        stream_bytes = shape.operand_bytes(branch.part.input)
+        if branch.shares_norm and (recomputes_norms or not shape.autocast):
+            shared_bytes += stream_bytes
+        if branch.shares_input and branch.part.kind == "mlp" and not gathers_gradient:
+            shared_bytes += stream_bytes
+    return sum(deferred_by_part(branch.part, shape, recomputes_norms) for branch in block) - shared_bytes
 
 
 def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) -> int:

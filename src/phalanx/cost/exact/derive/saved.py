@@ -37,6 +37,7 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
     """Return the bytes that a part saves, under its kind, and the copies of weights."""
     tensors: dict[Memory, int] = {}
     other_bytes = copied_weights = 0
+    normalized = set[Value]()
     for operation in part.operations:
         match operation:
             case Linear():
@@ -48,7 +49,11 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 tensors |= {(value, ""): shape.operand_bytes(value) for value in values}
                 other_bytes += _num_vectors(operation, shape) * shape.high_precision_bytes
             case Norm():
-                other_bytes += norm_bytes(operation, shape)
+                (x,) = operation.reads
+                # The norm of the part's input saves the residual stream, too.
+                is_saved = x in normalized or (x.numbers == "residual" and part.writer(x) is None)
+                other_bytes += norm_bytes(operation, shape) - (shape.value_bytes(x) if is_saved else 0)
+                normalized.add(x)
                 copied_weights += _copied_scales(operation, shape)
             case Core():
                 tensors |= kept_by_core(operation, shape)
@@ -106,6 +111,11 @@ def branch_norm_bytes(branch: Branch, shape: ForwardShape) -> int:
     return sum(norm_bytes(norm, shape) for norm in branch.norms) - shared_bytes
 
 
+def shared_output_bytes(branch: Branch, shape: ForwardShape) -> int:
+    """Return what a branch saves of a norm's output that the branch before saves too, unless autocast copies it."""
+    return norm_output_bytes(branch.part, shape) if branch.shares_norm and not shape.autocast else 0
+
+
 def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
     """Return the bytes that a norm saves: its input and a statistic of each vector."""
     (x,) = norm.reads
@@ -138,7 +148,7 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
     """Return the numbers of a norm's scale that are cast to the precision of products."""
     if norm.crosses_ranks and shape.tp > 1:
         return shape.width(norm.reads[0])
-    return norm.width if shape.on_cuda else 0
+    return norm.width if shape.on_cuda and norm.parameters else 0
 
 
 def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
@@ -191,6 +201,8 @@ def _router_bytes(route: Route, shape: ForwardShape) -> int:
     saved_bytes += tokens * high if route.score == "sigmoid" else 0
     # Selected scores and their sums.
     saved_bytes += tokens * (route.top_k + 1) * high if route.normalizes else 0
+    # Factors of experts, and what they multiply.
+    saved_bytes += 2 * tokens * route.top_k * high if route.parameters else 0
     # Balance loss: fractions of tokens.
     saved_bytes += (shape.batch if route.balances_sequences else 1) * route.num_experts * high
     has_whole_experts = shape.layout.ep > 1
