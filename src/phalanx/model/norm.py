@@ -67,14 +67,14 @@ class _RMSNorm(torch.autograd.Function):
         for x_part, rms_part, gradient_part, grad_part in cached_rows(x, inverse_rms, gradient, grad_x):
             normalized = at_least_fp32(x_part) * rms_part
             exact = at_least_fp32(gradient_part)
-            if weight is None:
+            if grad_weight is None:
                 grad_normalized = exact.clone()
             else:
                 grad_weight += (exact * normalized).sum(0)
                 grad_normalized = exact * weight
             mean = (grad_normalized * normalized).mean(-1, keepdim=True)
             grad_part.copy_(grad_normalized.sub_(normalized.mul_(mean)).mul_(rms_part))
-        return grad_x, None if weight is None else grad_weight.to(weight.dtype), None
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 class GatedRMSNorm(nn.Module):

@@ -45,8 +45,10 @@ def apply_activation_checkpointing(
         for block in blocks.values():
             for name, norm in block.named_children():
                 if name.endswith("_norm") and not isinstance(norm, nn.Identity):
-                    others = [block.mlp] if name == "attention_norm" and block.has_one_norm else []
-                    RecomputedNorm(norm, block.get_submodule(name.removesuffix("_norm")), *others)
+                    readers = [name.removesuffix("_norm")]
+                    if name == "attention_norm" and block.has_one_norm:
+                        readers.append("mlp")
+                    RecomputedNorm(norm, *map(block.get_submodule, readers))
     elif mode != "none":
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)

@@ -142,13 +142,15 @@ def apply_layout(
         data_parallel.model_parallel.pop_expert_rows = ep.pop_row_count
     kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
     scale = data_parallel.backward_scale
-    options = {"tp": tp, "kernels": kernels, "scale": scale, "softcap": spec.logits_softcap}
-    data_parallel.cross_entropy = partial(in_place_cross_entropy, **options)
-    if spec.logits_softcap is not None:
+    softcap = spec.logits_softcap
+    data_parallel.cross_entropy = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=scale, softcap=softcap)
+    if softcap is not None:
         data_parallel.uncapped_logits = lambda x_BTD, weight_VD: module.logits(x_BTD, weight_VD)
     columns = spec.vocab_size if tp is None else -(-spec.vocab_size // tp.size)
     logit_bytes = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
-    data_parallel.head_loss = ChunkedLoss(columns=columns, itemsize=logit_bytes, **options)
+    data_parallel.head_loss = ChunkedLoss(
+        columns=columns, itemsize=logit_bytes, tp=tp, kernels=kernels, scale=scale, softcap=softcap
+    )
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):

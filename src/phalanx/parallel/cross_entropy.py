@@ -103,7 +103,7 @@ def compiled_kernels() -> Kernels:
     """Return the compiled kernels; each of them is a single kernel on a GPU.
 
     While a profiler disables the compiler, they run the same code as `EAGER`."""
-    return Kernels(*map(torch.compile, (log_sum_exp, replace_by_gradient, replace_by_capped)))
+    return Kernels(torch.compile(log_sum_exp), torch.compile(replace_by_gradient), torch.compile(replace_by_capped))
 
 
 class LossScale:

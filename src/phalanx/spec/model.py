@@ -254,7 +254,7 @@ class ModelSpec(Spec):
     """Names of the kinds of layers in their order, repeated up to `num_layers`; by default there is one kind."""
     kinds: tuple[KindSpec, ...] = Field((), strict=False)
     """Fields of the kinds that `layers` names. A kind without a table is as the model says."""
-    mixer: MixerSpec | None = None
+    mixer: MixerSpec | None = Field(None, examples=[{"kind": "short_convolution"}])
     """Mixer of tokens in place of attention, usually that of a kind of layers."""
     branches: Literal["both", "mixer", "mlp"] = "both"
     """Residual branches of a layer: a mixer and an MLP or experts, or one of these; usually that of a kind."""

@@ -56,6 +56,8 @@ def test_run_file_template_commented_keys_equal_defaults():
         "full_attention_layers",
         "layers",
         "attention_scale",
+        "attention_factor",
+        "mixer",
         "attention_softcap",
         "logits_softcap",
         "query_temperature",
@@ -95,17 +97,11 @@ def test_run_file_template_commented_keys_equal_defaults():
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")
     moe = slice(begin, lines.index("", begin))
-    temperature = range(lines.index("# [model.query_temperature]"), lines.index("# [model.mixer]"))
-    mixer = range(lines.index("# [model.mixer]"), lines.index("[model.rope]"))
+    temperature = range(lines.index("# [model.query_temperature]"), lines.index("[model.rope]"))
     swarm = lines.index("# [swarm]")  # [swarm] and its tables below
     for number, line in enumerate(lines[:swarm]):
         key = re.match(r"# (\w+) = ", line)
-        if (
-            key
-            and key[1] not in examples
-            and not moe.start <= number < moe.stop
-            and number not in {*mixer, *temperature}
-        ):
+        if key and key[1] not in examples and not moe.start <= number < moe.stop and number not in temperature:
             table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
             assert run_from_table(table) == DEFAULTS, line
     # Without shared experts, their width has no effect.

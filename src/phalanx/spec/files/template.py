@@ -84,7 +84,7 @@ def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     if not isinstance(value, bool | int | float | str | list | tuple):
         value = (field.examples or [None])[0]
     value = TEMPLATE_VALUES.get(path, value)
-    setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
+    setting = f"{path.rpartition('.')[2]} = {_format_value(value)}"
     setting = setting if path in UNCOMMENTED_FIELDS else f"# {setting}"
     if len(setting) > COMMENT_COLUMN - 2:
         yield from (*_render_comment(_describe_field(field)), setting)
@@ -92,6 +92,13 @@ def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     first_line, *more_lines = textwrap.wrap(_describe_field(field), LINE_WIDTH - COMMENT_COLUMN - 2) or [""]
     yield f"{setting:{COMMENT_COLUMN}}# {first_line}" if first_line else setting
     yield from (f"{'':{COMMENT_COLUMN}}# {line}" for line in more_lines)
+
+
+def _format_value(value: Any) -> str:
+    """Return a value in TOML, tables in one line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_format_value(inner)}' for key, inner in value.items())} }}"
+    return json.dumps(value)
 
 
 def _describe_field(field: FieldInfo) -> str:
