@@ -91,10 +91,10 @@ LATENT: Table = {
             "moe": False,
             "mixer": {"kind": "latent_attention", "latent_rank": 16, "rope_dim": 6, "value_dim": 12},
         },
-        {"name": "nope", "position_embedding": "none"},
+        {"name": "nope", "position_embedding": "none", "query_temperature": {"scale": 0.2, "interval": 4}},
     ],
 }
-"""Latent attention, as in DeepSeek-V3."""
+"""Latent attention, as in DeepSeek-V3 and Mistral 4."""
 PARALLEL: Table = {
     **DENSE,
     "num_layers": 4,

@@ -92,7 +92,9 @@ MODELS = {
     "convolution and experts": SPARSE.replace(mixer=CONVOLUTION),
     "latent attention": DENSE.replace(**LATENT),
     "latent attention with a latent of queries": DENSE.replace(
-        **{**LATENT, "mixer": LATENT["mixer"] | {"query_rank": 24, "value_dim": 12}}, attention_bias="all"
+        **{**LATENT, "mixer": LATENT["mixer"] | {"query_rank": 24, "value_dim": 12}},
+        attention_bias="all",
+        query_temperature={"scale": 0.2, "interval": 4},
     ),
     "latent attention without positions": DENSE.replace(**LATENT, position_embedding="none", attention_scale=0.3),
     "few key heads": DENSE.replace(mixer=GATED_DELTA | {"num_key_heads": 2}),

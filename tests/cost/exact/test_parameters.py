@@ -8,6 +8,7 @@ from tests.helpers.model_specs import model_specs
 
 PUBLISHED_TOTALS = {
     "deepseek-v3": 671_026_404_352,
+    "mistral-small-4": 118_972_826_624,
     "kimi-k2": 1_026_408_209_408,
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
@@ -55,6 +56,7 @@ def test_count_parameters_matches_published_totals(preset):
 
 ACTIVE_PARAMETERS = {
     "deepseek-v3": 37_552_282_624,
+    "mistral-small-4": 6_632_588_288,
     "kimi-k2": 32_861_477_888,
     "qwen3-235b-a22b": 22_190_763_520,
     "qwen3.5-35b-a3b": 3_454_988_928,

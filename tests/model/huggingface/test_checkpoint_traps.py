@@ -47,8 +47,8 @@ SIGMOID_EXPERTS = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 0,
 }
+NO_PREDICTION = {"num_nextn_predict_layers": 0}
 DELTA = {
     **SHAPE,
     "num_hidden_layers": 3,
@@ -63,10 +63,18 @@ DELTA = {
     "partial_rotary_factor": 0.5,
 }
 GATED_EXPERTS = {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 KINDS = {
-    "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, **NO_PREDICTION, "num_hidden_layers": 3, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "v_head_dim": 12},
     "youtu": LATENT,
+    "mistral4": {
+        **LATENT,
+        **SIGMOID_EXPERTS,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "llama_4_scaling_beta": 0.3},
+    },
     "deepseek_v2": {
         **LATENT,
         **SIGMOID_EXPERTS,
@@ -99,7 +107,7 @@ KINDS = {
     "qwen3_next": {**DELTA, **GATED_EXPERTS},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **GATED_EXPERTS},
-    "glm4_moe": {**SHAPE, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "use_qk_norm": True},
+    "glm4_moe": {**SHAPE, **SIGMOID_EXPERTS, **NO_PREDICTION, "num_hidden_layers": 3, "use_qk_norm": True},
     "minimax_m2": {**SHAPE, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
     "gpt_oss": {
         **SHAPE,
@@ -181,7 +189,6 @@ WINDOWS = {
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": WINDOW},
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 TOKENS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
 
@@ -212,6 +219,10 @@ def _quiet():
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
+    # Its auto classes have the text model of Mistral 4 inside mistral3 only.
+    transformers.AutoModelForCausalLM.register(
+        transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+    )
 
 
 def save_random_model(directory: Path, kind: str, seed: int = 0, **config) -> Path:

@@ -36,15 +36,19 @@ class LatentAttention(PartModule):
         self.head_dim = layer.head_dim
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.rotary_width = layer.rotary_width
+        self.temperature = layer.query_temperature
         self.query_scale = layer.query_scale
         self.core = attend
 
-    def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Any]:
-        """Return the rotary table and the mask."""
+    def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Tensor | None, Any]:
+        """Return the rotary table, the factor of queries, and the mask."""
         table = context.rotary(self.rope, self.rotary_width) if self.rope else None
-        return table, context.mask(self.head_dim)
+        temperature = context.temperature(self.temperature) if self.temperature else None
+        return table, temperature, context.mask(self.head_dim)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: RotaryTable | None, temperature: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input."""
         q, latent_BTL, key_BTR = self.read_input(self.project_in, x_BTD)
         if self.has_query_latent:
@@ -57,6 +61,8 @@ class LatentAttention(PartModule):
             q_BTHK = q_BTHK * self.query_scale
         if rotary is not None:
             q_BTHK, key_BT1R = apply_rotary(q_BTHK, rotary), apply_rotary(key_BT1R, rotary)
+        if temperature is not None:
+            q_BTHK = (q_BTHK * temperature).to(q_BTHK.dtype)
         # Rotated channels are the first of a head.
         k_BTHK = torch.cat((key_BT1R.expand(*k_BTHN.shape[:3], -1), k_BTHN), dim=-1)
         return self.wo(self.core(q_BTHK, k_BTHK, v_BTHV, mask).flatten(2))

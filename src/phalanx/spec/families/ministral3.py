@@ -37,8 +37,8 @@ class RopeWithTemperature(Rope):
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of both."""
-        rope = config.get("rope_scaling") or config.get(name) or DEFAULT_ROPE
-        read = super().read(name, {**config, "rope_scaling": rope}, dials)
+        rope = config.get("rope_scaling") or config.get(name) or self.absent
+        read = super().read(name, config, dials)
         scale = rope.get("llama_4_scaling_beta")
         if scale is None or "rope.original_context" not in read:
             missing = "original_max_position_embeddings" if scale else "llama_4_scaling_beta"
@@ -69,7 +69,7 @@ MINISTRAL3 = replace(
         "intermediate_size": Read("ffn_hidden_size", 14336),
         "max_position_embeddings": Read("max_seq_len", 262144),
         "rms_norm_eps": Read("norm_eps", 1e-5),
-        "rope_parameters": RopeWithTemperature(theta=1_000_000.0),
+        "rope_parameters": RopeWithTemperature(theta=1_000_000.0, absent=DEFAULT_ROPE),
         "sliding_window": Read("sliding_window", None),
     },
 )

@@ -24,7 +24,10 @@ class LatentAttention(Mixer):
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1."""
 
     attention_fields: ClassVar[frozenset[str]] = frozenset(
-        {"num_heads", "head_dim", "position_embedding", "rope", "attention_bias", "attention_scale"}
+        {
+            *("num_heads", "head_dim", "position_embedding", "rope", "query_temperature"),
+            *("attention_bias", "attention_scale"),
+        }
     )
     attends: ClassVar[bool] = True
     kind: Literal["latent_attention"] = Field(examples=["latent_attention"])
