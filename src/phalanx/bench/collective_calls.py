@@ -39,7 +39,7 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
         case "tp":
             group = mesh.tp_group
         case "copies":
-            copies = head_replications(run.model, run.layout.tp)[-1]
+            copies = max(count for count in head_replications(run.model, run.layout.tp) if count < run.layout.tp)
             shardings = parameter_shardings(run.model, run.layout)
             name = next(
                 name for name, sharding in shardings.items() if sharding.dim == 0 and sharding.replication == copies

@@ -182,7 +182,7 @@ class Experts(PartModule):
         super().__init__(part)
         self.has_biases = any(linear.bias for linear in part.linears)
         self.output_bias_share = 1.0
-        """Share of `down_bias` that this rank adds: tensor-parallel ranks, whose outputs are summed, add equal ones."""
+        """1 / tp where tensor-parallel ranks sum their outputs, so that `down_bias` is added once."""
         self.activation = declared_activation(part)
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""

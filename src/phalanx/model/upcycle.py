@@ -41,8 +41,9 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     require(not num_shared, "model.moe.num_shared_experts", num_shared, problem, fix)
 
     problem = "is not supported for experts that are initialized from a dense model"
-    for field in ("dense_branch", "bias"):
-        require(not getattr(moe, field), f"model.moe.{field}", True, problem, "set it to false")
+    for field in ("dense_branch", "bias", "router_norm", "expert_scales", "latent_size"):
+        value = getattr(moe, field)
+        require(not value, f"model.moe.{field}", value, problem, "remove it")
 
     def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")

@@ -116,7 +116,8 @@ class RecomputedNorm:
 
     def _apply_norm(self, x: Tensor) -> Tensor:
         output = self.norm(x)
-        self.call = NormCall(self.norm, x, output, self.num_readers) if torch.is_grad_enabled() else None
+        is_read = self.num_readers > 0 and torch.is_grad_enabled()
+        self.call = NormCall(self.norm, x, output, self.num_readers) if is_read else None
         return output
 
     def _read(self, reader: Reader, x: Tensor) -> Any:

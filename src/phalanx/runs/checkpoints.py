@@ -102,6 +102,7 @@ EXPERT_SHAPE_FIELDS = (
     "routed_scale",
     "num_groups",
     "top_groups",
+    "group_scores",
     "num_leading_dense_layers",
     "router_score",
     "bias_update_rate",

@@ -58,7 +58,7 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
                 return [ranks[start :: dims.ep] for copies in stages for ranks in copies for start in range(dims.ep)]
             return [ranks for copies in stages for ranks in zip(*copies, strict=True)]
         case "copies" | "parts":
-            size = head_replications(run.model, dims.tp)[-1]
+            size = max(count for count in head_replications(run.model, dims.tp) if count < dims.tp)
             tp_groups = process_groups(dims, "tp")
             if kind == "parts":
                 return [ranks[start::size] for ranks in tp_groups for start in range(size)]

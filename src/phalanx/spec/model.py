@@ -356,6 +356,17 @@ class ModelSpec(Spec):
             raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
         if self.values_from_keys and not self.value_norm:
             raise UserError("values_from_keys", True, "requires norms of values", "set model.value_norm = true")
+        if self.bias and self.moe is not None:
+            fix = "set model.attention_bias and model.moe.bias instead"
+            raise UserError("bias", True, "is not supported with experts", fix)
+        if self.branches != "both" and self.parallel_residual != "none":
+            problem = f"requires both branches, not branches = {self.branches!r}"
+            raise UserError("parallel_residual", self.parallel_residual, problem, 'set it to "none"')
+        if self.branches == "mlp" and self.layers is None:
+            of_mixers = ("mixer", *sorted(NO_ATTENTION.keys() - {"position_embedding", "rope"}))
+            if unused := [field for field in of_mixers if getattr(self, field) != NO_ATTENTION.get(field)]:
+                problem = 'has no effect with branches = "mlp"'
+                raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it")
         if self.norm_offset and self.norm == "layernorm":
             raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
         if self.norm_offset and self.norm_parameters == "none":

@@ -108,7 +108,7 @@ def block_moments(
     gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
     mlp: list[BlockMoment] = []
     freed = FreedBefore()
-    for branch in reversed(block[1:]):
+    for branch in reversed([branch for branch in block if branch.part.kind != "attention"]):
         ffn = branch.part
         # The gradient of a norm's input takes the place of that input, until it is gathered or sorted by expert.
         is_replaced = gathers_gradient or ffn.kind == "experts"

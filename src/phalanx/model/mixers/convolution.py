@@ -31,7 +31,7 @@ def causal_convolution_backward(
     grad_taps[:, -1] = (gradient_BTC * x_BTC).sum((0, 1))
     for lag in range(1, min(taps_CS.shape[1], x_BTC.shape[1])):
         visible = _hide_documents(gradient_BTC[:, lag:], lag, starts_BT)
-        grad_x_BTC[:, :-lag].addcmul_(visible, taps_CS[:, -1 - lag].to(x_BTC.dtype))
+        grad_x_BTC[:, :-lag].addcmul_(visible, taps_CS[:, -1 - lag].to(gradient_BTC.dtype))
         grad_taps[:, -1 - lag] = (visible * x_BTC[:, :-lag]).sum((0, 1))
     return grad_x_BTC, grad_taps
 

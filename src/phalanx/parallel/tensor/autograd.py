@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def column_parallel(tp: TensorParallelGroup, x: Tensor, *layers: ProductLinear) -> TensorTuple:
     """Return this rank's columns of the products of `x` with each layer's matrix."""
     operands = autocast_operands(x, *(layer.weight for layer in layers))
-    products = ColumnParallelLinear.apply(*operands, tp, layers[0].product.linear)
+    products = ColumnParallelLinear.apply(*operands, tp, tuple(layer.product.linear for layer in layers))
     return tuple(add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
@@ -55,13 +55,13 @@ class ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> TensorTuple:
         """Gather the tokens, and return their product with each weight."""
-        *weights, tp, linear = arguments
+        *weights, tp, linears = arguments
         ctx.save_for_backward(x, *weights)
         ctx.weight_edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
         ctx.tp = tp
-        ctx.linear = linear
+        ctx.linears = linears
         gathered = tp.gather_tokens(x)
-        return tuple(linear(gathered, weight) for weight in weights)
+        return tuple(linear(gathered, weight) for linear, weight in zip(linears, weights, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ class ColumnParallelLinear(torch.autograd.Function):
         # A deferred weight gradient gathers its input when it is computed.
         gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-2])
         finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x.detach())
-        grad_x = _input_gradient(ctx.linear, gradients, weights)
+        grad_x = _input_gradient(ctx.linears, gradients, weights)
         finish_reduce = tp.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)
         weight_grads = [
@@ -83,10 +83,10 @@ class ColumnParallelLinear(torch.autograd.Function):
         return finish_reduce(), *weight_grads, None, None
 
 
-def _input_gradient(linear: LinearFunction, gradients: TensorTuple, weights: list[Tensor]) -> Tensor:
+def _input_gradient(linears: tuple[LinearFunction, ...], gradients: TensorTuple, weights: list[Tensor]) -> Tensor:
     """Return the gradient of the rows that all products read."""
-    grad_x = linear(gradients[0], weights[0].T)
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+    grad_x = linears[0](gradients[0], weights[0].T)
+    for linear, gradient, weight in zip(linears[1:], gradients[1:], weights[1:], strict=True):
         if linear is F.linear:
             grad_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
         else:

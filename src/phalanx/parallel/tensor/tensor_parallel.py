@@ -197,7 +197,7 @@ def _apply_sequence_parallel(model: Transformer, tp: TensorParallelGroup) -> Non
 
 def _local_logits(tp: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """Return this rank's columns of the logits, [B, T, V / ranks]."""
-    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), tp, F.linear)
+    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), tp, (F.linear,))
     return cast(Tensor, logits)
 
 

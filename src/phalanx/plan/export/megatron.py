@@ -237,6 +237,9 @@ def _latent_attention_flags(spec: ModelSpec, mixer: MixerSpec) -> Flags:
                 reason = "latent attention has fixed parameters of YaRN"
                 raise unsupported(f"model.rope.{field}", getattr(rope, field), f"use {fixed}", reason)
         growth = 0.1 * math.log(rope.factor)
+        if not growth:
+            fix = 'set model.rope.scaling = "none"'
+            raise unsupported("model.rope.factor", rope.factor, fix, "YaRN extends contexts there")
         factor = growth + 1 if rope.attention_factor is None else rope.attention_factor
         yarn = {
             "rotary-scaling-factor": rope.factor,

@@ -21,7 +21,7 @@ ATTENTION = LayerKind("full", lambda layer: layer.mixer is None)
 EXPERT_TENSORS: StoredTensors = {
     "model.layers.{i}.block_sparse_moe.router.layer.weight": "mlp.router.gate.weight",
     "model.layers.{i}.block_sparse_moe.input_linear.weight": Rows("mlp.experts.gate", "mlp.experts.up", stacked=True),
-    "model.layers.{i}.block_sparse_moe.output_linear.weight": "mlp.experts.down",
+    "model.layers.{i}.block_sparse_moe.output_linear.weight": Rows("mlp.experts.down", stacked=True),
 }
 NO_MLP = [name for name in GRANITE.tensors if ".mlp." in name]
 

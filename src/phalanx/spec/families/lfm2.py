@@ -7,7 +7,11 @@ from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind, Rope
 from phalanx.spec.families.llama import even_head_dim, query_heads
 from phalanx.spec.model import ModelSpec
 
-CONVOLUTION = LayerKind("conv", lambda layer: layer.mixer is not None, {"mixer.kind": "short_convolution"})
+CONVOLUTION = LayerKind(
+    "conv",
+    lambda layer: layer.mixer is not None and layer.mixer.kind == "short_convolution",
+    {"mixer.kind": "short_convolution"},
+)
 ATTENTION = LayerKind("full", lambda layer: layer.mixer is None)
 HARMLESS = (
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),

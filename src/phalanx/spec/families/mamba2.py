@@ -11,7 +11,11 @@ MAMBA_MIXER = "kinds.mamba.mixer"
 
 def mamba_kind(**dials: object) -> LayerKind:
     """Return the kind of layers with Mamba-2, with further dials."""
-    return LayerKind("mamba", lambda layer: layer.mixer is not None, {"mixer.kind": "mamba2", **dials})
+    return LayerKind(
+        "mamba",
+        lambda layer: layer.mixer is not None and layer.mixer.kind == "mamba2",
+        {"mixer.kind": "mamba2", **dials},
+    )
 
 
 def mamba_tensors(prefix: str) -> StoredTensors:

@@ -73,6 +73,6 @@ QWEN3_5_MOE = replace(
     tensors=QWEN3_5.tensors | EXPERT_TENSORS | GATED_EXPERT_TENSORS,
     other_tensors={
         "model.layers.{i}.mlp.experts.gate_up_proj": Rows("mlp.experts.gate", "mlp.experts.up", stacked=True),
-        "model.layers.{i}.mlp.experts.down_proj": "mlp.experts.down",
+        "model.layers.{i}.mlp.experts.down_proj": Rows("mlp.experts.down", stacked=True),
     },
 )

@@ -19,24 +19,28 @@ from phalanx.spec.families.qwen2_moe import GATED_EXPERT_TENSORS
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.mixers.gated_delta import GatedDelta
 
-DELTA = LayerKind("delta", lambda layer: layer.mixer is not None, {"mixer.kind": "gated_delta"})
+DELTA = LayerKind(
+    "delta",
+    lambda layer: layer.mixer is not None and layer.mixer.kind == "gated_delta",
+    {"mixer.kind": "gated_delta"},
+)
 ATTENTION = LayerKind("full", lambda layer: layer.mixer is None)
 
 
 def heads_and_gates(layer: ModelSpec, rows: int) -> Iterator[int]:
-    """Return the rows of queries and of the gate, head by head."""
+    """Yield the rows of queries and of the gate, head by head."""
     return alternating_groups((layer.head_dim, layer.head_dim), rows)
 
 
 def inputs_by_key_head(layer: ModelSpec, rows: int) -> Iterator[int]:
-    """Return the rows of queries, keys, values and the gate of the output, key head by key head."""
+    """Yield the rows of queries, keys, values and the gate of the output, key head by key head."""
     assert isinstance(layer.mixer, GatedDelta)
     values = layer.mixer.value_heads_per_key * layer.mixer.value_head_dim
     return alternating_groups((layer.mixer.key_head_dim, layer.mixer.key_head_dim, values, values), rows)
 
 
 def gates_by_key_head(layer: ModelSpec, rows: int) -> Iterator[int]:
-    """Return the rows of updates and decays, key head by key head."""
+    """Yield the rows of updates and decays, key head by key head."""
     assert isinstance(layer.mixer, GatedDelta)
     return alternating_groups((layer.mixer.value_heads_per_key,) * 2, rows)
 

@@ -19,7 +19,7 @@ from phalanx.spec.run import KeepSpec
 from phalanx.train.checkpoint.checkpointer import Checkpointer
 from phalanx.train.checkpoint.state import load_full_tensors, restore_rng_state
 
-_EXPERT_TENSOR = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.(weight|bias)|router\.bias)$")
+_EXPERT_TENSOR = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.(gate\.weight|gate\.bias|bias|expert_scale))$")
 
 
 def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
