@@ -73,7 +73,7 @@ def test_benchmark_attention_goes_by_documents_as_the_model_does(
     run = small_run(text, tmp_path, {})
     document_starts: list[Tensor] = []
 
-    def note_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, **_: object) -> Tensor:
+    def note_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: object) -> Tensor:
         document_starts.append(bounds)
         return q * k.sum() * v.sum()
 
