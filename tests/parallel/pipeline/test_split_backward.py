@@ -113,7 +113,7 @@ def test_first_half_of_tensor_parallel_product_frees_received_activation() -> No
     weight = torch.nn.Parameter(torch.randn(6, 8))
     is_freed = _freed_test(received)
     with deferred_grads.deferring() as deferred:
-        products = ColumnParallelLinear.apply(2 * received, weight, tp, torch.nn.functional.linear)
+        products = ColumnParallelLinear.apply(2 * received, weight, tp, (torch.nn.functional.linear,))
         cast(Any, products)[0].sum().backward()
     del received, products
     assert len(deferred) == 1
