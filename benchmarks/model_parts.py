@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
@@ -182,10 +181,18 @@ def peak_growth(folder: str, program: str) -> int:
     """Return the bytes by which a process grows in its first two steps."""
     torch.set_num_threads(1)
     step = make_step(PROGRAMS[program](folder))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Loading may have needed more memory than the steps do: the peak starts here.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident_bytes("VmRSS")
     for _ in range(2):
         step()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return _resident_bytes("VmHWM") - before
+
+
+def _resident_bytes(field: str) -> int:
+    """Return the resident memory of this process, now or at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def step_seconds(folder: str) -> list[float]:
