@@ -27,7 +27,7 @@ def capped_attention(
     `attn_mask` is added to capped scores, [t, keys]."""
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=at_least_fp32(query[:0]).dtype)
-    values = _repeat_heads(value, query)
+    values = repeat_heads(value, query)
     for rows, capped, mask in _capped_scores(query, key, softcap, is_causal, attn_mask):
         scores = capped + mask
         lse[:, :, rows] = scores.logsumexp(-1)
@@ -52,8 +52,8 @@ def capped_attention_backward(
 
     The cap multiplies the gradient of a score by 1 - (capped / c)^2. `out` and `lse` may be corrected for sinks."""
     grad_q = torch.empty_like(query)
-    grad_k, grad_v = (torch.zeros_like(_repeat_heads(x, query)) for x in (key, value))
-    keys, values = (_repeat_heads(x, query) for x in (key, value))
+    keys, values = (repeat_heads(x, query) for x in (key, value))
+    grad_k, grad_v = (torch.zeros_like(x) for x in (keys, values))
     means = (at_least_fp32(gradient) * out).sum(-1, keepdim=True)
     scale = query.shape[-1] ** -0.5
     for rows, capped, mask in _capped_scores(query, key, softcap, is_causal, attn_mask):
@@ -94,7 +94,7 @@ def _capped_scores(
     query: Tensor, key: Tensor, softcap: float, is_causal: bool, attn_mask: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield some queries, their capped scores over the keys that any of them sees, and the mask of these scores."""
-    keys = _repeat_heads(at_least_fp32(key), query)
+    keys = repeat_heads(at_least_fp32(key), query)
     for start in range(0, query.shape[2], QUERIES):
         rows = slice(start, min(start + QUERIES, query.shape[2]))
         seen = keys[:, :, : rows.stop] if is_causal else keys
@@ -106,6 +106,6 @@ def _capped_scores(
         yield rows, scores.div_(softcap).tanh_().mul_(softcap), mask
 
 
-def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+def repeat_heads(x: Tensor, query: Tensor) -> Tensor:
     """Repeat key/value heads, one for each query head."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from phalanx.spec.model import RopeSpec
+from phalanx.spec.model import RopeSpec, yarn_mscale
 
 RotaryTable = tuple[Tensor, Tensor]
 
@@ -65,13 +65,8 @@ def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.
     T], are those of tokens in their documents."""
     angle = positions[..., None].double() * frequencies(rope, rope.width(head_dim), positions.device)
     angle = torch.cat((-angle, angle), dim=-1)[..., None, :]
-    scale = yarn_attention_factor(rope) if rope.scaling == "yarn" else 1.0
+    scale = rope.attention_factor or yarn_mscale(rope.factor) if rope.scaling == "yarn" else 1.0
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
-
-
-def yarn_attention_factor(rope: RopeSpec) -> float:
-    """Return the factor of queries and keys, by which YaRN sharpens attention (section 3.4)."""
-    return rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
 
 
 def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:

@@ -56,6 +56,7 @@ class SequenceContext:
         `row_positions_T` are those of the tokens whose attention is computed on this rank; None if no block needs
         positions."""
         self.documents = documents
+        self.document_starts = None if documents is None else documents.starts
         dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
         compute = compute_dtype(x_BTD)
 

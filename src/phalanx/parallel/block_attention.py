@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.attention import has_flash_kernel
+from phalanx.model.capped_attention import repeat_heads
 from phalanx.model.cpu_attention import CPU_FLASH, CPU_FLASH_BACKWARD
 from phalanx.model.dtypes import at_least_fp32
 
@@ -57,7 +58,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ten
     """Compute what `attention_with_lse` returns for dtypes and head widths without a flash kernel on CUDA."""
     scores = _attention_scores(q, k, causal)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ _repeat_kv_heads(v, q), lse
+    return (scores - lse[..., None]).exp().to(v.dtype) @ repeat_heads(v, q), lse
 
 
 def _plain_attention_backward(
@@ -65,26 +66,21 @@ def _plain_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `_plain_attention`, as `attention_backward` returns them."""
     probs = (_attention_scores(q, k, causal) - lse[..., None]).exp()
-    grad_probs = gradient @ _repeat_kv_heads(v, q).mT
+    grad_probs = gradient @ repeat_heads(v, q).mT
     grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grad_k = grad_scores.mT.to(q.dtype) @ q
     grad_v = probs.mT.to(q.dtype) @ gradient
-    grad_q = grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q)
+    grad_q = grad_scores.to(q.dtype) @ repeat_heads(k, q)
     shape = (k.shape[1], -1)
     return grad_q, grad_k.unflatten(1, shape).sum(2), grad_v.unflatten(1, shape).sum(2)
 
 
 def _attention_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    scores = at_least_fp32(q) @ at_least_fp32(_repeat_kv_heads(k, q)).mT * q.shape[-1] ** -0.5
+    scores = at_least_fp32(q) @ at_least_fp32(repeat_heads(k, q)).mT * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores
-
-
-def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat key/value heads, one for each query head."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------

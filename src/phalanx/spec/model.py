@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import cycle, islice
 from typing import Annotated, Literal
 
@@ -47,6 +48,11 @@ class RopeSpec(Spec):
     def width(self, head_dim: int) -> int:
         """Return the number of a head's channels that are rotated."""
         return head_dim if self.scaling == "proportional" else int(head_dim * self.fraction)
+
+
+def yarn_mscale(factor: float, scale: float = 1.0) -> float:
+    """Return the factor of queries and keys for a context that is `factor` times as long (arXiv 2309.00071, 3.4)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class QueryTemperatureSpec(Spec):

@@ -34,7 +34,7 @@ class ShortConvolution(PartModule):
 
     def sequence_inputs(self, context: SequenceContext) -> tuple[Tensor | None]:
         """Return the starts of documents, [B, T]."""
-        return (None if context.documents is None else context.documents.starts,)
+        return (context.document_starts,)
 
     def forward(self, x_BTD: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input."""

@@ -20,10 +20,10 @@ from phalanx.spec.families.family import (
     pairs_of_halves,
     require_supported,
 )
-from phalanx.spec.families.forms import Rope, yarn_mscale
+from phalanx.spec.families.forms import Rope
 from phalanx.spec.families.glm4_moe import GLM4_MOE
 from phalanx.spec.families.llama import LLAMA
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, yarn_mscale
 from phalanx.spec.parts.mixers import LatentAttention
 
 

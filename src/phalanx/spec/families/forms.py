@@ -12,7 +12,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Field, Read, Table, any_value, first_word, require_supported, require_value
 from phalanx.spec.layer_pattern import write_layers
 from phalanx.spec.layers import layer_specs
-from phalanx.spec.model import ModelSpec, RopeSpec
+from phalanx.spec.model import ModelSpec, RopeSpec, yarn_mscale
 
 SCALINGS = {"default": "none", **{name: name for name in ("linear", "llama3", "yarn", "proportional")}}
 SCALING_FIELDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
@@ -115,11 +115,6 @@ def attention_factor(rope: Table, factor: float) -> float | None:
     value = rope.get("attention_factor")
     value = default if value is None else float(value)
     return None if value == yarn_mscale(factor) else value
-
-
-def yarn_mscale(factor: float, scale: float = 1.0) -> float:
-    """Return the factor that YaRN gives queries and keys of a context that is `factor` times as long."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_table(rope: RopeSpec) -> Table:
