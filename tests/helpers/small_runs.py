@@ -216,6 +216,16 @@ BRANCHES: Table = {
 }
 """Layers of one branch, as in Nemotron 3: Mamba-2 with groups, experts, attention, an MLP."""
 
+PREDICTIONS: Table = {
+    **MOE,
+    "num_layers": 4,
+    "norm_offset": True,
+    "logits_softcap": 1.5,
+    "moe": {**MOE["moe"], "num_leading_dense_layers": 1},
+    "mtp": {"layers": 2, "loss_coef": 0.3},
+}
+"""Multi-token prediction by two layers, as in DeepSeek-V3."""
+
 MODELS_OF_KINDS: dict[str, Table] = {
     "attention": KINDS,
     "branches": BRANCHES,
@@ -227,6 +237,7 @@ MODELS_OF_KINDS: dict[str, Table] = {
     "latent": LATENT,
     "biased experts": BIASED_EXPERTS,
     "mamba": MAMBAS,
+    "predictions": PREDICTIONS,
 }
 """Models with several kinds of layers, or with less common dials."""
 

@@ -103,7 +103,7 @@ def attention_shapes(resolved: ResolvedRun) -> dict[AttentionShape, int]:
     spec = run.model
     layout = run.layout
     tokens = run.training.seq_len
-    layers = max(layers_per_rank(run), key=len) if layout.pp > 1 else range(spec.num_layers)
+    layers = max(layers_per_rank(run), key=len) if layout.pp > 1 else range(spec.num_blocks)
     is_ring = layout.cp_method == "ring" and layout.cp > 1
     if is_ring:
         tokens //= layout.cp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -43,6 +44,26 @@ def pack_rows(
     if mask and ((start > 0) & (start < seq_len)).any():
         document_starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
     return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), document_starts)
+
+
+def tokens_ahead(batch: Batch, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens 1 to `count` positions after each token, and the targets of these, int64 [count, B, T].
+
+    There is no target (-100) after the end of a row or of the token's document. Tokens there repeat the row's last."""
+    tokens = np.stack([_shift(batch.tokens, distance, "edge") for distance in range(1, count + 1)])
+    targets = np.stack([_shift(batch.targets, distance, IGNORE_INDEX) for distance in range(1, count + 1)])
+    if batch.document_starts is not None:
+        starts = np.stack([_shift(batch.document_starts, distance, "edge") for distance in range(1, count + 1)])
+        targets[starts != batch.document_starts] = IGNORE_INDEX
+    return tokens, targets
+
+
+def _shift(values_BT: np.ndarray, distance: int, fill: int | Literal["edge"]) -> np.ndarray:
+    """Return values that are `distance` positions later in their row."""
+    distance = min(distance, values_BT.shape[1])
+    kept = values_BT[:, distance:]
+    last = values_BT[:, -1:] if fill == "edge" else np.full_like(values_BT[:, :1], fill)
+    return np.concatenate([kept, np.repeat(last, distance, axis=1)], axis=1)
 
 
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:

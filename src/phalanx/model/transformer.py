@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -29,12 +30,24 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 """Function of the head's input [B, T, D] and matrix [V, D]."""
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What multi-token prediction needs of a micro-batch, for each of its layers."""
+
+    tokens: Tensor
+    """The token after the last one that the layer before has read, [layers, B, T]."""
+    losses: Sequence[HeadFunction]
+    """The loss of the layer's logits, summed over tokens and weighted."""
+
+
 class Block(nn.Module):
     """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too.
 
     `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows. Or all is
-    parallel, x + attention(norm x) + mlp(norm x), perhaps with one norm. A block may have one of both branches only."""
+    parallel, x + attention(norm x) + mlp(norm x), perhaps with one norm. A block may have one of both branches only. For
+    multi-token prediction x is first merged with the embedding of another token."""
 
+    merge: Merge | None
     attention_norm: nn.Module
     attention: PartModule | None
     attention_after: nn.Module
@@ -49,27 +62,32 @@ class Block(nn.Module):
     def __init__(self, layer: ModelSpec, branches: Sequence[Branch]) -> None:
         """Create the block of a layer (`spec.layers`) from its declaration."""
         super().__init__()
-        self.residual_scale = branches[0].scale
+        self.residual_scale = branches[-1].scale
         for branch in branches:
             name = branch.part.name
             self.add_module(f"{name}_norm", _make_norm(branch.before))
             self.add_module(name, _make_part(layer, branch.part))
             self.add_module(f"{name}_after", _make_norm(branch.after))
         self.sum_after = _make_norm(branches[-1].after_sum)
+        self.stream_after = _make_norm(branches[-1].after_stream)
         self.is_parallel = branches[-1].shares_input and not any(branch.part.name == "dense" for branch in branches)
         self.has_one_norm = branches[-1].shares_norm
         self.register_buffer("layer_scalar", torch.ones(1) if layer.layer_scalars else None)
-        for name in {"attention", "dense", "mlp"} - {branch.part.name for branch in branches}:
+        for name in {"merge", "attention", "dense", "mlp"} - {branch.part.name for branch in branches}:
             self.register_module(name, None)
 
     def sequence_inputs(self, context: SequenceContext) -> tuple[Any, ...]:
         """Return what the mixer needs of a micro-batch's sequences."""
         return self.attention.sequence_inputs(context) if self.attention else ()
 
-    def forward(self, x_BTD: Tensor, *sequence_inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_BTD: Tensor, *sequence_inputs: Any, embedding_BTD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
-        Further arguments are those of `sequence_inputs`."""
+        Further arguments are those of `sequence_inputs`. With an embedding, the block predicts a further token."""
+        if self.merge is not None:
+            x_BTD = self.merge(x_BTD, embedding_BTD)
         other = None
         if self.attention is not None:
             normalized = self.attention_norm(x_BTD)
@@ -78,14 +96,15 @@ class Block(nn.Module):
             x_BTD = self._add(x_BTD, other)
             other = None
         if self.mlp is None:
-            return self._scale(x_BTD), None
+            return self.stream_after(self._scale(x_BTD)), None
         if self.dense:
             other = self.dense_after(self.dense(self.dense_norm(x_BTD)))
         if not self.has_one_norm:
             normalized = self.mlp_norm(x_BTD)
         out, auxiliary = self.mlp(normalized, x_BTD) if isinstance(self.mlp, MoE) else (self.mlp(normalized), None)
         out = self.mlp_after(out)
-        return self._scale(self._add(x_BTD, out if other is None else self.sum_after(other + out))), auxiliary
+        x_BTD = self._add(x_BTD, out if other is None else self.sum_after(other + out))
+        return self.stream_after(self._scale(x_BTD)), auxiliary
 
     def _scale(self, x_BTD: Tensor) -> Tensor:
         """Return the residual stream times the constant of the layer, if it has one."""
@@ -101,9 +120,24 @@ def _make_norm(norm: Norm | None) -> nn.Module:
 
 
 def _make_part(layer: ModelSpec, part: Part) -> PartModule:
+    if part.kind == "merge":
+        return Merge(part)
     if part.kind == "attention":
         return make_mixer(layer, part)
     return MoE(layer.moe, part) if layer.moe and part.kind == "experts" else MLP(part)
+
+
+class Merge(PartModule):
+    """The input of a layer for multi-token prediction, W [norm e; norm x] (arXiv 2412.19437, eq. 21)."""
+
+    embedding_norm: nn.Module
+    stream_norm: nn.Module
+    projection: nn.Module
+
+    def forward(self, x_BTD: Tensor, embedding_BTD: Tensor) -> Tensor:
+        """Return the product of the norms of the residual stream and of the embedding of another token, [B, T, D]."""
+        both = torch.cat([self.embedding_norm(embedding_BTD), self.stream_norm(x_BTD)], dim=-1)
+        return cast(Tensor, self.projection(both))
 
 
 class Embedding(nn.Embedding):
@@ -125,9 +159,14 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
 
-    def forward(self, x_BTD: Tensor, function: HeadFunction) -> Tensor:
-        """Return the result of a function of the input and the matrix."""
-        return function(x_BTD, self.weight)
+    def forward(self, inputs: Sequence[Tensor], functions: Sequence[HeadFunction]) -> list[Tensor]:
+        """Return the result of each input's function of it and the matrix, which is gathered for one call only."""
+        return multiply_with(self.weight, inputs, functions)
+
+
+def multiply_with(weight_VD: Tensor, inputs: Sequence[Tensor], functions: Sequence[HeadFunction]) -> list[Tensor]:
+    """Return the result of each input's function of it [B, T, D] and a matrix."""
+    return [function(x_BTD, weight_VD) for x_BTD, function in zip(inputs, functions, strict=True)]
 
 
 class Transformer(nn.Module):
@@ -161,14 +200,24 @@ class Transformer(nn.Module):
         """Wait of ZeRO for the new weights of a module (`parallel.data.zero_gathers`)."""
 
     def forward(
-        self, tokens_BT: Tensor, documents: Documents | None = None, head: HeadFunction | None = None
+        self,
+        tokens_BT: Tensor,
+        documents: Documents | None = None,
+        head: HeadFunction | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the logits [B, T, V] of each next token, and the auxiliary loss summed over layers and tokens.
 
         Documents do not attend to each other, and each counts its positions from 0. Without them, every row is one
-        document. The result of `head` replaces the logits."""
-        x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, documents), documents)
-        return self.apply_head(x_BTD, head), auxiliary
+        document. The result of `head` replaces the logits. The losses of multi-token prediction are part of the
+        auxiliary one; without `ahead` its layers do not run."""
+        # One call, because FSDP2 would gather the first blocks again in another.
+        tokens = tokens_BT if ahead is None else torch.cat([tokens_BT, *ahead.tokens])
+        x_BTD, *embeddings = self.embed(tokens, documents).split(len(tokens_BT))
+        context = self.sequence_context(x_BTD, documents)
+        model_blocks = list(self.blocks)[: self.spec.num_layers]
+        x_BTD, auxiliary = self.run_blocks(model_blocks, x_BTD, context)
+        return self.apply_head(x_BTD, auxiliary, context, head, ahead, embeddings)
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         """Return the input of the first block, [B, T, D]."""
@@ -181,29 +230,53 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
         return x_BTD
 
-    def run_blocks(
-        self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
+    def sequence_context(self, x_BTD: Tensor, documents: Documents | None) -> SequenceContext:
+        """Return what blocks with an input like `x_BTD` need of a micro-batch's sequences."""
         row_positions_T = self.local_positions(x_BTD) if self.has_positions else None
-        context = SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask)
+        return SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask)
+
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], x_BTD: Tensor, context: SequenceContext, **embedding: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and local tokens."""
         auxiliary = x_BTD.new_zeros(())
         for block in cast(Iterable[Block], blocks):
             self.wait_for_parameters(block)
-            x_BTD, block_auxiliary = block(x_BTD, *block.sequence_inputs(context))
+            x_BTD, block_auxiliary = block(x_BTD, *block.sequence_inputs(context), **embedding)
             if block_auxiliary is not None:
                 auxiliary = auxiliary + block_auxiliary
-        return x_BTD, self.sum_auxiliary(auxiliary)
+        return x_BTD, auxiliary
 
-    def apply_head(self, x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
-        """Return the logits of the last block's output, [B, T, V], or the result of `head`, which caps them itself."""
+    def apply_head(
+        self,
+        x_BTD: Tensor,
+        auxiliary: Tensor,
+        context: SequenceContext,
+        head: HeadFunction | None,
+        ahead: Ahead | None,
+        embeddings: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits of the last block's output, [B, T, V], and the auxiliary loss of all blocks.
+
+        The result of `head`, which caps them itself, replaces the logits. `embeddings` are those of the tokens of
+        `ahead`, and `auxiliary` is the loss of the blocks so far."""
         self.wait_for_parameters(self)
-        function = head or self.logits
         x_BTD = self.norm(x_BTD)
+        inputs = [x_BTD]
+        functions = [head or self.logits]
+        if ahead is not None:
+            predicting = list(self.blocks.children())[-len(ahead.losses) :]
+            for block, embedding, loss in zip(predicting, embeddings, ahead.losses, strict=True):
+                x_BTD, block_auxiliary = self.run_blocks([block], x_BTD, context, embedding_BTD=embedding)
+                auxiliary = auxiliary + block_auxiliary
+                inputs.append(x_BTD)
+                functions.append(loss)
         if self.spec.logits_divisor != 1:
-            x_BTD = x_BTD / self.spec.logits_divisor
-        out = function(x_BTD, self.head_weight) if self.spec.tie_embeddings else self.head(x_BTD, function)
-        return cast(Tensor, out) if head else cap_logits(out, self.spec.logits_softcap)
+            inputs = [x / self.spec.logits_divisor for x in inputs]
+        multiply = partial(multiply_with, self.head_weight) if self.spec.tie_embeddings else self.head
+        out, *losses = multiply(inputs, functions)
+        auxiliary = sum(losses, self.sum_auxiliary(auxiliary))
+        return (out if head else cap_logits(out, self.spec.logits_softcap)), auxiliary
 
     @property
     def head_weight(self) -> Tensor:

@@ -18,14 +18,15 @@ from phalanx.spec.run import RunSpec
 
 
 def layers_per_stage(run: RunSpec) -> list[range]:
-    """Return the layers of every stage of a run's pipeline.
+    """Return the layers of every stage of a run's pipeline; the last has those for multi-token prediction.
 
     Raises:
         UserError: If there are more stages than layers.
     """
     stages = representative_schedule(run.layout).stages
     try:
-        return contiguous_ranges(_balanced_counts(run.model, run.training.seq_len, stages))
+        *ranges, last = contiguous_ranges(_balanced_counts(run.model, run.training.seq_len, stages))
+        return [*ranges, range(last.start, run.model.num_blocks)]
     except UserError as error:
         problem = f"results in {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, fix=error.fix) from None
@@ -64,8 +65,19 @@ def contiguous_ranges(counts: Sequence[int]) -> list[range]:
 
 
 @lru_cache  # also requested many times
+def block_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[float, ...]:
+    """Return the FLOPs to train each block on one token, those for multi-token prediction included."""
+    return tuple(
+        3 * sum(product_flops(branch.part) + core_flops(branch.part, seq_len, causal) for branch in block)
+        for block in blocks(spec)
+    )
+
+
+@lru_cache
 def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[float, ...]:
-    """Return the FLOPs to train the embedding, each block, and the last norm with head on one token.
+    """Return the FLOPs to train the embedding, each block, and what follows the last block on one token.
+
+    That is the last norm and head, and the blocks for multi-token prediction with theirs.
 
     Their sum is `training_flops_per_token` plus 2 D for the embedding rows that are read and receive gradients.
 
@@ -73,17 +85,15 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
-    costs = [
-        3 * sum(product_flops(branch.part) + core_flops(branch.part, seq_len, causal) for branch in block)
-        for block in blocks(spec)
-    ]
-    return 2.0 * spec.hidden_size, *costs, 6.0 * spec.vocab_size * spec.hidden_size
+    costs = block_flops(spec, seq_len, causal)
+    head = 6.0 * spec.vocab_size * spec.hidden_size * spec.num_logits + sum(costs[spec.num_layers :])
+    return 2.0 * spec.hidden_size, *costs[: spec.num_layers], head
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
     """Return the cost of each stage, from its number of blocks.
 
-    The first stage also has the embedding, and the last the head.
+    The first stage also has the embedding, and the last what follows the last block.
     """
     totals = [sum(costs[1 + layer] for layer in stage_layers) for stage_layers in contiguous_ranges(layers)]
     totals[0] += costs[0]

@@ -28,8 +28,8 @@ class RankTensors:
     """Ranks that shard the rows of `expert`."""
     names: tuple[str, ...]
     """Names of all tensors, in the model's order."""
-    tied_embedding_copy: Shape | None = None
-    """Shape of the copy of a tied embedding that another rank trains."""
+    embedding_copy: Shape | None = None
+    """Shape of the copy of an embedding that another rank trains (`parallel.pipeline.shared_embedding`)."""
 
     @property
     def all(self) -> Shapes:
@@ -47,7 +47,7 @@ class RankTensors:
         return (
             tuple(map(strip_block_index, self.dense)),
             tuple(map(strip_block_index, self.expert)),
-            self.tied_embedding_copy,
+            self.embedding_copy,
         )
 
 
@@ -77,7 +77,7 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
             expert={name: shapes[name] for name in names if name in expert_names},
             expert_shards=expert_shards,
             names=tuple(names),
-            tied_embedding_copy=shapes["embedding.weight"] if has_copy else None,
+            embedding_copy=shapes["embedding.weight"] if has_copy else None,
         )
         for names, has_copy in _stage_tensor_names(run, list(shapes))
     ]
@@ -98,7 +98,7 @@ def local_shape(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank:
 
 
 def _stage_tensor_names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
-    """Return the tensors of each pipeline rank, and whether it also has a copy of a tied embedding."""
+    """Return the tensors of each pipeline rank, and whether it also has a copy of the embedding."""
     if run.layout.pp == 1:
         return [(names, False)]
     schedule = representative_schedule(run.layout)
@@ -114,4 +114,4 @@ def _stage_tensor_names(run: RunSpec, names: list[str]) -> list[tuple[list[str],
     names_by_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
     for name in names:
         names_by_rank[owner_rank(name)].append(name)
-    return [(members, run.model.tie_embeddings and rank == last != first) for rank, members in enumerate(names_by_rank)]
+    return [(members, run.model.reuses_embedding and rank == last != first) for rank, members in enumerate(names_by_rank)]

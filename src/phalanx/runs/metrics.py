@@ -34,6 +34,7 @@ class StepMetrics(TypedDict):
     targets_per_second: NotRequired[Amount | None]
     skipped_steps: NotRequired[Count]
     hot_expert_share: NotRequired[Number | None]
+    mtp_loss: NotRequired[Number | None]
     peak_memory_bytes: NotRequired[Count]
     ranks: NotRequired[WorldSize]
     resumed_at_step: NotRequired[Count]

@@ -15,7 +15,17 @@ from phalanx.spec.model import ModelSpec
 def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
     """Return the description of each layer: the model's, with the values of the layer's kind.
 
-    Equal layers are one object. A layer has no experts if its `moe` is None, and no window if that is None."""
+    Those for multi-token prediction follow the others; only they have `mtp`. Equal layers are one object. A layer has no
+    experts if its `moe` is None, and no window if that is None."""
+    layers = _model_layers(spec)
+    if spec.mtp is None:
+        return layers
+    kind = next((kind for kind in spec.kinds if kind.name == spec.mtp.kind), None)
+    like = spec.layer_of_kind(kind) if spec.mtp.kind else layers[-1]
+    return layers + (like.model_copy(update={"mtp": spec.mtp, "layer_scalars": False}),) * spec.mtp.layers
+
+
+def _model_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
     kinds = {kind.name: kind for kind in spec.kinds}
     if spec.layers is not None:
         of_kind = cache(lambda name: spec.layer_of_kind(kinds.get(name)))

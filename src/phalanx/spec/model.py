@@ -179,6 +179,20 @@ class MoESpec(Spec):
         return self.choice_bias or self.bias_update_rate > 0
 
 
+class MtpSpec(Spec):
+    """Multi-token prediction: layers after the last one that predict further tokens (DeepSeek-V3, arXiv 2412.19437, 2.2).
+
+    The first reads the output of the model's last norm, each other one that of the layer before, and the embedding of the
+    next token. They have the model's embedding and head. Training computes them; evaluation and generation do not."""
+
+    layers: int = Field(1, gt=0)
+    """Layers, each of which predicts one token further."""
+    loss_coef: float = Field(0.1, gt=0)
+    """Weight of the mean of their losses: 0.3 in DeepSeek-V3, 0.1 in the last third of its training."""
+    kind: str | None = Field(None, examples=["full"])
+    """Kind of the layers, as in `layers`; by default that of the last one."""
+
+
 class KindSpec(Spec):
     """Layers of a kind that `layers` names. A field that is not set is that of the model."""
 
@@ -321,6 +335,8 @@ class ModelSpec(Spec):
     """Share one matrix between embedding and head."""
     moe: MoESpec | None = None
     """Experts in place of the MLP; without this table the model is dense."""
+    mtp: MtpSpec | None = None
+    """Multi-token prediction in training; without this table there is none."""
     implementation: ComponentSpec | None = Field(None, examples=["my_model:Network"])
     """Import path of a `torch.nn.Module` to train in place of Phalanx's transformer, "package.module:Class" or a table
     with `class` and its arguments; called with this description (`spec`). The other fields describe its size to the
@@ -407,6 +423,8 @@ class ModelSpec(Spec):
             problem = "has no effect without a sliding window"
             raise UserError("full_attention_layers", layers, problem, "set model.sliding_window, or remove it")
         self._check_kinds()
+        if self.mtp is not None:
+            self._check_mtp(self.mtp)
         if self.moe is not None:
             if self.branches == "mixer" and self.layers is None:
                 problem = "leaves no layer with experts"
@@ -426,6 +444,18 @@ class ModelSpec(Spec):
                 raise UserError("moe.dense_branch", True, problem, 'set model.norm_position = "before" or "both"')
         return self
 
+    def _check_mtp(self, mtp: MtpSpec) -> None:
+        names = parse_layers(self.layers) if self.layers is not None else []
+        if mtp.kind is not None and mtp.kind not in names:
+            fix = f"use one of: {', '.join(dict.fromkeys(names))}" if names else "remove it, or set model.layers"
+            raise UserError("mtp.kind", mtp.kind, "is not in model.layers", fix)
+        if self.position_embedding == "learned":
+            problem = 'is not supported with position_embedding = "learned"'
+            raise UserError("mtp", mtp.layers, problem, 'remove it, or set position_embedding = "rope"')
+        if self.implementation is not None:
+            problem = "has no effect on a network of model.implementation"
+            raise UserError("mtp", mtp.layers, problem, "remove it")
+
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
         """Return the description of one layer of a kind; None: a layer as the model says."""
         values = {name: value for name, value in kind or () if name != "name" and value is not None}
@@ -437,7 +467,7 @@ class ModelSpec(Spec):
     def one_layer(self, **values: object) -> ModelSpec:
         """Return the description of one layer with some values, which are not checked."""
         one_layer: dict[str, object] = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
-        of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
+        of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0, "mtp": None}
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
         layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
         if layer.branches == "mixer":
@@ -501,6 +531,21 @@ class ModelSpec(Spec):
             if not isinstance(cause, UserError):
                 raise
             raise UserError(f"{field}.{cause.field}", cause.value, cause.problem, cause.fix) from None
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of layers in training: those of the model, and those for multi-token prediction."""
+        return self.num_layers + (self.mtp.layers if self.mtp else 0)
+
+    @property
+    def num_logits(self) -> int:
+        """Number of predictions of a token in training: the next one, and those of multi-token prediction."""
+        return 1 + (self.mtp.layers if self.mtp else 0)
+
+    @property
+    def reuses_embedding(self) -> bool:
+        """True if the end of the model reads the embedding: as its head, or for multi-token prediction."""
+        return self.tie_embeddings or self.mtp is not None
 
     @property
     def attends(self) -> bool:

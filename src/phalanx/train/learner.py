@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
+from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
-from phalanx.model.transformer import HeadFunction
+from phalanx.model.transformer import Ahead, cap_logits
 from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
@@ -41,6 +42,12 @@ class MicroBatch:
     tokens: Tensor
     targets: Tensor
     documents: Documents | None
+    tokens_ahead: Tensor | None = None
+    """Tokens after each token, [layers, B, T], which the layers for multi-token prediction read."""
+    targets_ahead: Sequence[Tensor] = ()
+    """Targets of these layers, [B, T] each."""
+    mtp_losses: list[Tensor] = field(default_factory=list, init=False)
+    """Their losses, summed over tokens, once they have run. Copies of a micro-batch have none."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -121,6 +128,8 @@ class Learner:
         """Return this rank's rows of a step as micro-batches on the device."""
         local_indices = self.local_tokens(batch.tokens.shape[1])
         # Rows of one document are treated like others, so that compiled blocks have one graph.
+        mtp = self.run.model.mtp
+        all_ahead = tokens_ahead(batch, mtp.layers) if mtp else ()
         always_has_documents = self.compiles and self.run.data.mask_documents and self.device.type == "cuda"
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
@@ -138,7 +147,8 @@ class Learner:
                 if self.compiles:
                     torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
-            micros.append(MicroBatch(tokens, targets, documents))
+            ahead = (self._to_device(x[:, rows][..., local_indices]) for x in all_ahead)
+            micros.append(MicroBatch(tokens, targets, documents, *ahead))
         return micros
 
     def _to_device(self, array: Any) -> Tensor:
@@ -154,6 +164,10 @@ class Learner:
             sums.tokens.add_((micro.targets != IGNORE_INDEX).sum() * self.strategy.has_loss)
             sums.loss.add_(loss)
             sums.auxiliary_loss.add_(auxiliary)
+            if micro.mtp_losses:
+                mtp_loss = torch.stack(micro.mtp_losses).mean()
+                sums.mtp_loss.add_(mtp_loss)
+                sums.auxiliary_loss.sub_(self.run.model.mtp.loss_coef * mtp_loss)
         for moe_index, router in self.routers.items():
             sums.expert_loads[moe_index] = router.load / router.forward_passes
             sums.dropped_choices.add_(router.dropped / router.forward_passes)
@@ -163,25 +177,51 @@ class Learner:
         """Return the loss and the auxiliary loss, summed over tokens.
 
         Logits, the largest tensor of all, are freed here."""
+        mtp = self.run.model.mtp
+        ahead = None
+        if mtp is not None and micro.tokens_ahead is not None:
+            losses = [partial(self._mtp_loss, micro, targets, mtp.loss_coef / mtp.layers) for targets in micro.targets_ahead]
+            ahead = Ahead(micro.tokens_ahead, losses)
         if self.loss is None:
-            return self.compute_held_out_loss(model, micro)
-        logits, auxiliary = self._run_model(model, micro)
+            return self._compute_cross_entropy(model, micro, ahead)
+        logits, auxiliary = self._run_model(model, micro, ahead=ahead)
         return self.loss(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
-        head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX)
-        if head is not None:
-            return self._run_model(model, micro, head)
-        logits, auxiliary = self._run_model(model, micro, self.strategy.data_parallel.uncapped_logits)
-        return self.strategy.data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
+        return self._compute_cross_entropy(model, micro)
 
-    def _run_model(
-        self, model: Callable[..., Any], micro: MicroBatch, head: HeadFunction | None = None
+    def _compute_cross_entropy(
+        self, model: Callable[..., Any], micro: MicroBatch, ahead: Ahead | None = None
     ) -> tuple[Tensor, Tensor]:
+        data_parallel = self.strategy.data_parallel
+        head = data_parallel.head_loss(micro.targets, IGNORE_INDEX)
+        if head is not None:
+            return self._run_model(model, micro, head=head, ahead=ahead)
+        logits, auxiliary = self._run_model(model, micro, head=data_parallel.uncapped_logits, ahead=ahead)
+        return data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
+
+    def _mtp_loss(self, micro: MicroBatch, targets: Tensor, weight: float, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Return the weighted loss of a layer for multi-token prediction, whose output is the head's input."""
+        data_parallel = self.strategy.data_parallel
+        head = None if self.loss else data_parallel.head_loss(targets, IGNORE_INDEX)
+        if head is not None:
+            loss = head(x_BTD, weight_VD)
+        else:
+            logits = self.module.logits(x_BTD, weight_VD)
+            with torch.autocast(self.device.type, enabled=False):
+                if self.loss is None:
+                    loss = data_parallel.cross_entropy(logits, targets, IGNORE_INDEX)
+                else:
+                    loss = self.loss(cap_logits(logits, self.run.model.logits_softcap), targets, IGNORE_INDEX)
+        micro.mtp_losses.append(loss.detach())
+        return weight * loss
+
+    def _run_model(self, model: Callable[..., Any], micro: MicroBatch, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the logits and the auxiliary loss; a network of the user may return the logits alone."""
+        options = {name: value for name, value in options.items() if value is not None}
         with autocast_context(self.strategy, self.run.training.precision, self.device):
-            output = model(*micro.inputs) if head is None else model(*micro.inputs, head=head)
+            output = model(*micro.inputs, **options)
         return output if isinstance(output, tuple) else (output, output.new_zeros(()))
 
     def reduce(self, sums: StepSums) -> StepReduction:

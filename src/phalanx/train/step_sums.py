@@ -22,6 +22,8 @@ class StepSums:
     """Loss, summed over tokens."""
     auxiliary_loss: Tensor
     """Balance and z-losses of experts, summed over tokens."""
+    mtp_loss: Tensor
+    """Mean of the losses of the layers for multi-token prediction, summed over tokens."""
     stop_requests: Tensor
     """Number of ranks that received a signal to stop."""
     finish_requests: Tensor

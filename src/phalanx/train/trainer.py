@@ -342,6 +342,8 @@ class Trainer(Learner):
             hottest = hottest_expert(sums.expert_loads, self.experts.layers)
             self.step_record["hot_expert"] = hottest
             record |= expert_metrics(sums, hottest, has_capacity=self.run.model.moe.capacity_factor is not None)
+        if self.run.model.mtp:
+            record["mtp_loss"] = float(sums.mtp_loss) / targets if targets else math.nan
         if results.expert_rows is not None:
             self.step_record["expert_rows"] = results.expert_rows
         seconds = sum(self.step_record["seconds"].values())

@@ -21,7 +21,7 @@ from phalanx.spec.formatting import COUNT_PREFIXES, GIB, format_si
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.terminal import Terminal
 
-PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
+PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms", "head")
 MACHINE_FIELDS = (
     "peak_flops",
     "memory_bytes",

@@ -66,6 +66,8 @@ class JobTable:
     mlp_matrices: Column
     """Matrices of an MLP: 3 if it is gated, else 2."""
     vocab: Column
+    predictions: Column
+    """Predicted tokens for each token: 1 without multi-token prediction."""
     tied: Column
     experts: Column
     top_k: Column

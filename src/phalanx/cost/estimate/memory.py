@@ -180,4 +180,6 @@ def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     gather_factor = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), constants.logit_gathered, 1.0)
     vocab = jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp)
     matrix_bytes = np.where(jobs.loss_chunks > 1, jobs.gradient_bytes * vocab * jobs.width, 0.0)
-    return jobs.tokens / jobs.loss_chunks * vocab * bytes_per_logit * gather_factor + matrix_bytes
+    logit_bytes = jobs.tokens / jobs.loss_chunks * vocab * bytes_per_logit * gather_factor
+    # In chunks, the logits of one prediction exist at a time.
+    return logit_bytes * np.where(jobs.loss_chunks > 1, 1, jobs.predictions) + jobs.predictions * matrix_bytes

@@ -165,8 +165,8 @@ def _estimate_head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
     sums = (jobs.loss_chunks - 1) * memory_pass_seconds(constants, jobs, 2 * matrix_bytes)
     is_chunked = jobs.loss_chunks > 1
     return StageTime(
-        forward=np.where(is_chunked, 3 * product + loss + sums, product + 0.4 * loss),
-        backward=np.where(is_chunked, 0.0, 2 * product + 0.6 * loss),
+        forward=jobs.predictions * np.where(is_chunked, 3 * product + loss + sums, product + 0.4 * loss),
+        backward=jobs.predictions * np.where(is_chunked, 0.0, 2 * product + 0.6 * loss),
         weight_grad=np.zeros(1),
     )
 

@@ -41,6 +41,8 @@ class ActivationBytes:
     """Dense MLPs."""
     experts: int = 0
     """Routers, routed and shared experts."""
+    merge: int = 0
+    """Inputs of layers for multi-token prediction, with the embeddings of tokens that these read."""
     tp_boundaries: int = 0
     """Input and output of a pipeline stage that no other operation saves."""
     head_and_loss: int = 0
@@ -83,7 +85,7 @@ class ActivationBytes:
     @property
     def total(self) -> int:
         """Bytes saved at the end of the forward pass and the loss."""
-        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.tp_boundaries
+        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.merge + self.tp_boundaries
         return self.inputs + blocks + self.head_and_loss + self.weight_copies
 
     @property

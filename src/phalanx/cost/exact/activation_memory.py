@@ -40,7 +40,7 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Block, blocks, describe_norm, residual_stream
+from phalanx.spec.parts.block import Block, blocks, describe_norm, mixer_branch, residual_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,10 @@ class StageBlocks:
     """True if the stage's backward passes are in two halves."""
     recomputed: int = 0
     """Number of blocks, the first ones, that recompute activations."""
+
+    def num_embedded(self, spec: ModelSpec) -> int:
+        """Return the number of tokens that the stage embeds for each of its tokens."""
+        return int(self.first) + (spec.num_logits - 1 if self.last else 0)
 
     def num_offloaded(self, shape: ForwardShape) -> int:
         """Return the number of recomputed blocks, the last ones, whose inputs are in CPU memory.
@@ -91,11 +95,10 @@ def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout)
     return [stages[index] for index in range(len(layers))]
 
 
-def full_model_stage(num_layers: int, layout: Layout) -> StageBlocks:
+def full_model_stage(spec: ModelSpec, layout: Layout) -> StageBlocks:
     """Return the only stage of a model without a pipeline."""
-    return StageBlocks(
-        layers=range(num_layers), first=True, last=True, recomputed=layout.recomputed_on_rank(0, num_layers)
-    )
+    count = spec.num_blocks
+    return StageBlocks(layers=range(count), first=True, last=True, recomputed=layout.recomputed_on_rank(0, count))
 
 
 def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | None = None) -> ActivationBytes:
@@ -109,7 +112,7 @@ def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | 
     layer l recomputes, but nothing of later layers or the loss.
     """
     layout = shape.layout
-    stage = stage or full_model_stage(spec.num_layers, layout)
+    stage = stage or full_model_stage(spec, layout)
     model_blocks = blocks(spec, layout)
     stage_blocks = [model_blocks[layer] for layer in stage.layers]
     saved_by = {branch.part: saved_by_part(spec, branch.part, shape) for block in set(stage_blocks) for branch in block}
@@ -242,13 +245,13 @@ def _saved_by_blocks(
             # The first norm saves the block's input, which a block that is not offloaded has saved already.
             other_inputs = (index > on_device) - (index < on_device)
             inside_blocks.append(again + other_inputs * stream_bytes)
-        elif method == "selective" and block[0].part.kind == "attention":
-            attention = block[0]
+        elif method == "selective" and (attention := mixer_branch(block)):
             saved += Counter(norms=branch_norm_bytes(attention, shape)) + checkpoint
             # The projections also save their input, unless autocast makes copies of it.
             again = saved.total() + saved_by[attention.part].total()
             inside_blocks.append(again - (0 if shape.autocast else stream_bytes))
-            saved += sum(by_branch[1:], Counter())
+            others = (size for branch, size in zip(block, by_branch, strict=True) if branch is not attention)
+            saved += sum(others, Counter())
         else:
             for branch, size in zip(block, by_branch, strict=True):
                 saved += size
@@ -261,14 +264,14 @@ def _saved_by_blocks(
 
 
 def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks, recomputes: bool) -> int:
-    """Return the bytes that the blocks of a stage share; those of the first stage share the tokens.
+    """Return the bytes that the blocks of a stage share, and of the tokens that it embeds.
 
     `recomputes` is True if a block of the stage recomputes activations."""
     is_ring = shape.layout.cp > 1 and shape.layout.cp_method == "ring"
     # Positions restart with each document.
     num_positions = shape.tokens if shape.masked else shape.tokens // shape.batch
     # Embedding: indices, and a flag for rows on other ranks.
-    token_bytes = shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
+    token_bytes = stage.num_embedded(spec) * shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
     # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     layers = {layer_specs(spec)[index] for index in stage.layers}
@@ -282,4 +285,4 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.attends)
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
     saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
-    return saved_bytes + (token_bytes if stage.first else 0) + mask_bytes
+    return saved_bytes + token_bytes + mask_bytes

@@ -39,9 +39,9 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
             if is_recomputed and index < stage.recomputed and shape.layout.recomputes_attention:
                 traffic += part.recompute
     x, stream_bytes = (shape.tokens * spec.hidden_size * size for size in (shape.compute_bytes, shape.residual_bytes))
-    if stage.first:
-        traffic += tp_reduce(shape, stream_bytes) + tp_gather(shape, stream_bytes)
-    if stage.last:
+    if num_embedded := stage.num_embedded(spec):
+        traffic += tp_reduce(shape, num_embedded * stream_bytes) + tp_gather(shape, num_embedded * stream_bytes)
+    for _ in range(spec.num_logits if stage.last else 0):
         num_chunks = shape.num_logits_chunks(spec)
         # The backward pass gathers the head's input again, unless chunks have gradients in the forward pass.
         traffic += tp_gather(shape, x) + (tp_gather(shape, x) if num_chunks == 1 else []) + tp_reduce(shape, x)

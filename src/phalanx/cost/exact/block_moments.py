@@ -96,7 +96,8 @@ def block_moments(
         splits_backward: True if the gradients of weights are deferred, with their operands.
     """
     mixers = [branch.part for branch in block if branch.part.kind == "attention"]
-    ffns = [branch.part for branch in block if branch.part.kind != "attention"]
+    ffn_branches = [branch for branch in block if branch.part.kind in ("mlp", "experts")]
+    ffns = [branch.part for branch in ffn_branches]
     is_parallel = len(mixers) == 1 and len(ffns) == 1 and block[-1].shares_input
     if shape.on_cuda:
         inner_bytes = [inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns]
@@ -108,7 +109,7 @@ def block_moments(
     gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
     mlp: list[BlockMoment] = []
     freed = FreedBefore()
-    for branch in reversed([branch for branch in block if branch.part.kind != "attention"]):
+    for branch in reversed(ffn_branches):
         ffn = branch.part
         # The gradient of a norm's input takes the place of that input, until it is gathered or sorted by expert.
         is_replaced = gathers_gradient or ffn.kind == "experts"
@@ -126,7 +127,7 @@ def block_moments(
     attention = [moment for mixer in mixers for moment in _attention_moments(mixer, freed, shape, saved_by=saved_by)]
     if is_parallel:
         attention = [replace(moment, temporary=moment.temporary + stream_bytes) for moment in attention]
-    if block[0].scale != 1 and not gathers_gradient:  # the gradient of what is added differs from that of the stream
+    if block[-1].scale != 1 and not gathers_gradient:  # the gradient of what is added differs from that of the stream
         output_gradient += stream_bytes
     if block[-1].scales_stream:
         output_gradient += stream_bytes

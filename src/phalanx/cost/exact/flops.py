@@ -63,7 +63,7 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
                 core += core_flops(branch.part, seq_len, causal)
             else:
                 mlp += products
-    return ForwardFlops(projections, core, mlp, head=2.0 * spec.vocab_size * spec.hidden_size)
+    return ForwardFlops(projections, core, mlp, head=2.0 * spec.vocab_size * spec.hidden_size * spec.num_logits)
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
@@ -125,7 +125,7 @@ def run_recomputed_flops_per_token(run: RunSpec) -> float:
     """Return the FLOPs that the backward pass of a run recomputes on one token, with equal blocks."""
     method = run.layout.activation_checkpointing
     all_blocks = run.layout.recomputed_blocks is None
-    fraction = 1.0 if all_blocks else len(recomputed_layers(run)) / run.model.num_layers
+    fraction = 1.0 if all_blocks else len(recomputed_layers(run)) / run.model.num_blocks
     return fraction * recomputed_flops_per_token(run.model, run.training.seq_len, method)
 
 
@@ -155,7 +155,7 @@ def rank_flops(resolved: ResolvedRun, rank: int) -> float:
             else _recomputed_attention_flops(run, recomputed_products)
         )
     head_shape = lm_head_shape(run, tensors, coordinates["pp"])
-    head = 6 * tokens * num_elements(head_shape) if head_shape else 0
+    head = 6 * tokens * num_elements(head_shape) * run.model.num_logits if head_shape else 0
     return 3 * (products.total + core) + recomputed + head
 
 
@@ -256,7 +256,7 @@ def lm_head_shape(run: RunSpec, tensors: RankTensors, pp_rank: int) -> Shape | N
     """
     if run.layout.pp > 1 and representative_schedule(run.layout).end_ranks[1] != pp_rank:
         return None
-    return tensors.tied_embedding_copy or tensors.dense.get("head.weight") or tensors.dense["embedding.weight"]
+    return tensors.dense.get("head.weight") or tensors.embedding_copy or tensors.dense["embedding.weight"]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:

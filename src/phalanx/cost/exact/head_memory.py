@@ -19,9 +19,9 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
     input_bytes = shape.operand_bytes(residual_stream(spec))
     if shape.num_logits_chunks(spec) > 1:
-        return Counter(head_and_loss=input_bytes + matrix * shape.residual_bytes)
+        return Counter(head_and_loss=spec.num_logits * (input_bytes + matrix * shape.residual_bytes))
     saved_bytes = input_bytes + _logits_bytes(spec, shape, shape.tokens)
-    return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(matrix))
+    return Counter(head_and_loss=spec.num_logits * saved_bytes, weight_copies=shape.weight_copies(matrix))
 
 
 def loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

@@ -102,13 +102,14 @@ def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:
         fix = "use a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len"
         raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
     first, last = schedule.end_ranks
-    if run.model.tie_embeddings and first != last and layout.data_parallel in FSDP_STRATEGIES:
+    if run.model.reuses_embedding and first != last and layout.data_parallel in FSDP_STRATEGIES:
         problem = f'requires embedding and head on one rank with layout.data_parallel = "{layout.data_parallel}"'
         fix = (
             f"use layout.schedule = {quote_names(V_SCHEDULES)}, which have both on one rank, or "
             'layout.data_parallel = "zero1"'
         )
-        raise UserError("model.tie_embeddings", True, problem, fix)
+        field = "model.tie_embeddings" if run.model.tie_embeddings else "model.mtp.layers"
+        raise UserError(field, run.model.mtp.layers if run.model.mtp else True, problem, fix)
 
 
 def check_divisibility(resolved: ResolvedRun) -> None:

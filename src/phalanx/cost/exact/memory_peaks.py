@@ -75,8 +75,8 @@ def split_persistent_memory(resolved: ResolvedRun, rank: RankTensors, state: Sta
         summed_bytes = STATE_BYTES[run.training.precision] * sum(
             map(num_elements, [*rank.dense.values(), *rank.expert.values()])
         )
-    if rank.tied_embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
-        summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
+    if rank.embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
+        summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.embedding_copy)
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
         parameters_and_optimizer=state.parameters + state.optimizer,

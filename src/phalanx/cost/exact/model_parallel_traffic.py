@@ -27,7 +27,7 @@ def model_parallel_traffic(resolved: ResolvedRun, stage_tensors: list[RankTensor
     micro_batches = resolved.micro_batches
     shape = forward_shape(resolved)
     if run.layout.pp == 1:
-        stage = full_model_stage(run.model.num_layers, run.layout)
+        stage = full_model_stage(run.model, run.layout)
         return [_scale_traffic(micro_batches, stage_activation_traffic(run.model, shape, stage))]
     schedule = layout_schedule(run.layout, micro_batches)
     stages = pipeline_stages(layers_per_stage(run), schedule, run.layout)
@@ -39,7 +39,7 @@ def model_parallel_traffic(resolved: ResolvedRun, stage_tensors: list[RankTensor
             [
                 *_scale_traffic(micro_batches, inside),
                 _stage_messages(run, shape, schedule, pp_rank=pp_rank),
-                *_tied_embedding_messages(run, shape, schedule, pp_rank=pp_rank, stage_tensors=stage_tensors),
+                *_shared_embedding_messages(run, shape, schedule, pp_rank=pp_rank, stage_tensors=stage_tensors),
             ]
         )
     return traffic
@@ -53,16 +53,16 @@ def _stage_messages(run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_ra
     return Traffic("send", num_sends * message_bytes, purpose, "pp", calls=num_sends)
 
 
-def _tied_embedding_messages(
+def _shared_embedding_messages(
     run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_rank: int, stage_tensors: list[RankTensors]
 ) -> list[Traffic]:
-    """Return the messages between embedding and head that are one tensor on two ranks; none from other ranks."""
+    """Return the messages between the ends of a pipeline that both have the embedding; none from other ranks."""
     first, last = schedule.end_ranks
     end_stages = {0, schedule.stages - 1}
-    if not run.model.tie_embeddings or first == last or end_stages.isdisjoint(schedule.stages_of(pp_rank)):
+    if not run.model.reuses_embedding or first == last or end_stages.isdisjoint(schedule.stages_of(pp_rank)):
         return []
     size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
-    purpose = "the tied embedding's weights, or their gradients"
+    purpose = "the shared embedding's weights, or their gradients"
     return [Traffic("send", size, purpose, "ends")]
 
 

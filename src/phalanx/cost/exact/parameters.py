@@ -27,6 +27,8 @@ class ParameterCount:
     shared_experts: int
     """Experts that process every token."""
     router: int
+    merge: int
+    """Products for multi-token prediction of the stream and the next token's embedding."""
     norms: int
     """Norms of the residual stream, and of queries and keys."""
     head: int
@@ -43,7 +45,7 @@ class ParameterCount:
     @property
     def total(self) -> int:
         """Number of parameters, each counted once."""
-        blocks = self.attention + self.mlp + self.experts + self.shared_experts + self.router
+        blocks = self.attention + self.mlp + self.experts + self.shared_experts + self.router + self.merge
         return self.embedding + blocks + self.norms + self.head
 
     @property
@@ -89,7 +91,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
                 elif not isinstance(operation, Norm):
                     vectors = (each for each in operation.parameters.values() if len(each.shape) == 1)
                     count["biases"] += sum(vector.numbers for vector in vectors)
-    fields = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
+    fields = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms", "head")
     return ParameterCount(
         **{field: count[field] for field in fields},
         inactive_experts=count["inactive_experts"],

@@ -42,7 +42,7 @@ def rank_model_state(resolved: ResolvedRun, rank: RankTensors) -> StateBytes:
             strided = {name: shape for name, shape in shapes.items() if has_strided_shards(shape, shards)}
             total += StateBytes(0, 0, STATE_BYTES[precision] * owned_counts(strided, run, shards)[0])
     bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
-    copied_bytes = 0 if rank.tied_embedding_copy is None else bytes_per_element * num_elements(rank.tied_embedding_copy)
+    copied_bytes = 0 if rank.embedding_copy is None else bytes_per_element * num_elements(rank.embedding_copy)
     return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)
 
 

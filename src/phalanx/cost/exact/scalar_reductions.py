@@ -13,7 +13,7 @@ from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import parameter_shardings
 
-NUM_SCALARS = 8
+NUM_SCALARS = 9
 """Number of scalars that ranks sum in every step (`train.step_sums.StepSums`)."""
 REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 

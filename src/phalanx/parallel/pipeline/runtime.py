@@ -27,10 +27,10 @@ from phalanx.parallel.comm.device_clock import HOST_CLOCK
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.cross_entropy import LossScale
 from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
+from phalanx.parallel.pipeline.shared_embedding import SharedEmbedding
 from phalanx.parallel.pipeline.split_backward import split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.pipeline.stage_passes import PipelineStepState, StagePasses
-from phalanx.parallel.pipeline.tied_embedding import TiedEmbedding
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
@@ -84,8 +84,8 @@ class PipelineStrategy(Strategy):
         self.forward_only = Schedule.from_rows(
             [[Action(stage, "F", 0) for stage in rank_stages] for rank_stages in stages]
         )
-        self.tied_embedding = TiedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
-        self.tied_embedding.create_copy(activation_template)
+        self.shared_embedding = SharedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
+        self.shared_embedding.create_copy(activation_template)
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size
         self._loaded_cases: set[tuple[object, ...]] = set()
@@ -242,7 +242,7 @@ class PipelineStrategy(Strategy):
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Reduce as `Strategy.reduce`, with the gradient norm of all stages."""
-        self.tied_embedding.reduce_gradient()
+        self.shared_embedding.reduce_gradient()
         self.data_parallel.finalize_gradients()
         self.data_parallel.reduce_partial_gradients()
         square = self.grad_norm().to(sums.device).square()
@@ -253,9 +253,9 @@ class PipelineStrategy(Strategy):
         return StepReduction(norm=self.data_parallel.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums=sums)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step the optimizers, and copy the tied embedding to the last stage."""
+        """Step the optimizers, and copy a shared embedding to the last stage."""
         self.data_parallel.update(optimizers)
-        self.tied_embedding.send_weight()
+        self.shared_embedding.send_weight()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -266,17 +266,17 @@ class PipelineStrategy(Strategy):
         self.data_parallel.wait_for_weights()
 
     def sync_model_weights(self) -> None:
-        """Copy the trained weights to the model, and the tied embedding to the last stage."""
+        """Copy the trained weights to the model, and a shared embedding to the last stage."""
         self.data_parallel.sync_model_weights()
-        self.tied_embedding.send_weight()
+        self.shared_embedding.send_weight()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         """Return initial optimizer state of a parameter."""
         return self.data_parallel.init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        """Return the persistent tensors of this rank by part, with the copy of a tied embedding."""
+        """Return the persistent tensors of this rank by part, with the copy of a shared embedding."""
         resident = self.data_parallel.resident_tensors(optimizers)
-        if self.stages.tied_embedding_copy is not None:
-            resident["parameters"] = [*resident["parameters"], self.stages.tied_embedding_copy]
+        if self.shared_embedding.copy is not None:
+            resident["parameters"] = [*resident["parameters"], self.shared_embedding.copy]
         return resident

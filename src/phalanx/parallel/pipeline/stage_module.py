@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.model.sequence_context import Documents
-from phalanx.model.transformer import HeadFunction, Transformer
+from phalanx.model.transformer import Ahead, HeadFunction, Transformer
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.spec.model import ModelSpec
 
@@ -36,10 +37,12 @@ class StageModule(Transformer):
         local_blocks = {str(layer): self.blocks[layer] for stage_layers in layers.values() for layer in stage_layers}
         self.blocks = nn.ModuleDict(local_blocks)  # type: ignore[assignment]
         self.deferred_weight_grads = DeferredWeightGrads()
-        self.tied_embedding_copy: Tensor | None = None
-        """Copy of the embedding, on a rank whose head is the embedding that another rank trains."""
+        self.has_embedding_copy = 0 not in layers and self.last in layers and spec.reuses_embedding
+        """True if the embedding is a copy of that which another rank trains, and no parameter."""
         if 0 not in layers:
-            del self.embedding
+            del self.embedding.weight
+            if not self.has_embedding_copy:
+                del self.embedding
             if spec.position_embedding == "learned":
                 del self.positions
         if self.last not in layers:
@@ -48,17 +51,22 @@ class StageModule(Transformer):
                 del self.head
 
     def forward(
-        self, x: Tensor, documents: Documents | None = None, head: HeadFunction | None = None, stage: int = 0
+        self,
+        x: Tensor,
+        documents: Documents | None = None,
+        head: HeadFunction | None = None,
+        ahead: Ahead | None = None,
+        stage: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Return the output of a stage of this rank, or the logits of the last stage, and its auxiliary loss.
 
         The input is [B, T, D], for the first stage the tokens, [B, T]. The result of `head` replaces the logits."""
         x_BTD = self.embed(x, documents) if stage == 0 else x
-        blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
-        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, documents)
-        return (self.apply_head(x_BTD, head) if stage == self.last else x_BTD), auxiliary
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The weight of the head, or this rank's copy of a tied embedding."""
-        return super().head_weight if self.tied_embedding_copy is None else self.tied_embedding_copy
+        context = self.sequence_context(x_BTD, documents)
+        layers = (layer for layer in self.layers[stage] if layer < self.spec.num_layers)
+        blocks = [self.blocks[str(layer)] for layer in layers]  # type: ignore[call-overload]
+        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, context)
+        if stage < self.last:
+            return x_BTD, self.sum_auxiliary(auxiliary)
+        embeddings = () if ahead is None else self.embed(torch.cat([*ahead.tokens]), documents).split(len(x_BTD))
+        return self.apply_head(x_BTD, auxiliary, context, head, ahead, embeddings)

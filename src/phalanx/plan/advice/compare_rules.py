@@ -207,7 +207,7 @@ def describe_situation(layouts: EvaluatedLayouts) -> RunSituation:
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=resident_bytes["activations"] + resident_bytes["logits"],
         recomputed_bytes=recomputed_bytes["activations"] + recomputed_bytes["logits"],
-        layer_bytes=block_state_bytes + resident_bytes["activations"] / model.num_layers,
+        layer_bytes=block_state_bytes + resident_bytes["activations"] / model.num_blocks,
         fits_one_device=fits_one_device,
         fits_with_zb_h2=fits_with_zb_h2,
     )

@@ -50,7 +50,7 @@ class ExportJob(ResolvedRun):
     @cached_property
     def stages(self) -> list[range]:
         """Layers of every pipeline stage, in order; one stage without a pipeline."""
-        return layers_per_stage(self.run) if self.layout.pp > 1 else [range(self.run.model.num_layers)]
+        return layers_per_stage(self.run) if self.layout.pp > 1 else [range(self.run.model.num_blocks)]
 
     @property
     def learning_rate(self) -> float:

@@ -19,7 +19,7 @@ from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.plan.search.candidates import ZERO_STAGES, CandidateLayout
 from phalanx.plan.tables.job_columns import model_columns
 from phalanx.plan.tables.machine_columns import machine_columns
-from phalanx.program.pipeline_split import layer_flops, layers_per_rank
+from phalanx.program.pipeline_split import block_flops, layers_per_rank
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import LOGITS_CHUNK_BYTES
@@ -132,7 +132,7 @@ def _count_stage_blocks(run: RunSpec, candidate: CandidateLayout) -> _StageBlock
     layers_by_rank = layers_per_rank(candidate_run)
     schedule = representative_schedule(candidate_run.layout)
     first, last = schedule.end_ranks
-    costs = layer_flops(run.model, run.training.seq_len)[1:-1]
+    costs = block_flops(run.model, run.training.seq_len)
     # All blocks without `recomputed_blocks`, whatever the method.
     recomputed_blocks = candidate.recomputed_blocks
     per_rank = recomputed_blocks if isinstance(recomputed_blocks, tuple) else [recomputed_blocks] * len(layers_by_rank)
@@ -153,6 +153,6 @@ def _count_stage_blocks(run: RunSpec, candidate: CandidateLayout) -> _StageBlock
         blocks=[len(layers_by_rank[rank]) for rank in positions],
         moe_blocks=[len(with_experts.intersection(layers_by_rank[rank])) for rank in positions],
         recomputed=[recomputed[rank] / len(layers_by_rank[rank]) for rank in positions],
-        mean_recomputed=sum(recomputed) / run.model.num_layers,
+        mean_recomputed=sum(recomputed) / run.model.num_blocks,
         splits_backward=schedule.splits_backward,
     )

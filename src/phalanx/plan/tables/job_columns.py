@@ -38,12 +38,13 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
     moe = spec.moe
     return {
         **_layer_columns(spec, sequence),
-        "layers": spec.num_layers,
-        "dense_layers": spec.num_layers - len(expert_layers(spec)),
+        "layers": spec.num_blocks,
+        "dense_layers": spec.num_blocks - len(expert_layers(spec)),
         "width": spec.hidden_size,
-        "norms": sum(len(branch.norms) for block in blocks(spec) for branch in block) / spec.num_layers,
+        "norms": sum(len(branch.norms) for block in blocks(spec) for branch in block) / spec.num_blocks,
         "mlp_matrices": NUM_INPUTS[spec.activation] + 1,
         "vocab": spec.vocab_size,
+        "predictions": spec.num_logits,
         "tied": float(spec.tie_embeddings),
         "experts": moe.num_experts if moe else 0,
         "top_k": moe.top_k if moe else 0,
@@ -74,8 +75,8 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
         routed = sum(layer.moe is not None for layer in layers)
         rows.append(
             {
-                "kind_share": len(layers) / spec.num_layers,
-                "kind_dense_share": (len(layers) - routed) / max(1, spec.num_layers - num_routed),
+                "kind_share": len(layers) / spec.num_blocks,
+                "kind_dense_share": (len(layers) - routed) / max(1, spec.num_blocks - num_routed),
                 "kind_routed_share": routed / max(1, num_routed),
                 "heads": sizes.heads,
                 "kv_heads": sizes.kv_heads,
@@ -107,7 +108,7 @@ class KernelSizes(NamedTuple):
     @classmethod
     def of_layer(cls, layer: ModelSpec, block: Block, sequence: int) -> KernelSizes:
         """Return the sizes of a layer, which are 0 for a branch that it does not have."""
-        ffn = layer.ffn_hidden_size if any(branch.part.kind != "attention" for branch in block) else 0
+        ffn = layer.ffn_hidden_size if any(branch.part.kind in ("mlp", "experts") for branch in block) else 0
         mixer = next((branch.part for branch in block if branch.part.cores), None)
         if mixer is None:
             return cls(0, 0, layer.head_dim, layer.head_dim, ffn, False)

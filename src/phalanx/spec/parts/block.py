@@ -11,7 +11,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.attention import describe_attention
 from phalanx.spec.parts.experts import describe_experts
 from phalanx.spec.parts.mlp import describe_mlp
-from phalanx.spec.parts.operations import Norm, Parameter, Part, Value
+from phalanx.spec.parts.operations import Concatenate, LookUp, Norm, Parameter, Part, Value
 
 ONE_RANK = Layout()
 
@@ -21,7 +21,7 @@ class Branch:
     """x + after(part(before(x))), where x is the residual stream; one of the norms may be absent.
 
     Two branches may have one input: x + after_sum(after_1(part_1(before_1(x))) + after_2(part_2(before_2(x)))).
-    They may also have one norm before."""
+    They may also have one norm before. A merge replaces the stream: part(x, embedding of the next token)."""
 
     part: Part
     before: Norm | None
@@ -36,19 +36,21 @@ class Branch:
     """Factor of what is added to the residual stream."""
     scales_stream: bool = False
     """True if the residual stream is multiplied after it by a constant of the layer."""
+    after_stream: Norm | None = None
+    """Norm of the residual stream after it."""
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """The norms of the residual stream, or of what is added to it."""
-        return tuple(norm for norm in (self.before, self.after, self.after_sum) if norm)
+        return tuple(norm for norm in (self.before, self.after, self.after_sum, self.after_stream) if norm)
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         """Parameters by their names in the block."""
-        norms = (self.before, self.after, self.after_sum)
-        before, after, after_sum = (norm.named_parameters if norm else {} for norm in norms)
+        norms = (self.before, self.after, self.after_sum, self.after_stream)
+        before, *after = (norm.named_parameters if norm else {} for norm in norms)
         part = {f"{self.part.name}.{name}": parameter for name, parameter in self.part.parameters.items()}
-        return before | part | after | after_sum
+        return before | part | {name: parameter for each in after for name, parameter in each.items()}
 
 
 Block = tuple[Branch, ...]
@@ -69,7 +71,7 @@ def _blocks(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> tup
 
 def describe_block(layer: ModelSpec, layout: Layout) -> Block:
     """Return the branches of a layer (`spec.layers`)."""
-    branches = []
+    branches = [Branch(describe_merge(layer), before=None, after=None)] if layer.mtp else []
     mixer = None
     if layer.branches != "mlp":
         x = residual_stream(layer)
@@ -77,8 +79,25 @@ def describe_block(layer: ModelSpec, layout: Layout) -> Block:
         branches.append(_describe_branch(layer, mixer))
     if layer.branches != "mixer":
         branches += _describe_ffn(layer, layout, mixer)
-    branches[-1] = replace(branches[-1], scales_stream=layer.layer_scalars)
+    after_stream = describe_norm(layer, "stream_after") if layer.mtp else None
+    branches[-1] = replace(branches[-1], scales_stream=layer.layer_scalars, after_stream=after_stream)
     return tuple(branches)
+
+
+def mixer_branch(block: Block) -> Branch | None:
+    """Return the branch of a block that mixes tokens, if it has one."""
+    return next((branch for branch in block if branch.part.kind == "attention"), None)
+
+
+def describe_merge(layer: ModelSpec) -> Part:
+    """Return the product of the norms of the next token's embedding and of the stream (arXiv 2412.19437, eq. 21)."""
+    part = Part("merge", "merge", residual_stream(layer))
+    embedding = part.add(LookUp(reads=(), writes=residual_stream(layer)))
+    names = {"embedding_norm": embedding, "stream_norm": part.input}
+    norms = [part.add(describe_norm(layer, name, x, replace(x))) for name, x in names.items()]
+    both = part.add(Concatenate(reads=tuple(norms), writes=Value(2 * layer.hidden_size, tokens="residual")))
+    part.linear("projection", both)
+    return part
 
 
 def _describe_ffn(layer: ModelSpec, layout: Layout, mixer: Part | None) -> Block:

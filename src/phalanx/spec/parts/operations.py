@@ -179,6 +179,14 @@ class Activation(Operation):
     """Numbers in its formula."""
 
 
+class LookUp(Operation):
+    """Rows of the embedding."""
+
+
+class Concatenate(Operation):
+    """Values of a token as one."""
+
+
 class Gate(Operation):
     """A value times the sigmoid of one number of each token."""
 
@@ -274,8 +282,8 @@ class Part:
 
     name: str
     """Module in the block."""
-    kind: Literal["attention", "mlp", "experts"]
-    """attention: any mixer of tokens."""
+    kind: Literal["attention", "mlp", "experts", "merge"]
+    """attention: any mixer of tokens. merge: the input of a layer for multi-token prediction."""
     input: Value
     operations: list[Operation] = field(default_factory=list)
 

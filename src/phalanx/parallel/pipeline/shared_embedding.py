@@ -1,4 +1,4 @@
-"""The tied embedding of a pipeline, which its first and its last rank have.
+"""The embedding of a pipeline whose first and last rank need it: tied to the head, or for multi-token prediction.
 
 The first rank trains the weight. It adds the gradients of the last rank to its own, and sends its weights after every
 update."""
@@ -13,8 +13,8 @@ from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.strategy import Strategy
 
 
-class TiedEmbedding:
-    """One rank's part in a tied embedding. All methods are no-ops on a rank that does not share one."""
+class SharedEmbedding:
+    """One rank's part in a shared embedding. All methods are no-ops on a rank that does not share one."""
 
     def __init__(
         self,
@@ -31,22 +31,22 @@ class TiedEmbedding:
         self.first, self.last = end_ranks
         self.to_later, self.to_earlier = p2p_groups
         has_end = self.to_later.rank() in end_ranks
-        self.is_shared = stages.spec.tie_embeddings and self.first != self.last and has_end
+        self.is_shared = stages.spec.reuses_embedding and self.first != self.last and has_end
 
     def create_copy(self, template: Tensor) -> None:
         """Give the last rank its copy of the weight, with the dtype and device of `template`."""
-        if not self.is_shared or self.to_later.rank() != self.last:
+        if not self.stages.has_embedding_copy:
             return
         shape = torch.Size((self.stages.spec.vocab_size, self.stages.spec.hidden_size))
         sharding = self.data_parallel.model_parallel.sharding
         if sharding is not None:
             shape = sharding.local_shape("embedding.weight", shape)
-        self.stages.tied_embedding_copy = template.new_zeros(shape).requires_grad_()
+        self.stages.embedding.weight = template.new_zeros(shape).requires_grad_()  # type: ignore[assignment]
 
     @property
     def copy(self) -> Tensor | None:
         """The last rank's copy of the weight."""
-        return self.stages.tied_embedding_copy
+        return self.stages.embedding.weight if self.stages.has_embedding_copy else None
 
     def reduce_gradient(self) -> None:
         """Add the last rank's gradient to that of the first rank."""
