@@ -270,8 +270,8 @@ class _Arguments(nn.Module):
         super().__init__()
         self.sequence_inputs = block.sequence_inputs
 
-    def forward(self, *args: Any) -> tuple[Tensor, None]:
-        self.args = args
+    def forward(self, *args: Any, **options: Tensor) -> tuple[Tensor, None]:
+        self.args = args, options
         return args[0], None
 
 
@@ -286,7 +286,7 @@ def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | No
     (block,) = model.blocks
     arguments = _Arguments(block)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.numerics.autocast):
-        model.run_blocks([arguments], x, documents)
+        model.run_blocks([arguments], x, model.sequence_context(x, documents), **embedding)
     return arguments.args
 
 

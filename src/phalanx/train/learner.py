@@ -43,9 +43,9 @@ class MicroBatch:
     targets: Tensor
     documents: Documents | None
     tokens_ahead: Tensor | None = None
-    """Tokens after each token, [layers, B, T], which the layers for multi-token prediction read."""
-    targets_ahead: Sequence[Tensor] = ()
-    """Targets of these layers, [B, T] each."""
+    """Tokens that the layers for multi-token prediction read (`data.packing.tokens_ahead`), [layers, B, T]."""
+    targets_ahead: Tensor | None = None
+    """Their targets, [layers, B, T]."""
     mtp_losses: list[Tensor] = field(default_factory=list, init=False)
     """Their losses, summed over tokens, once they have run. Copies of a micro-batch have none."""
 
@@ -158,16 +158,17 @@ class Learner:
     def forward_backward(self, micros: Sequence[MicroBatch]) -> StepSums:
         """Compute the gradients of the summed loss of this rank's rows, and return the values that ranks must sum."""
         sums = StepSums.zeros(self.experts.load_shape, self.device)
+        mtp = self.run.model.mtp
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
             sums.tokens.add_((micro.targets != IGNORE_INDEX).sum() * self.strategy.has_loss)
             sums.loss.add_(loss)
             sums.auxiliary_loss.add_(auxiliary)
-            if micro.mtp_losses:
+            if mtp and micro.mtp_losses:
                 mtp_loss = torch.stack(micro.mtp_losses).mean()
                 sums.mtp_loss.add_(mtp_loss)
-                sums.auxiliary_loss.sub_(self.run.model.mtp.loss_coef * mtp_loss)
+                sums.auxiliary_loss.sub_(mtp.loss_coef * mtp_loss)
         for moe_index, router in self.routers.items():
             sums.expert_loads[moe_index] = router.load / router.forward_passes
             sums.dropped_choices.add_(router.dropped / router.forward_passes)
@@ -179,8 +180,11 @@ class Learner:
         Logits, the largest tensor of all, are freed here."""
         mtp = self.run.model.mtp
         ahead = None
-        if mtp is not None and micro.tokens_ahead is not None:
-            losses = [partial(self._mtp_loss, micro, targets, mtp.loss_coef / mtp.layers) for targets in micro.targets_ahead]
+        if mtp is not None:
+            assert micro.tokens_ahead is not None
+            assert micro.targets_ahead is not None
+            weight = mtp.loss_coef / mtp.layers
+            losses = [partial(self._mtp_loss, micro, targets, weight) for targets in micro.targets_ahead]
             ahead = Ahead(micro.tokens_ahead, losses)
         if self.loss is None:
             return self._compute_cross_entropy(model, micro, ahead)
