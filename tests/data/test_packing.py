@@ -6,7 +6,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.packing import document_bounds
+from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
+
+
+@st.composite
+def rows_with_documents(draw: st.DrawFn) -> Batch:
+    """Return rows of tokens, of which some have no target, perhaps with documents."""
+    rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+    tokens = np.array(draw(st.lists(st.integers(0, 9), min_size=rows * (width + 1), max_size=rows * (width + 1))))
+    tokens = tokens.reshape(rows, width + 1)
+    hidden = np.array(draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width))).reshape(rows, width)
+    begins = [draw(st.sets(st.integers(0, width - 1))) | {0} for _ in range(rows)]
+    starts = np.array([[max(b for b in row if b <= t) for t in range(width)] for row in begins], np.int32)
+    targets = np.where(hidden, IGNORE_INDEX, tokens[:, 1:])
+    return Batch(tokens[:, :-1], targets, draw(st.sampled_from([None, starts])))
 
 
 @settings(max_examples=50)
@@ -18,3 +31,18 @@ def test_document_bounds_are_first_tokens_of_documents_and_token_count(begins: l
     assert bounds.tolist() == [9 * index + begin for index, row in enumerate(begins) for begin in sorted(row)] + [
         9 * len(begins)
     ]
+
+
+@settings(max_examples=50)
+@given(rows_with_documents(), st.integers(1, 4))
+def test_tokens_ahead_are_later_tokens_with_targets_in_the_same_document(batch: Batch, count: int) -> None:
+    tokens, targets = tokens_ahead(batch, count)
+    rows, width = batch.tokens.shape
+    for layer, row, position in np.ndindex(count, rows, width):
+        later = position + 1 + layer
+        starts = batch.document_starts
+        is_inside = later < width and (starts is None or starts[row, later] == starts[row, position])
+        assert targets[layer, row, position] == (batch.targets[row, later] if is_inside else IGNORE_INDEX)
+        if later < width:
+            assert tokens[layer, row, position] == batch.tokens[row, later]
+    assert (tokens >= 0).all()

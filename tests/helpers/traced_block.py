@@ -58,7 +58,7 @@ class Numerics(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCase:
-    """A model of one block, and how a rank computes it."""
+    """A model of one block, or of another for multi-token prediction, and how a rank computes the last one."""
 
     spec: ModelSpec
     layout: Layout
@@ -218,7 +218,7 @@ def balanced_router_logits(logits: Tensor) -> Tensor:
 def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     model = strategy.module
     assert isinstance(model, Transformer)
-    (block,) = model.blocks
+    *_, block = model.blocks
     # A document a row, because FLOPs of shorter ones are not planned.
     documents = Documents.whole_rows(BATCH, case.sequence, CPU) if case.masked else None
     parameters = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
@@ -229,11 +229,11 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     peak = PeakLiveBytes()
     forward, backward = CollectiveRecorder(REQUESTED_OPERATION.get), CollectiveRecorder(REQUESTED_OPERATION.get)
     forward_flops, backward_flops = FlopCounter(), FlopCounter()
-    x, *others = _block_inputs(case, model, documents, peak)
+    (x, *others), embedding = _block_inputs(case, model, documents, peak)
     saved.exclude(*find_tensors(others))
     with EchoedMessages(), forward, forward_flops, peak, saved.record_saved_tensors(case.numerics.autocast):
-        outputs = _without_none(block(x, *others))
-    del x
+        outputs = _without_none(block(x, *others, **embedding))
+    del x, embedding
     saved_bytes = saved.bytes
     saved.clear()
     with peak:
@@ -281,9 +281,10 @@ def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | No
     tokens = tokens // case.layout.tp if case.layout.sequence_parallel else tokens
     dtype = next(model.blocks.parameters()).dtype
     leaf = torch.zeros(BATCH, tokens, case.spec.hidden_size, dtype=dtype, requires_grad=True)
+    *_, block = model.blocks
     with peak:
         x = leaf * 1
-    (block,) = model.blocks
+        embedding = {"embedding_BTD": leaf * 1} if case.spec.mtp else {}
     arguments = _Arguments(block)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.numerics.autocast):
         model.run_blocks([arguments], x, model.sequence_context(x, documents), **embedding)
@@ -298,10 +299,10 @@ def _trace_deferred(case: BlockCase, strategy: Strategy, documents: Documents | 
     deferred_grads = tp.deferred_grads if tp else DeferredWeightGrads()  # type: ignore[attr-defined]
     split_backward(model, deferred_grads)
     needed = SavedStorages(model)
-    (block,) = model.blocks
-    arguments = _block_inputs(case, model, documents, PeakLiveBytes())
+    *_, block = model.blocks
+    arguments, embedding = _block_inputs(case, model, documents, PeakLiveBytes())
     with EchoedMessages(), torch.autocast("cpu", torch.bfloat16, enabled=case.numerics.autocast):
-        outputs = _without_none(block(*arguments))
+        outputs = _without_none(block(*arguments, **embedding))
     with EchoedMessages(), deferred_grads.deferring() as deferred:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         for tensor in find_tensors(deferred):

@@ -87,6 +87,8 @@ MODELS = {
     "norms after": DENSE.replace(norm_position="after"),
     "biases and norms before and after": GPT2.replace(norm_position="both"),
     "no positions": DENSE.replace(position_embedding="none"),
+    "prediction": DENSE.replace(mtp={}, norm_offset=True),
+    "prediction and experts": SPARSE.replace(mtp={}, norm="layernorm"),
     "convolution": DENSE.replace(mixer=CONVOLUTION),
     "convolution with biases": DENSE.replace(mixer=CONVOLUTION | {"kernel_size": 5, "bias": True}),
     "convolution and experts": SPARSE.replace(mixer=CONVOLUTION),
@@ -245,8 +247,8 @@ KNOWN_DEVIATIONS = {
 
 
 def describe(case: BlockCase) -> block.Block:
-    """Return a new declaration of the only block."""
-    (layer,) = layer_specs(case.spec)
+    """Return a new declaration of the last block."""
+    *_, layer = layer_specs(case.spec)
     return block.describe_block(layer, case.layout)
 
 

@@ -20,8 +20,10 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     input_bytes = shape.operand_bytes(residual_stream(spec))
     if shape.num_logits_chunks(spec) > 1:
         return Counter(head_and_loss=spec.num_logits * (input_bytes + matrix * shape.residual_bytes))
-    saved_bytes = input_bytes + _logits_bytes(spec, shape, shape.tokens)
-    return Counter(head_and_loss=spec.num_logits * saved_bytes, weight_copies=shape.weight_copies(matrix))
+    # Without a cast, layers for multi-token prediction save all inputs of the head but the last.
+    num_inputs = spec.num_logits if shape.autocast else 1
+    saved_bytes = num_inputs * input_bytes + spec.num_logits * _logits_bytes(spec, shape, shape.tokens)
+    return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(matrix))
 
 
 def loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

@@ -44,6 +44,8 @@ def export_hf(
 ) -> list[str]:
     """Write a directory for transformers' AutoModelForCausalLM and AutoTokenizer, complete or not at all.
 
+    Layers for multi-token prediction are left out if checkpoints of the model's family have none.
+
     Args:
         tensors: Full parameters by Phalanx's names.
         directory: Output directory.
@@ -72,11 +74,14 @@ def export_hf(
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
     source_files = {} if source is None else _list_files(source)
     texts, kept_names = _settle_files(config, spec, tokenizer, eos_id=eos_id, source=source, source_files=source_files)
+    family = family_of(config)
+    if family.mtp is None:
+        spec = spec.model_copy(update={"mtp": None})
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
-    sources = hf_sources(family_of(config), spec)
+    sources = hf_sources(family, spec)
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:

@@ -83,19 +83,23 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
     for hf_name, rows in family.stored_rows:
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
+    for hf_name, rows in family.of_mtp_layers(spec.mtp.layers).stored_rows if spec.mtp else ():
+        names = tuple(f"blocks.{{mtp}}.{name}" for name in rows.names)
+        tensors |= dict.fromkeys(names, (hf_name, names, rows))
     layers = layer_specs(spec)
     precise = {name for name, parameter in model_parameters(spec).items() if parameter.is_precise}
     sources: dict[str, TensorSource] = {}
     for name, shape in parameter_shapes(spec).items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""
-        pattern = re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
+        kind = "mtp" if layer and int(layer) >= spec.num_layers else "i"
+        pattern = re.sub(r"^blocks\.\d+\.", f"blocks.{{{kind}}}.", name)
         if pattern not in tensors and pattern.endswith(ROUTER_BIAS):
             continue
         if pattern not in tensors:
             problem = f"has no counterpart in a checkpoint of type {family.model_type}"
             raise UserError("model.from_hf", name, problem, fix="use the model shape of its config.json")
         hf_name, names, rows = tensors[pattern]
-        names = tuple(part.replace("{i}", layer) for part in names)
+        names = tuple(part.replace(f"{{{kind}}}", layer) for part in names)
         # In bf16 the biases of a router, which differ little, would be equal.
         is_precise = name in precise or name.endswith(ROUTER_BIAS)
         for expert in range(shape[0]) if "{e}" in hf_name else [None]:

@@ -22,11 +22,12 @@ UNEXPORTED_DIALS = frozenset(
     {
         *("preset", "from_hf", "upcycle_reinit_fraction"),
         *("moe.balance_loss_scope", "moe.z_loss_coef", "moe.capacity_factor"),
+        *("mtp", "mtp.layers", "mtp.loss_coef", "mtp.kind"),
     }
 )
 """Dials of training, which no config.json has."""
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Numbers of layers for multi-token prediction, whose tensors are not exported."""
+"""Numbers of layers for multi-token prediction, whose tensors are exported if the model has them."""
 QUANTIZATION = "quantization_config"
 """Encoding of a checkpoint's weights, which are decoded when they are read; exports are plain."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -97,6 +98,8 @@ def hf_config(spec: ModelSpec) -> Table:
     """
     if spec.moe is not None and spec.moe.has_choice_bias:
         spec = spec.model_copy(update={"moe": spec.moe.model_copy(update={"choice_bias": True})})
+    num_predicting = spec.mtp.layers if spec.mtp else 0
+    spec = spec.model_copy(update={"mtp": None})
     first_error: UserError | None = None
     for family in families_for(spec):
         config = write_config(family, spec)
@@ -105,7 +108,7 @@ def hf_config(spec: ModelSpec) -> Table:
         except UserError as error:
             first_error = first_error or error
             continue
-        return config
+        return config | ({family.mtp.field: num_predicting} if family.mtp else {})
     assert first_error is not None
     raise first_error
 
@@ -168,7 +171,8 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
     if before["model_type"] != after["model_type"]:
         return after | {field: value for field, value in source.items() if field in SPECIAL_TOKENS}
     changed = {field: value for field, value in after.items() if value != before.get(field)}
-    changed |= {field: 0 for field in PREDICTION_LAYERS if source.get(field)}
+    num_predicting = spec.mtp.layers if spec.mtp else 0
+    changed |= {field: num_predicting for field in PREDICTION_LAYERS if source.get(field)}
     if "rope_parameters" in changed:  # transformers would give it precedence
         source = {field: value for field, value in source.items() if field != "original_max_position_embeddings"}
     return source | changed

@@ -185,6 +185,20 @@ StoredTensors = dict[str, str | Rows | OneOf]
 
 
 @dataclass(frozen=True)
+class MtpLayers:
+    """Layers for multi-token prediction in the checkpoints of a family."""
+
+    field: str
+    """Field of config.json with their number."""
+    tensors: StoredTensors
+    """Parameters that only these layers have, by the name of their tensor. {i} is the layer, after all others."""
+    prefix: str = "model.layers.{i}."
+    """Start of the names of the tensors that other layers have too."""
+    maximum: int | None = None
+    """Largest number of them, if the names allow no more."""
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of Hugging Face models: its config.json and its tensors."""
 
@@ -211,6 +225,8 @@ class Family:
     """Further values of model_type, which published files of the family have."""
     has_optional_experts: bool = False
     """True if models may have 0 experts: an MLP."""
+    mtp: MtpLayers | None = None
+    """Layers for multi-token prediction, which are read and exported if the model has `mtp`."""
     wrapper: str | None = None
     """model_type of models whose text model is of this family, with its fields in text_config (`wrappers`)."""
     wrapper_ties_embeddings: bool = True
@@ -222,6 +238,18 @@ class Family:
     def stored_rows(self) -> list[tuple[str, Rows]]:
         """Parameters with the name of their tensor, which may occur several times."""
         return [(name, rows) for name, stored in self.tensors.items() for rows in _entries(stored)]
+
+    def of_mtp_layers(self, count: int) -> Family:
+        """Return the family with the tensors of its layers for multi-token prediction.
+
+        Raises UserError if a checkpoint cannot have so many."""
+        if self.mtp is None or count > (self.mtp.maximum or count):
+            problem = f"is not supported by checkpoints of type {self.model_type}"
+            fix = "remove model.mtp" if self.mtp is None else f"use at most {self.mtp.maximum}"
+            raise UserError("model.mtp.layers", count, problem, fix)
+        layer = "model.layers.{i}."
+        others = {name.replace(layer, self.mtp.prefix): rows for name, rows in self.tensors.items() if layer in name}
+        return replace(self, tensors=others | self.mtp.tensors)
 
     @property
     def dials(self) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Fixed, Read, Written
+from phalanx.spec.families.family import Field, Fixed, MtpLayers, Read
 from phalanx.spec.families.forms import Rope
 from phalanx.spec.families.llama import (
     EXPERT_TENSORS,
@@ -42,9 +42,7 @@ GLM4_MOE = replace(
         "norm_topk_prob": Read("moe.normalize_top_k", True),
         "topk_method": Fixed("noaux_tc"),
         "scoring_func": Fixed("sigmoid"),
-        # Layers for multi-token prediction, which are not trained, and not exported.
-        "num_nextn_predict_layers": Written(0),
-        "num_mtp_layers": Field(),
+        **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field()),
     },
     constants={"moe.router_score": "sigmoid", "moe.choice_bias": True, "moe.z_loss_coef": 0.0},
     unused=("moe.balance_loss_coef", "moe.bias_update_rate"),
@@ -54,4 +52,13 @@ GLM4_MOE = replace(
     | SHARED_EXPERT_TENSORS
     | {"model.layers.{i}.mlp.gate.e_score_correction_bias": "mlp.router.bias"},
     ignored_tensors=(*LLAMA.ignored_tensors, "model.layers.{L}.*"),
+    mtp=MtpLayers(
+        "num_nextn_predict_layers",
+        {
+            "model.layers.{i}.enorm.weight": "merge.embedding_norm.weight",
+            "model.layers.{i}.hnorm.weight": "merge.stream_norm.weight",
+            "model.layers.{i}.eh_proj.weight": "merge.projection.weight",
+            "model.layers.{i}.shared_head.norm.weight": "stream_after.weight",
+        },
+    ),
 )

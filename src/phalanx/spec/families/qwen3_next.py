@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Fixed, Read, Rows, StoredTensors, alternating_groups
+from phalanx.spec.families.family import Field, Fixed, MtpLayers, Read, Rows, StoredTensors, alternating_groups
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind, Rope, every_nth_full
 from phalanx.spec.families.llama import (
     ATTENTION_BIAS,
@@ -94,6 +94,18 @@ HYBRID_TENSORS: StoredTensors = {
     "model.layers.{i}.linear_attn.out_proj.weight": "attention.out.weight",
 }
 
+HYBRID_MTP = MtpLayers(
+    "mtp_num_hidden_layers",
+    {
+        "mtp.pre_fc_norm_embedding.weight": "merge.embedding_norm.weight",
+        "mtp.pre_fc_norm_hidden.weight": "merge.stream_norm.weight",
+        "mtp.fc.weight": "merge.projection.weight",
+        "mtp.norm.weight": "stream_after.weight",
+    },
+    prefix="mtp.layers.0.",
+    maximum=1,
+)
+
 QWEN3_NEXT = replace(
     LLAMA,
     model_type="qwen3_next",
@@ -112,6 +124,7 @@ QWEN3_NEXT = replace(
         "norm_topk_prob": Read("moe.normalize_top_k", True),
         "decoder_sparse_step": Fixed(1),
         "mlp_only_layers": Fixed([]),
+        "mtp_num_hidden_layers": Field(),
     },
     constants=HYBRID_CONSTANTS | GATED_EXPERT_CONSTANTS,
     tensors={
@@ -126,4 +139,5 @@ QWEN3_NEXT = replace(
         **GATED_EXPERT_TENSORS,
     },
     ignored_tensors=(*LLAMA.ignored_tensors, "mtp.*"),
+    mtp=HYBRID_MTP,
 )

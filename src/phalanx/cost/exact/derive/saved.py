@@ -50,8 +50,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += _num_vectors(operation, shape) * shape.high_precision_bytes
             case Norm():
                 (x,) = operation.reads
-                # The norm of the part's input saves the residual stream, too.
-                is_saved = x in normalized or (x.numbers == "residual" and part.writer(x) is None)
+                # The norm before the part saves the residual stream, too.
+                is_stream = part.kind != "merge" and x.numbers == "residual" and part.writer(x) is None
+                is_saved = is_stream or x in normalized
                 other_bytes += norm_bytes(operation, shape) - (shape.value_bytes(x) if is_saved else 0)
                 normalized.add(x)
                 copied_weights += _copied_scales(operation, shape)
