@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction in training, against its formula (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25)."""
+"""The loss of multi-token prediction, against its formula (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25)."""
 
 from __future__ import annotations
 

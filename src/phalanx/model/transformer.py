@@ -44,8 +44,8 @@ class Block(nn.Module):
     """A transformer block: x + attention(norm x), then x + mlp(norm x); norms may follow instead, or too.
 
     `attention` may be another mixer of tokens. With a dense branch, x + dense(norm x) + mlp(norm x) follows. Or all is
-    parallel, x + attention(norm x) + mlp(norm x), perhaps with one norm. A block may have one of both branches only. For
-    multi-token prediction x is first merged with the embedding of another token."""
+    parallel, x + attention(norm x) + mlp(norm x), perhaps with one norm. A block may have one of both branches only.
+    For multi-token prediction, x is first merged with the embedding of another token."""
 
     merge: Merge | None
     attention_norm: nn.Module
@@ -137,7 +137,7 @@ class Merge(PartModule):
     def forward(self, x_BTD: Tensor, embedding_BTD: Tensor) -> Tensor:
         """Return the product of the norms of the residual stream and of the embedding of another token, [B, T, D]."""
         both = torch.cat([self.embedding_norm(embedding_BTD), self.stream_norm(x_BTD)], dim=-1)
-        return cast(Tensor, self.projection(both))
+        return cast(Tensor, self.projection(both)).to(x_BTD.dtype)  # autocast would return bf16
 
 
 class Embedding(nn.Embedding):

@@ -114,4 +114,6 @@ def _stage_tensor_names(run: RunSpec, names: list[str]) -> list[tuple[list[str],
     names_by_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
     for name in names:
         names_by_rank[owner_rank(name)].append(name)
-    return [(members, run.model.reuses_embedding and rank == last != first) for rank, members in enumerate(names_by_rank)]
+    return [
+        (members, run.model.reuses_embedding and rank == last != first) for rank, members in enumerate(names_by_rank)
+    ]

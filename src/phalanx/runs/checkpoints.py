@@ -459,6 +459,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     saved_model["kinds"] = [_defaults(KindSpec) | kind for kind in saved_model["kinds"]]
     saved_moe = _defaults(MoESpec) | saved_model["moe"] if saved_model["moe"] else {}
     pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
+    saved_mtp, current_mtp = (table["mtp"] or {} for table in (saved_model, current_model))
+    pairs += [("model.mtp.layers", saved_mtp.get("layers"), current_mtp.get("layers"))]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     saved_paths = manifest.get("implementations", {})

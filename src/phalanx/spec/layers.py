@@ -15,8 +15,8 @@ from phalanx.spec.model import ModelSpec
 def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
     """Return the description of each layer: the model's, with the values of the layer's kind.
 
-    Those for multi-token prediction follow the others; only they have `mtp`. Equal layers are one object. A layer has no
-    experts if its `moe` is None, and no window if that is None."""
+    Those for multi-token prediction follow the others; only they have `mtp`. Equal layers are one object. A layer has
+    no experts if its `moe` is None, and no window if that is None."""
     layers = _model_layers(spec)
     if spec.mtp is None:
         return layers

@@ -180,10 +180,10 @@ class MoESpec(Spec):
 
 
 class MtpSpec(Spec):
-    """Multi-token prediction: layers after the last one that predict further tokens (DeepSeek-V3, arXiv 2412.19437, 2.2).
+    """Multi-token prediction: layers after the last one that predict further tokens in training.
 
-    The first reads the output of the model's last norm, each other one that of the layer before, and the embedding of the
-    next token. They have the model's embedding and head. Training computes them; evaluation and generation do not."""
+    The first reads the output of the model's last norm, each other one that of the layer before, and the embedding of
+    the next token. They share embedding and head. Source: DeepSeek-V3, arXiv 2412.19437, section 2.2."""
 
     layers: int = Field(1, gt=0)
     """Layers, each of which predicts one token further."""
@@ -467,7 +467,8 @@ class ModelSpec(Spec):
     def one_layer(self, **values: object) -> ModelSpec:
         """Return the description of one layer with some values, which are not checked."""
         one_layer: dict[str, object] = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
-        of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0, "mtp": None}
+        of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
+        one_layer["mtp"] = None
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
         layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
         if layer.branches == "mixer":

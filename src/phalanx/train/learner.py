@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ah
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
-from phalanx.model.transformer import Ahead, cap_logits
+from phalanx.model.transformer import Ahead, Transformer, cap_logits
 from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
@@ -212,7 +212,7 @@ class Learner:
         if head is not None:
             loss = head(x_BTD, weight_VD)
         else:
-            logits = self.module.logits(x_BTD, weight_VD)
+            logits = cast(Transformer, self.module).logits(x_BTD, weight_VD)
             with torch.autocast(self.device.type, enabled=False):
                 if self.loss is None:
                     loss = data_parallel.cross_entropy(logits, targets, IGNORE_INDEX)

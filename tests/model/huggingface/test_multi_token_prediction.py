@@ -15,7 +15,13 @@ from phalanx.model.transformer import Ahead
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec
 from tests.helpers.random_models import build_model, load_model
-from tests.model.huggingface.test_checkpoint_traps import EAGER, TOKENS, fp32_as_fp64, fp64_by_default, save_random_model
+from tests.model.huggingface.test_checkpoint_traps import (
+    EAGER,
+    TOKENS,
+    fp32_as_fp64,
+    fp64_by_default,
+    save_random_model,
+)
 
 PREDICTION_FIELD = "num_nextn_predict_layers"
 FAMILIES = {

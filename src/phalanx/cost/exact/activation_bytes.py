@@ -85,7 +85,9 @@ class ActivationBytes:
     @property
     def total(self) -> int:
         """Bytes saved at the end of the forward pass and the loss."""
-        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.merge + self.tp_boundaries
+        blocks = (
+            self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.merge + self.tp_boundaries
+        )
         return self.inputs + blocks + self.head_and_loss + self.weight_copies
 
     @property

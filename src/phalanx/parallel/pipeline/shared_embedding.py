@@ -41,7 +41,7 @@ class SharedEmbedding:
         sharding = self.data_parallel.model_parallel.sharding
         if sharding is not None:
             shape = sharding.local_shape("embedding.weight", shape)
-        self.stages.embedding.weight = template.new_zeros(shape).requires_grad_()  # type: ignore[assignment]
+        self.stages.embedding.weight = template.new_zeros(shape).requires_grad_()
 
     @property
     def copy(self) -> Tensor | None:
