@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import attention_mask
+from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
@@ -239,7 +240,7 @@ class Transformer(nn.Module):
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, context: SequenceContext, **embedding: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and local tokens."""
-        auxiliary = x_BTD.new_zeros(())
+        auxiliary = at_least_fp32(x_BTD.new_zeros(()))
         for block in cast(Iterable[Block], blocks):
             self.wait_for_parameters(block)
             x_BTD, block_auxiliary = block(x_BTD, *block.sequence_inputs(context), **embedding)
