@@ -48,10 +48,15 @@ class KimiDelta(Mixer):
                 (q, k, v, a, b),
                 self.kernel_size,
                 step_bias=Parameter((heads.width,), "step_bias", is_precise=True, cut=heads),
+                # Convolved heads, normalized ones and their gradients, of queries, keys and values; the gradients of the
+                # output and of stored keys; errors, what is written, and what queries and keys read; decays and their
+                # logarithms with and without a rate, sums of these and their gradients.
                 segment_values=(exact,) * 21 + (b_exact,) * 6,
+                # Gradients of what is written and of reads; decays of queries and keys, decayed ones, their gradients.
                 chunk_values=(exact,) * 9,
+                # Weights, overlaps, the inverse, and two gradients.
                 pair_values=5,
-                # Each pair of tokens once; a token's product with itself is none of matrices.
+                # Only pairs of an earlier and a later token are products of matrices.
                 score_flops=ScanFlops(heads, per_token=-2 * K, per_pair=2 * K),
             )
         )
