@@ -387,7 +387,10 @@ def test_published_words_of_kimi_linear_equal_transformers(tmp_path):
         num_experts_per_tok=2,
         first_k_dense_replace=1,
         rope_scaling=None,
-        **{"rope_theta": 1e4, "mla_use_nope": True, "moe_layer_freq": 1, "use_grouped_topk": True},
+        rope_theta=1e4,
+        mla_use_nope=True,
+        moe_layer_freq=1,
+        use_grouped_topk=True,
     )
     file = tmp_path / "model.safetensors"
     dense = "layers.0.block_sparse_moe."

@@ -216,7 +216,7 @@ class HeadRule(Rule):
         return self.before[:, n, :, None, :, -1]
 
     def store_backward(self, n: int, step: Step, grad_state: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """Sums of g have the products of what decays and its gradient."""
+        """Give sums of g the products of what decays and its gradient."""
         grads.stored[:, n] = einsum("bgrcv,bgkrv->bgck", step.written * self.after[:, n], grad_state)
         grad_written = einsum("bgck,bgkrv->bgrcv", self.keys[:, n], grad_state).mul_(self.after[:, n])
         grad_state = grad_state * self._whole(n)
@@ -226,7 +226,7 @@ class HeadRule(Rule):
         return grad_written, grad_state
 
     def read_backward(self, n: int, step: Step, grad_reads: Tensor, grads: Gradients) -> Tensor:
-        """Sums of g have the products of what is read and its gradient."""
+        """Give sums of g the products of what is read and its gradient."""
         for grad, read in zip(grad_reads.chunk(2, dim=-2), step.reads.chunk(2, dim=-2), strict=True):
             grads.inputs.g[:, n] += (grad * read).sum(-1, keepdim=True)
             grad.mul_(self.before[:, n])
@@ -335,7 +335,7 @@ class ChannelRule(Rule):
         return self.before[:, n, :, -1, :, None, None]
 
     def store_backward(self, n: int, step: Step, grad_state: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """The last sum of g has the products of what decays to the end and its gradient."""
+        """Give the last sum of g the products of what decays to the end and its gradient."""
         keys, after = self.keys[:, n], self.after[:, n]
         grads.stored[:, n] = einsum("bgrcv,bgkrv->bgck", step.written, grad_state).mul_(after)
         grad_written = einsum("bgck,bgkrv->bgrcv", keys * after, grad_state)
@@ -345,7 +345,7 @@ class ChannelRule(Rule):
         return grad_written, grad_state
 
     def read_backward(self, n: int, step: Step, grad_reads: Tensor, grads: Gradients) -> Tensor:
-        """Queries and keys have the gradients of decayed ones, times the decay."""
+        """Give queries and keys the gradients of decayed ones, times the decay."""
         before = self.before[:, n].repeat(1, 1, 2, 1)
         grads.inputs.qk[:, n] = einsum("bgrcv,bgkrv->bgck", grad_reads, step.state).mul_(before)
         return einsum("bgck,bgrcv->bgkrv", self.inputs.qk[:, n] * before, grad_reads)

@@ -1,8 +1,8 @@
 """Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
 Shapes: B batch, T tokens, D width, H heads of values, V width of these, K width of keys, S taps. G heads of queries and
-keys, each for R heads of values. E decays: 1 of a head, or one of each channel of keys, of which H = G then. N chunks of
-C tokens in a segment."""
+keys, each for R heads of values. E decays of a head: 1, or one of each channel of keys if R = 1. N chunks of C tokens
+in a segment."""
 
 from __future__ import annotations
 

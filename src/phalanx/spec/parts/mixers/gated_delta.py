@@ -97,7 +97,8 @@ def delta_rule(
     corrections, outputs, and updates of the state."""
     q, k, v, *_ = inputs
     keys, values = k.cut, v.cut
-    assert keys and values
+    assert keys
+    assert values
     K, V = keys.unit, values.unit
     state = replace(values, unit=K * V)
     return ScanCore(

@@ -48,9 +48,9 @@ class KimiDelta(Mixer):
                 (q, k, v, a, b),
                 self.kernel_size,
                 step_bias=Parameter((heads.width,), "step_bias", is_precise=True, cut=heads),
-                # Convolved heads, normalized ones and their gradients, of queries, keys and values; the gradients of the
-                # output and of stored keys; errors, what is written, and what queries and keys read; decays and their
-                # logarithms with and without a rate, sums of these and their gradients.
+                # Convolved heads, normalized ones and their gradients, of queries, keys and values. Gradients of the
+                # output and of stored keys. Errors, what is written, and what queries and keys read. Decays to both
+                # ends of a chunk, their logarithms, sums and gradients of these, and steps.
                 segment_values=(exact,) * 21 + (b_exact,) * 6,
                 # Gradients of what is written and of reads; decays of queries and keys, decayed ones, their gradients.
                 chunk_values=(exact,) * 9,
