@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.spec.families.deepseek import ATTENTION, DEEPSEEK_V3, LATENT, LATENT_TENSORS, WidthWithoutRotation
+from phalanx.spec.families.deepseek import (
+    ATTENTION,
+    DEEPSEEK_V3,
+    LATENT,
+    LATENT_TENSORS,
+    WidthWithoutRotation,
+    rotated_last,
+)
 from phalanx.spec.families.family import Family, Field, Fixed, OneOf, Read, Rows, SameAs, StoredTensors, Table, Written
 from phalanx.spec.families.forms import LayerKind, LayerTypes
 from phalanx.spec.families.llama import ATTENTION_BIAS, LLAMA
@@ -42,16 +49,20 @@ def mixer_types(config: Table, num_layers: int) -> Sequence[str | None]:
     return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers)]
 
 
+def mixer_and_mlp_types(config: Table, dials: Table) -> list[tuple[str | None, str]]:
+    """Return the types of the mixer and of the MLP of each layer."""
+    num_layers = dials["num_layers"]
+    num_dense = config.get("first_k_dense_replace", 1)
+    mlp_types = config.get("mlp_layer_types") or ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    return list(zip(mixer_types(config, num_layers), mlp_types, strict=False))
+
+
 class MixerAndMlpTypes(LayerTypes):
     """Lists of the types of the mixer and of the MLP of each layer."""
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the kinds of layers."""
-        num_layers = dials["num_layers"]
-        num_dense = config.get("first_k_dense_replace", 1)
-        mlp_types = config.get("mlp_layer_types") or ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
-        words = list(zip(mixer_types(config, num_layers), mlp_types, strict=False))
-        return super().read(name, {name: words}, dials)
+        return super().read(name, {name: self.absent(config, dials)}, dials)
 
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return both lists, and those of published files."""
@@ -97,7 +108,7 @@ DELTA_SIZES = {
 EXPERTS = "model.layers.{i}.block_sparse_moe."
 MIXER_TENSORS: StoredTensors = {
     **LATENT_TENSORS,
-    f"{ATTENTION}q_proj.weight": OneOf("attention.query.weight", LATENT_TENSORS[f"{ATTENTION}q_proj.weight"]),
+    f"{ATTENTION}q_proj.weight": OneOf("attention.query.weight", Rows("attention.wq.weight", order=rotated_last)),
     f"{ATTENTION}k_proj.weight": "attention.key.weight",
     f"{ATTENTION}v_proj.weight": "attention.value.weight",
     **{
@@ -156,7 +167,7 @@ KIMI_LINEAR = Family(
                 ("full_attention", "sparse"): FULL,
                 ("full_attention", "dense"): DENSE_FULL,
             },
-            mixer_types,
+            mixer_and_mlp_types,
             ("mlp_layer_types", "first_k_dense_replace", HUB_TABLE),
         ),
         **DELTA_SIZES,
