@@ -80,6 +80,19 @@ PARTS = [
             "linear_num_value_heads": 4,
         },
     ),
+    Part(
+        "Kimi Delta Attention",
+        "kimi_linear",
+        {
+            "num_key_value_heads": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention"] * 4,
+            "mlp_layer_types": ["dense"] * 3 + ["sparse"],
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 256,
+        },
+    ),
 ]
 TEXT = """# Parts of models compared with transformers
 

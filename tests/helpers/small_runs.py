@@ -174,6 +174,22 @@ DELTA: Table = {
     ],
 }
 """Gated DeltaNet in most layers, and attention with a gate, as in Qwen3-Next."""
+KIMI: Table = {
+    **DELTA,
+    "norm_offset": False,
+    "attention_gate": "none",
+    "qk_norm": "none",
+    "position_embedding": "none",
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "mixer": {"kind": "latent_attention", "latent_rank": 20, "rope_dim": 4, "value_dim": 6},
+    "rope": {},
+    "kinds": [
+        {"name": "delta", "mixer": {"kind": "kimi_delta", "num_heads": 4, "head_dim": 8}},
+        {"name": "dense", "mixer": {"kind": "kimi_delta", "num_heads": 4, "head_dim": 12}, "moe": False},
+    ],
+}
+"""Kimi Delta Attention in most layers, and latent attention without positions, as in Kimi Linear."""
 BIASED_EXPERTS: Table = {
     **DENSE,
     "qk_norm": "none",
@@ -231,6 +247,7 @@ MODELS_OF_KINDS: dict[str, Table] = {
     "branches": BRANCHES,
     "convolution": CONVOLUTIONS,
     "delta": DELTA,
+    "kimi": KIMI,
     "dials": DIALS,
     "parallel": PARALLEL,
     "wide": WIDE,

@@ -13,7 +13,7 @@ from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts import attention, block, experts
-from phalanx.spec.parts.mixers.gated_delta import GatedDelta
+from phalanx.spec.parts.mixers import GatedDelta, KimiDelta
 from phalanx.spec.parts.operations import Part
 
 pytest.importorskip("torch")
@@ -46,6 +46,7 @@ GATED_DELTA = {
     "key_head_dim": 8,
     "value_head_dim": 24,
 }
+KIMI_DELTA = {"kind": "kimi_delta", "num_heads": 4, "head_dim": 24}
 MAMBA = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 4, "chunk_size": 8}
 MAMBA_OF_GROUPS = MAMBA | {"num_groups": 4, "bias": True}
 MODELS = {
@@ -102,6 +103,8 @@ MODELS = {
     "few key heads": DENSE.replace(mixer=GATED_DELTA | {"num_key_heads": 2}),
     "gated delta rule": DENSE.replace(mixer=GATED_DELTA),
     "gated delta rule and experts": SPARSE.replace(mixer=GATED_DELTA, norm_offset=True),
+    "kimi delta rule": DENSE.replace(mixer=KIMI_DELTA),
+    "kimi delta rule and experts": SPARSE.replace(mixer=KIMI_DELTA | {"kernel_size": 3}, norm_offset=True),
     "mamba": DENSE.replace(mixer=MAMBA),
     "mamba of groups": DENSE.replace(mixer=MAMBA_OF_GROUPS | {"min_step": 0.1, "max_step": 0.5}),
     "mamba and experts": SPARSE.replace(mixer=MAMBA | {"convolution_bias": False}),
@@ -194,7 +197,7 @@ def make_case(layout_name: str, model_name: str, numerics: str, masked: bool = F
 @pytest.mark.parametrize(
     "model_name",
     [
-        *("convolution", "convolution with biases", "gated delta rule", "latent attention"),
+        *("convolution", "convolution with biases", "gated delta rule", "kimi delta rule", "latent attention"),
         *("as many key/value heads", "gate of attention and biases", "only attention", "only mamba"),
     ],
 )
@@ -264,7 +267,7 @@ def differences(case: BlockCase, traced: BlockNumbers, declared: BlockNumbers) -
     # In small blocks, norms compute all tokens at once.
     tolerance = 0.013 if case.spec.moe or case.spec.norm_position != "before" else 0.003
     # Scans are planned for segments of several chunks, and for wide values.
-    tolerance = 0.02 if isinstance(case.spec.mixer, GatedDelta) else tolerance
+    tolerance = 0.02 if isinstance(case.spec.mixer, GatedDelta | KimiDelta) else tolerance
     is_close = declared.peak_bytes == pytest.approx(traced.peak_bytes, rel=tolerance)
     if is_planned == "dense":
         is_planned = case.spec.moe is None

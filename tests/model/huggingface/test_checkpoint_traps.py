@@ -82,6 +82,21 @@ KINDS = {
         "first_k_dense_replace": 1,
         "topk_method": "group_limited_greedy",
     },
+    "kimi_linear": {
+        **{field: value for field, value in LATENT.items() if field not in ("max_position_embeddings", "q_lora_rank")},
+        "model_max_length": 64,
+        "pad_token_id": 0,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "rms_norm_eps": 1e-2,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 24,
+        "num_expert_group": 4,
+        "topk_group": 2,
+    },
     "llama": SHAPE,
     "mistral": {**SHAPE, "sliding_window": None},
     "ministral3": {
@@ -295,6 +310,15 @@ VARIANTS = {
         "time_step_min": 0.6,
         "time_step_limit": [0.9, 1.0],
     },
+    "kimi_linear": {
+        "q_lora_rank": 24,
+        "attention_bias": True,
+        "linear_num_heads": 3,
+        "linear_head_dim": 16,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+    },
     "deepseek_v2": {"topk_method": "greedy", "q_lora_rank": None, "attention_bias": True},
     "deepseek_v3": {"q_lora_rank": None, "attention_bias": True, "v_head_dim": 12},
     "qwen3_next": {
@@ -341,12 +365,38 @@ def test_biases_of_routers_are_exported_in_fp32(tmp_path):
     assert {tensor.dtype for other, tensor in tensors.items() if "bias" not in other} == {torch.bfloat16}
 
 
-def test_rates_of_decay_are_exported_in_fp32(tmp_path):
-    model = load_model(save_random_model(tmp_path / "source", "qwen3_5_text"))
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear"])
+def test_rates_of_decay_are_exported_in_fp32(tmp_path, kind):
+    model = load_model(save_random_model(tmp_path / "source", kind))
     export_hf(model.spec, dict(model.state_dict()), tmp_path / "bf16", dtype="bf16")
     tensors = load_file(tmp_path / "bf16" / "model.safetensors")
     is_fp32 = {name.rpartition(".")[2] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
-    assert is_fp32 == {"A_log", "dt_bias"}
+    assert is_fp32 - {"e_score_correction_bias"} == {"A_log", "dt_bias"}
+
+
+def test_published_words_of_kimi_linear_equal_transformers(tmp_path):
+    """Lists of layers count from 1, and dense layers have other names than transformers gives them."""
+    save_random_model(tmp_path, "kimi_linear", linear_conv_kernel_dim=3)
+    words = ("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    sizes = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 3}
+    edit_config(
+        tmp_path,
+        *(*words, "qk_head_dim", "num_experts_per_token"),
+        linear_attn_config={"full_attn_layers": [3], "kda_layers": [1, 2], **sizes},
+        head_dim=8,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        rope_scaling=None,
+        rope_theta=1e4,
+        mla_use_nope=True,
+        moe_layer_freq=1,
+        use_grouped_topk=True,
+    )
+    file = tmp_path / "model.safetensors"
+    dense = "layers.0.block_sparse_moe."
+    renamed = {name.replace(dense, "layers.0.mlp."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    assert_logits_equal(tmp_path)
 
 
 def test_stacked_experts_of_a_multimodal_file_equal_transformers(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,12 +16,13 @@ BATCH, GROUPS, HEADS, KEY, VALUE, TAPS = 2, 2, 6, 5, 7, 4
 LENGTHS = [3, CHUNK, CHUNK + 1, SEGMENT_CHUNKS * CHUNK + 44]
 
 
-def random_arguments(tokens: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return inputs and parameters of the rule."""
+def random_arguments(tokens: int, by_channel: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Return inputs and parameters of the rule, with decays of heads or of the channels of their keys."""
     torch.manual_seed(0)
-    heads = [(GROUPS, KEY), (GROUPS, KEY), (HEADS, VALUE)]
-    inputs = [torch.randn(BATCH, tokens, *shape) for shape in (*heads, (HEADS, 1), (HEADS, 1))]
-    parameters = [*(torch.randn(*shape, TAPS) for shape in heads), torch.randn(HEADS), torch.randn(HEADS)]
+    groups, decays = (HEADS, KEY) if by_channel else (GROUPS, 1)
+    heads = [(groups, KEY), (groups, KEY), (HEADS, VALUE)]
+    inputs = [torch.randn(BATCH, tokens, *shape) for shape in (*heads, (HEADS, decays), (HEADS, 1))]
+    parameters = [*(torch.randn(*shape, TAPS) for shape in heads), torch.randn(HEADS), torch.randn(HEADS, decays)]
     inputs, parameters = ([x.double().requires_grad_() for x in values] for values in (inputs, parameters))
     return inputs, parameters
 
@@ -33,19 +36,19 @@ def random_starts(tokens: int) -> Tensor:
 
 
 def recurrence(inputs: list[Tensor], starts: Tensor | None, parameters: list[Tensor]) -> Tensor:
-    """Return the output of the rule as in transformers' `torch_recurrent_gated_delta_rule`."""
+    """Return the output of the rule as in transformers' `torch_recurrent_gated_delta_rule` or Kimi Linear's."""
     *taps, A_log, dt_bias = parameters
     q, k, v = (convolve(x, tap, starts) for x, tap in zip(inputs[:3], taps, strict=True))
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (q * KEY**-0.5, k))
-    g = -A_log.exp() * F.softplus(inputs[3].squeeze(-1) + dt_bias)
+    q, k = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (q * KEY**-0.5, k))
+    g = -A_log.exp()[:, None] * F.softplus(inputs[3] + dt_bias)
     beta = inputs[4].sigmoid()
     state = torch.zeros(BATCH, HEADS, KEY, VALUE, dtype=torch.float64)
     outputs = []
     for t in range(q.shape[1]):
         if starts is not None:
             state = state * (starts[:, t] != t)[:, None, None, None]
-        state = state * g[:, t].exp()[..., None, None]
+        state = state * g[:, t].exp()[..., None]
         error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + k[:, t, :, :, None] * (beta[:, t] * error)[:, :, None]
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
@@ -62,10 +65,11 @@ def convolve(x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
     return F.silu(out)
 
 
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_rule_and_its_gradients_equal_the_recurrence(tokens: int, masked: bool) -> None:
-    inputs, parameters = random_arguments(tokens)
+def test_rule_and_its_gradients_equal_the_recurrence(tokens: int, masked: bool, by_channel: bool) -> None:
+    inputs, parameters = random_arguments(tokens, by_channel)
     starts = random_starts(tokens) if masked else None
     out = gated_delta(*inputs, starts, *parameters)
     expected = recurrence(inputs, starts, parameters)
@@ -76,8 +80,26 @@ def test_rule_and_its_gradients_equal_the_recurrence(tokens: int, masked: bool) 
         torch.testing.assert_close(grad, expected_grad, rtol=1e-11, atol=1e-11)
 
 
-def test_packed_documents_equal_separate_rows() -> None:
-    inputs, parameters = random_arguments(100)
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+def test_strong_and_weak_decays_do_not_overflow(by_channel: bool) -> None:
+    """Sums of g over a chunk are down to -20,000 in channels next to those of -0.01, and e^709 overflows."""
+    inputs, parameters = random_arguments(150, by_channel)
+    with torch.no_grad():
+        inputs[3].copy_(torch.where(torch.rand_like(inputs[3]) < 0.5, 20.0, -12.0))
+        inputs[3][:, :100, :, 0] = -12.0
+        parameters[3].fill_(math.log(16))
+        parameters[4].zero_()
+    out, expected = gated_delta(*inputs, None, *parameters), recurrence(inputs, None, parameters)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    gradient = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad(each, [*inputs, *parameters], gradient) for each in (out, expected))
+    for grad, expected_grad in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+def test_packed_documents_equal_separate_rows(by_channel: bool) -> None:
+    inputs, parameters = random_arguments(100, by_channel)
     starts = torch.zeros(BATCH, 100, dtype=torch.int32)
     starts[:, 37:] = 37
     packed = gated_delta(*inputs, starts, *parameters)
@@ -85,9 +107,10 @@ def test_packed_documents_equal_separate_rows() -> None:
     torch.testing.assert_close(packed, torch.cat(separate, 1), rtol=0, atol=1e-13)
 
 
-def test_half_precision_keeps_the_state_in_fp32() -> None:
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+def test_half_precision_keeps_the_state_in_fp32(by_channel: bool) -> None:
     """Inputs in bf16 are exact numbers, so that only the output is rounded."""
-    inputs, parameters = random_arguments(300)
+    inputs, parameters = random_arguments(300, by_channel)
     rounded = [x.detach().bfloat16() for x in inputs]
     exact = gated_delta(*(x.double() for x in rounded), None, *parameters)
     out = gated_delta(*rounded, None, *(parameter.detach().float() for parameter in parameters))

@@ -43,14 +43,14 @@ class TensorSource(NamedTuple):
         """Return the tensor, or that of an expert, as the checkpoint has it."""
         if self.rows.order:
             tensor = tensor[self._order(tensor)]
-        if self.rows.convolution:
-            return tensor.unsqueeze(1)
+        for axis in self.rows.unit_axes:
+            tensor = tensor.unsqueeze(axis)
         return tensor.T if self.rows.transposed else tensor
 
     def with_axes(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has."""
-        if self.rows.convolution:
-            return tensor.squeeze(1)
+        if self.rows.unit_axes:
+            return tensor.squeeze(self.rows.unit_axes)
         return tensor.T if self.rows.transposed else tensor
 
     def loaded(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
 Shapes: B batch, T tokens, D width, H heads of values, V width of these, K width of keys, S taps. G heads of queries and
-keys, each for R heads of values. N chunks of C tokens in a segment."""
+keys, each for R heads of values. E decays of a head: 1, or one of each channel of keys if R = 1. N chunks of C tokens
+in a segment."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mixers.convolution import causal_convolution, causal_convolution_backward
-from phalanx.model.mixers.delta_rule import Inputs, Rule, chunk_decays
+from phalanx.model.mixers.delta_rule import ChannelRule, HeadRule, Inputs, Rule, visible_tokens
 from phalanx.model.part import PartModule
 from phalanx.model.products import ProductLinear, TensorTuple, activated_linear, declared_activation
 from phalanx.model.recomputation import recomputation
@@ -51,9 +52,9 @@ class GatedDelta(PartModule):
 
     def forward(self, x_BTD: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input."""
-        z, *inputs = self.read_input(self.project_in, x_BTD)
+        z, *inputs = self.project_heads(x_BTD)
         heads = [x.unflatten(-1, (-1, width)) for x, width in zip(inputs, self.head_widths, strict=True)]
-        key, value = self.head_widths[1:3]
+        key, value, decay = self.head_widths[1:4]
         out_BTHV = self.core(
             *heads,
             starts_BT,
@@ -61,9 +62,13 @@ class GatedDelta(PartModule):
             k_taps_GKS=self.key_taps.unflatten(0, (-1, key)),
             v_taps_HVS=self.value_taps.unflatten(0, (-1, value)),
             A_log_H=self.A_log,
-            dt_bias_H=self.dt_bias,
+            dt_bias_HE=self.dt_bias.unflatten(0, (-1, decay)),
         )
         return activated_linear(self.out, self.gate, z, self.norm(out_BTHV).flatten(2))
+
+    def project_heads(self, x_BTD: Tensor) -> TensorTuple:
+        """Return the gate of the output, and the products that the rule reads."""
+        return cast(TensorTuple, self.read_input(self.project_in, x_BTD))
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
         """Return the gate of the output, queries, keys, values, and what decays and updates depend on."""
@@ -75,14 +80,14 @@ def gated_delta(
     q_BTGK: Tensor,
     k_BTGK: Tensor,
     v_BTHV: Tensor,
-    a_BTH1: Tensor,
+    a_BTHE: Tensor,
     b_BTH1: Tensor,
     starts_BT: Tensor | None,
     q_taps_GKS: Tensor,
     k_taps_GKS: Tensor,
     v_taps_HVS: Tensor,
     A_log_H: Tensor,
-    dt_bias_H: Tensor,
+    dt_bias_HE: Tensor,
 ) -> Tensor:
     """Return the output of the gated delta rule (`delta_rule`), [B, T, H, V].
 
@@ -90,8 +95,8 @@ def gated_delta(
     -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b). `starts_BT` are the starts of documents in their rows;
     without them, every row is one document."""
     taps = (q_taps_GKS, k_taps_GKS, v_taps_HVS)
-    gates = (x.squeeze(-1) for x in (a_BTH1, b_BTH1))
-    return cast(Tensor, _GatedDelta.apply(q_BTGK, k_BTGK, v_BTHV, *gates, *taps, A_log_H, dt_bias_H, starts_BT))
+    inputs = (q_BTGK, k_BTGK, v_BTHV, a_BTHE, b_BTH1)
+    return cast(Tensor, _GatedDelta.apply(*inputs, *taps, A_log_H, dt_bias_HE, starts_BT))
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -143,12 +148,13 @@ class _Segment:
             for x, taps, scale in zip(tensors[:3], tensors[5:8], scales, strict=True)
         ]
         self.beta = at_least_fp32(tensors.b[:, self.tokens]).sigmoid()
-        self.rate = -at_least_fp32(tensors.A_log).exp()
+        self.rate = -at_least_fp32(tensors.A_log).exp()[:, None]
         self.step = at_least_fp32(tensors.a[:, self.tokens]) + tensors.dt_bias
         g = F.softplus(self.step) * self.rate
         q, k, v, beta, g = (self._split(x) for x in (*(each.forward() for each in self.heads), self.beta, g))
         qk = torch.cat((q, k), dim=-2).squeeze(3)
-        self.rule = Rule(Inputs(qk, v, beta, g), chunk_decays(g, segment, tensors.starts))
+        visible = visible_tokens(segment, tensors.starts)
+        self.rule: Rule = (HeadRule if g.shape[-1] == 1 else ChannelRule)(Inputs(qk, v, beta, g), visible)
 
     def backward(self, state: Tensor, gradient: Tensor, grad_state: Tensor, grads: _Tensors) -> Tensor:
         """Add the gradients of all arguments to `grads`, and return that of the state before the segment."""
@@ -164,7 +170,7 @@ class _Segment:
         grad_a = grad_g * self.rate * self.step.sigmoid()
         grads.a[:, self.tokens] = grad_a
         grads.b[:, self.tokens] = _join_chunks(inputs.beta) * self.beta * (1 - self.beta)
-        grads.A_log.add_((grad_g * F.softplus(self.step) * self.rate).sum((0, 1)))
+        grads.A_log.add_((grad_g * F.softplus(self.step) * self.rate).sum((0, 1, 3)))
         grads.dt_bias.add_(grad_a.sum((0, 1)))
         return grad_state
 

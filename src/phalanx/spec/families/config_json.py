@@ -75,13 +75,13 @@ def require_known_fields(config: Table) -> None:
         QUANTIZATION,
     }
     unknown = {field: value for field, value in config.items() if field not in known}
-    for table in sorted({"rope_parameters", "rope_scaling"} & known):
-        ropes = {table: config.get(table) or {}}
-        if isinstance(fields.get(table), RopeByType):
-            ropes = {f"{table}.{kind}": rope for kind, rope in ropes[table].items() if isinstance(rope, dict)}
-        known_in_table = next(field.table_fields for field in fields.values() if isinstance(field, Rope))
-        for path, rope in ropes.items():
-            unknown |= {f"{path}.{field}": value for field, value in rope.items() if field not in known_in_table}
+    for form in (field for field in fields.values() if isinstance(field, Rope)):
+        for table in sorted({"rope_parameters", "rope_scaling"} & known):
+            ropes = {table: config.get(table) or {}}
+            if isinstance(fields.get(table), RopeByType):
+                ropes = {f"{table}.{kind}": rope for kind, rope in ropes[table].items() if isinstance(rope, dict)}
+            for path, rope in ropes.items():
+                unknown |= {f"{path}.{field}": value for field, value in rope.items() if field not in form.table_fields}
     for name, value in unknown.items():
         if value is None:
             continue

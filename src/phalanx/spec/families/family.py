@@ -130,8 +130,8 @@ the index of the row in the parameters, one after another along the output axis.
 class Rows:
     """Parameters in one tensor, one after another along the output axis, or their rows in another order.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. Those of a `convolution` as [channels, 1, taps]. A
-    `stacked` one has that of each expert.
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. `unit_axes` of a tensor have length 1 and are none of
+    the parameter, such as the middle one of a convolution of each channel. A `stacked` one has that of each expert.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Rows:
         *names: str,
         stacked: bool = False,
         transposed: bool = False,
-        convolution: bool = False,
+        unit_axes: tuple[int, ...] = (),
         order: RowOrder | None = None,
     ) -> None:
         self.names = names
         self.transposed = transposed
-        self.convolution = convolution
+        self.unit_axes = unit_axes
         self.stacked = stacked
         self.order = order
 

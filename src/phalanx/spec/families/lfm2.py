@@ -98,7 +98,7 @@ LFM2 = Family(
             )
             for leaf in ("weight", "bias")
         },
-        "model.layers.{i}.conv.conv.weight": Rows("attention.taps", convolution=True),
+        "model.layers.{i}.conv.conv.weight": Rows("attention.taps", unit_axes=(1,)),
         "model.layers.{i}.conv.conv.bias": "attention.bias",
         "model.layers.{i}.conv.out_proj.weight": "attention.out.weight",
         "model.layers.{i}.conv.out_proj.bias": "attention.out.bias",

@@ -30,7 +30,7 @@ def mamba_tensors(prefix: str) -> StoredTensors:
             )
             for leaf in ("weight", "bias")
         },
-        f"{prefix}.conv1d.weight": Rows(*(f"attention.{name}_taps" for name in convolved), convolution=True),
+        f"{prefix}.conv1d.weight": Rows(*(f"attention.{name}_taps" for name in convolved), unit_axes=(1,)),
         f"{prefix}.conv1d.bias": Rows(*(f"attention.{name}_bias" for name in convolved)),
         f"{prefix}.A_log": "attention.log_rate",
         f"{prefix}.D": "attention.skip",

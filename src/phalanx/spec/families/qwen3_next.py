@@ -86,7 +86,7 @@ HYBRID_TENSORS: StoredTensors = {
         for leaf in ("weight", "bias")
     },
     "model.layers.{i}.linear_attn.conv1d.weight": Rows(
-        *(f"attention.{name}_taps" for name in ("query", "key", "value")), convolution=True
+        *(f"attention.{name}_taps" for name in ("query", "key", "value")), unit_axes=(1,)
     ),
     "model.layers.{i}.linear_attn.A_log": "attention.A_log",
     "model.layers.{i}.linear_attn.dt_bias": "attention.dt_bias",

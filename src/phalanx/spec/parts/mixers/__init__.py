@@ -9,11 +9,12 @@ from typing import Annotated
 from pydantic import Field
 
 from phalanx.spec.parts.mixers.gated_delta import GatedDelta
+from phalanx.spec.parts.mixers.kimi_delta import KimiDelta
 from phalanx.spec.parts.mixers.latent_attention import LatentAttention
 from phalanx.spec.parts.mixers.mamba2 import Mamba2
 from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 
-__all__ = ["GatedDelta", "LatentAttention", "Mamba2", "MixerSpec", "ShortConvolution"]
+__all__ = ["GatedDelta", "KimiDelta", "LatentAttention", "Mamba2", "MixerSpec", "ShortConvolution"]
 
-MixerSpec = Annotated[ShortConvolution | LatentAttention | GatedDelta | Mamba2, Field(discriminator="kind")]
+MixerSpec = Annotated[ShortConvolution | LatentAttention | GatedDelta | KimiDelta | Mamba2, Field(discriminator="kind")]
 """Description of any mixer."""

@@ -50,27 +50,21 @@ class GatedDelta(Mixer):
         """Return the part: products, the rule on them, and a product of its normalized and gated output."""
         part = Part("attention", "attention", x)
         K = self.key_head_dim
-        V = self.value_head_dim
         keys = Cut("model.mixer.num_key_heads", self.num_key_heads, K, copied_below=True)
-        values = Cut("model.mixer.num_value_heads", self.num_value_heads, V)
+        values = Cut("model.mixer.num_value_heads", self.num_value_heads, self.value_head_dim)
         heads = replace(values, unit=1)
         z = part.linear("output_gate", x, values)
         q, k = (part.linear(name, x, keys) for name in ("query", "key"))
         v = part.linear("value", x, values)
         # Decays and updates: few columns, which float8 does not divide.
         a, b = (part.linear(name, x, heads, is_precise=True) for name in ("decay", "update"))
-        inputs = (q, k, v, a, b)
-        state = replace(values, unit=K * V)
-        out = Value(values.width, values)
         k_exact, v_exact, a_exact = (replace(value, numbers="high") for value in (k, v, a))
         lengths = Value(self.num_key_heads, replace(keys, unit=1), numbers="high")
-        part.add(
-            ScanCore(
-                reads=inputs,
-                writes=out,
-                keeps=inputs,
-                heads=heads,
-                state=Value(state.width, state, numbers="high"),
+        out = part.add(
+            delta_rule(
+                (q, k, v, a, b),
+                self.kernel_size,
+                step_bias=Parameter((self.num_value_heads,), "ones", is_precise=True),
                 # Convolved heads, normalized ones and their gradients, of queries, keys and values. Of values also the
                 # gradient of the output, errors, what is written, and what queries and keys read.
                 segment_values=(k_exact,) * 6 + (v_exact,) * 8 + (a_exact,) * 10 + (lengths,) * 2,
@@ -79,17 +73,49 @@ class GatedDelta(Mixer):
                 chunk_values=(v_exact,) * 6 + (k_exact,) * 3,
                 # Decays, weights, overlaps, the inverse, and two gradients.
                 pair_values=6,
-                # Scores of queries and keys; reads of both, their corrections, outputs, and updates of the state.
-                flops=(ScanFlops(keys, per_pair=4 * K), ScanFlops(values, per_token=6 * K * V, per_pair=4 * V)),
-                parameters={
-                    "query_taps": Parameter((q.width, self.kernel_size), "taps", cut=keys),
-                    "key_taps": Parameter((k.width, self.kernel_size), "taps", cut=keys),
-                    "value_taps": Parameter((v.width, self.kernel_size), "taps"),
-                    "A_log": Parameter((self.num_value_heads,), "log_rates", is_precise=True),
-                    "dt_bias": Parameter((self.num_value_heads,), "ones", is_precise=True),
-                },
+                score_flops=ScanFlops(keys, per_pair=4 * K),
             )
         )
-        out = part.norm("norm", out, V, layer.norm_eps)
+        out = part.norm("norm", out, self.value_head_dim, layer.norm_eps)
         part.linear("out", part.activate("swiglu", z, out), init="output")
         return part
+
+
+def delta_rule(
+    inputs: tuple[Value, Value, Value, Value, Value],
+    kernel_size: int,
+    *,
+    step_bias: Parameter,
+    segment_values: tuple[Value, ...],
+    chunk_values: tuple[Value, ...],
+    pair_values: int,
+    score_flops: ScanFlops,
+) -> ScanCore:
+    """Return the kernel on queries, keys, values, decays and updates, of which the first three are convolved.
+
+    `score_flops` are those of the scores of queries and keys; the others are those of reads of a state by both, their
+    corrections, outputs, and updates of the state."""
+    q, k, v, *_ = inputs
+    keys, values = k.cut, v.cut
+    assert keys
+    assert values
+    K, V = keys.unit, values.unit
+    state = replace(values, unit=K * V)
+    return ScanCore(
+        reads=inputs,
+        writes=Value(values.width, values),
+        keeps=inputs,
+        heads=replace(values, unit=1),
+        state=Value(state.width, state, numbers="high"),
+        segment_values=segment_values,
+        chunk_values=chunk_values,
+        pair_values=pair_values,
+        flops=(score_flops, ScanFlops(values, per_token=6 * K * V, per_pair=4 * V)),
+        parameters={
+            "query_taps": Parameter((q.width, kernel_size), "taps", cut=keys),
+            "key_taps": Parameter((k.width, kernel_size), "taps", cut=keys),
+            "value_taps": Parameter((v.width, kernel_size), "taps"),
+            "A_log": Parameter((values.units,), "log_rates", is_precise=True),
+            "dt_bias": step_bias,
+        },
+    )
