@@ -75,9 +75,7 @@ def block_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
 
 @lru_cache
 def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[float, ...]:
-    """Return the FLOPs to train the embedding, each block, and what follows the last block on one token.
-
-    That is the last norm and head, and the blocks for multi-token prediction with theirs.
+    """Return the FLOPs to train the embedding, each block, and the head with multi-token prediction on one token.
 
     Their sum is `training_flops_per_token` plus 2 D for the embedding rows that are read and receive gradients.
 

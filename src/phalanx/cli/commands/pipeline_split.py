@@ -52,17 +52,18 @@ def split(
         }
         print(json.dumps(facts, indent=2))
         return
+    end = "head with multi-token prediction" if run_spec.model.mtp else "head"
     table = text_table(Column("stage", justify="right"), "layers", numbers=("GFLOP per token", "share of the mean"))
     for stage, (stage_layers, cost) in enumerate(zip(contiguous_ranges(layers), rows, strict=True)):
         names = [f"{stage_layers[0]}-{stage_layers[-1]}" if len(stage_layers) > 1 else str(stage_layers[0])]
         names = ["embedding", *names] if stage == 0 else names
-        names += ["head"] if stage == number - 1 else []
+        names += [end] if stage == number - 1 else []
         table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost * number / sum(rows):.3f}")
     console = Terminal()
     console.print(table)
     for line in (
         f"the slowest stage limits the pipeline: {1 / slowest_over_mean:.1%} of an even cut",
-        f"the head costs {costs[-1] / costs[1]:.2g} of a block",
+        f"the {end} costs {costs[-1] / costs[1]:.2g} of a block",
         f"by layers alone ({' '.join(map(str, even))}) it would be {1 / even_slowest:.1%}",
     ):
         print_line(console, line)
