@@ -211,7 +211,9 @@ def _describe_differences(job: ExportJob) -> list[str]:
         f"All initial matrices have a standard deviation of {job.init_std:.3g}, also those that Phalanx makes smaller.",
     ]
     if run.model.moe and (run.model.moe.balance_loss_coef or run.model.moe.z_loss_coef):
-        notes.append("Balance of experts is Automodel's for the family: a loss, a bias, or none. Automodel has no z-loss.")
+        notes.append(
+            "Experts are balanced as Automodel does for the family: by a loss, a bias, or nothing. It has no z-loss."
+        )
     if run.model.moe and run.model.moe.choice_bias:
         notes.append("In Automodel, biases of the choice of experts may change in training.")
     if job.layout.data_parallel == "zero2":
