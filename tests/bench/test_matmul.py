@@ -83,6 +83,24 @@ def test_benchmark_attention_goes_by_documents_as_the_model_does(
     assert document_starts[0].tolist() == list(range(0, by_document["batch"] * row_tokens + 1, row_tokens))
 
 
+def test_benchmark_attention_has_the_cap_and_the_sinks_of_a_layer(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"model.attention_softcap": 50.0, "model.attention_sinks": True}
+    dials: list[tuple[object, ...]] = []
+
+    def note_dials(*arguments: Tensor) -> Tensor:
+        dials.append(arguments[4:])
+        return attention.attend(*arguments)
+
+    monkeypatch.setattr(matmul, "attend", note_dials)
+    run = small_run(text, tmp_path, changes)
+    (row,) = benchmark_attention(ResolvedRun(run, 1), CPU, 1)
+    window, sinks, softcap = dials[0]
+    assert (window, tuple(sinks.shape), softcap) == (None, (run.model.num_heads,), 50.0)
+    assert row["softcap"] == 50.0
+
+
 def test_layer_benchmark_rows_contain_seconds_and_flops(text: Path, tmp_path: Path) -> None:
     run: RunSpec = small_run(text, tmp_path, {})
     for rows, passes in (

@@ -9,11 +9,15 @@ import torch
 
 from phalanx.model import chunks
 from phalanx.model.compilation import compile_blocks
+from phalanx.model.part import modules_declaring
 from phalanx.model.products import ACTIVATIONS, compiled_activation, make_activation
+from phalanx.model.rotary import apply_rotary
 from phalanx.spec.activations import GATED_OUTPUT, NUM_INPUTS
+from phalanx.spec.parts.operations import AttentionCore
 from tests.helpers.random_models import build_model
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
+LATENT_ATTENTION = {"kind": "latent_attention", "latent_rank": 16, "rope_dim": 4, "value_dim": 8}
 ARGUMENTS = {"clamped_swiglu": (1.7, 0.8)}
 
 
@@ -67,13 +71,20 @@ def loss_and_gradients(model, tokens):
 @pytest.mark.parametrize("whole", [True, False], ids=["blocks", "elementwise functions"])
 @pytest.mark.parametrize(
     "model",
-    [{}, {"activation": "gelu"}, {"moe": MOE}, {"moe": MOE | {"bias": True}, "activation": "clamped_swiglu"}],
-    ids=["dense", "gelu", "experts", "experts with biases"],
+    [
+        {},
+        {"activation": "gelu"},
+        {"moe": MOE},
+        {"moe": MOE | {"bias": True}, "activation": "clamped_swiglu"},
+        {"num_kv_heads": 4, "head_dim": 12, "mixer": LATENT_ATTENTION},
+    ],
+    ids=["dense", "gelu", "experts", "experts with biases", "latent attention"],
 )
 def test_compiled_blocks_equal_eager(model, whole):
     tokens = torch.randint(53, (2, 16))
     expected = loss_and_gradients(build_model(**model), tokens)
     compiled = build_model(**model)
     compile_blocks(compiled.blocks.children(), whole)
+    assert whole == all(module.rotate is apply_rotary for module in modules_declaring(compiled, AttentionCore))
     for result, expected_result in zip(loss_and_gradients(compiled, tokens), expected, strict=True):
         torch.testing.assert_close(result, expected_result, rtol=1e-10, atol=1e-10)

@@ -50,6 +50,10 @@ class AttentionShape:
     """True for a step of ring attention, which saves its softmax denominators."""
     window: int | None = None
     """Keys that a query sees at most; None if it sees all earlier ones."""
+    sinks: bool = False
+    """True if heads have a logit in the denominator of the softmax. Steps of a ring do without."""
+    softcap: float | None = None
+    """Cap of scores; None without one."""
 
     @property
     def flops(self) -> int:
@@ -124,7 +128,9 @@ def attention_shapes(resolved: ResolvedRun) -> dict[AttentionShape, int]:
             ring=is_ring,
         )
         window = layer.sliding_window if hides_keys(layer, run.training.seq_len) else None
-        counts[make_shape(keys=tokens, causal=True, window=window)] += 1
+        sinks = layer.attention_sinks and not is_ring
+        shape = make_shape(keys=tokens, causal=True, window=window, sinks=sinks, softcap=layer.attention_softcap)
+        counts[shape] += 1
         if is_ring:
             counts[make_shape(keys=tokens // 2, causal=False)] += layout.cp - 1
     return counts

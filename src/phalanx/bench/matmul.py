@@ -67,12 +67,14 @@ def _make_attention_calls(core: AttentionShape, dtype: torch.dtype, device: torc
     q = make(core.batch, core.queries, core.heads, core.head_dim)
     k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))
     documents = Documents.whole_rows(core.batch, core.queries, device)
-    has_window = core.window is not None
-    mask = attention_mask(documents, dtype, core.head_dim, has_window) if core.masked else None
-    forward = partial(attend, q, k, v, mask, window=core.window)
+    sinks = make(core.heads) if core.sinks else None
+    dials = (core.window is not None, core.sinks, core.softcap is not None)
+    mask = attention_mask(documents, dtype, core.head_dim, *dials) if core.masked else None
+    forward = partial(attend, q, k, v, mask, core.window, sinks, core.softcap)
     out = forward()
     gradient = torch.ones_like(out)
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)}
 
 
 def _make_ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:

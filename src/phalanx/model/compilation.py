@@ -9,11 +9,12 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import Experts
+from phalanx.model.part import modules_declaring
 from phalanx.model.products import compiled_activation
 from phalanx.model.rotary import RotaryTable, apply_rotary
+from phalanx.spec.parts.operations import AttentionCore
 
 
 def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
@@ -28,10 +29,10 @@ def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
         if whole:
             block.compile()
             continue
+        for module in modules_declaring(block, AttentionCore):
+            module.rotate = _compile_rotary()
         for module in block.modules():
-            if isinstance(module, Attention):
-                module.rotate = _compile_rotary()
-            elif isinstance(module, MLP | Experts):
+            if isinstance(module, MLP | Experts):
                 module.activation = compiled_activation(module.activation)
 
 

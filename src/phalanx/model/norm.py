@@ -14,6 +14,11 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.parts.operations import GatedNorm, Norm
 
 
+def identity(x: Tensor) -> Tensor:
+    """Return a tensor as it is."""
+    return x
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) x weight over the last axis (arXiv 1910.07467), or x (1 + weight), or without a weight."""
 
@@ -86,7 +91,7 @@ class GatedRMSNorm(nn.Module):
         self.width = width
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(channels))
-        self.sum_over_ranks: Callable[[Tensor], Tensor] = _identity
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = identity
         """Sum of a number of each token over the ranks that share a group, which may be in place."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -152,10 +157,6 @@ class _GatedRMSNorm(torch.autograd.Function):
             # The derivative of silu(z) is sigmoid(z) + silu(z) (1 - sigmoid(z)).
             grad_gate_part.copy_(grad_gated.mul_(x_part).mul_(silu.mul_(1 - sigmoid).add_(sigmoid)))
         return grad_x, grad_gate, grad_weight.flatten().to(weight.dtype), None, None, None
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _split_groups(shape: tuple[int, ...], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.norm import make_norm
+from phalanx.model.norm import identity, make_norm
 from phalanx.model.products import ProductLinear, TensorTuple
 from phalanx.model.sequence_context import SequenceContext
 from phalanx.spec.parts.operations import Linear, Norm, Operation, Part
@@ -27,11 +27,6 @@ Kernel = Callable[..., Tensor]
 def multiply_each(x: Tensor, *layers: nn.Module) -> TensorTuple:
     """Return the output of each layer."""
     return tuple(layer(x) for layer in layers)
-
-
-def identity(x: Tensor) -> Tensor:
-    """Return a tensor as it is."""
-    return x
 
 
 def read_input(reader: Reader, x: Tensor) -> Any:

@@ -18,8 +18,8 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
-from phalanx.model.norm import make_norm
-from phalanx.model.part import PartModule, identity
+from phalanx.model.norm import identity, make_norm
+from phalanx.model.part import PartModule
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_softcap, has_window
 from phalanx.spec.layers import distinct_layers, layer_specs

@@ -13,7 +13,7 @@ from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.layer_pattern import parse_layers
-from phalanx.spec.parts.mixers import LatentAttention, MixerSpec
+from phalanx.spec.parts.mixers import MixerSpec
 
 MAX_FLASH_HEAD_DIM = 256
 
@@ -556,9 +556,7 @@ class ModelSpec(Spec):
     @property
     def rotary_width(self) -> int:
         """Number of a head's channels that are rotated in a layer."""
-        if isinstance(self.mixer, LatentAttention):
-            return self.mixer.rope_dim
-        return self.rope.width(self.head_dim)
+        return self.mixer.rotary_width if self.mixer else self.rope.width(self.head_dim)
 
     @property
     def query_scale(self) -> float:

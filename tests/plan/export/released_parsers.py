@@ -1,9 +1,9 @@
 """Exports, read by the parsers of the trainers' releases: `make test-exports`, in a separate environment.
 
-torchtitan reads a module, and builds the model without memory. DeepSpeed reads a file. Megatron-LM's parser reads
-every flag, and its checks run up to the first that needs a GPU. The released nanotron cannot be imported, because
-its config and its logging import each other. Therefore, its config package runs from its source, without imports
-from nanotron, and with the imported definitions executed separately."""
+torchtitan reads a module, and builds the model without memory. DeepSpeed and Automodel read a file. Megatron-LM's
+parser reads every flag, and its checks run up to the first that needs a GPU. The released nanotron cannot be
+imported, because its config and its logging import each other. Therefore, its config package runs from its source,
+without imports from nanotron, and with the imported definitions executed separately."""
 
 from __future__ import annotations
 import __future__
@@ -25,12 +25,14 @@ import typing_extensions
 import yaml
 
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.plan.export.automodel import DEGREES
 from phalanx.plan.export.common import RELEASES, Trainer
 from phalanx.plan.export.export import export
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.parameter_shapes import has_weight_decay
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from tests.plan.export.test_export import EXPORT_CASES, QWEN, SMALL, WORLD_SIZE, make_run
+from tests.plan.export.test_export import EXPORT_CASES, HF_LATENT, QWEN, SMALL, WORLD_SIZE, make_run
 
 MEGATRON_DIR = Path(sys.prefix) / "megatron"
 LLAMA_405B = make_run({"preset": "llama3-405b"}, data_parallel="zero3")
@@ -91,6 +93,13 @@ LOGITS_CASES = {
     "wide-heads": {**SMALL, "head_dim": 64, "norm_eps": 1e-3},
     "tied": {**SMALL, "tie_embeddings": True},
     "qwen3": QWEN,
+    "deepseek": {**HF_LATENT, "num_layers": 1, "moe": {**HF_LATENT["moe"], "num_groups": 4, "top_groups": 2}},
+    "deepseek without latent queries": {
+        **HF_LATENT,
+        "num_layers": 1,
+        "mixer": {**HF_LATENT["mixer"], "query_rank": None},
+        "moe": None,
+    },
     "experts": {**QWEN, "num_layers": 1, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128}},
 }
 
@@ -110,7 +119,9 @@ def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeyp
     for parameter in model.parameters():
         is_norm = parameter.ndim == 1
         torch.nn.init.normal_(parameter, is_norm, 0.3 if is_norm else 2 / parameter.shape[-1] ** 0.5)
-    export_hf(run.model, dict(model.named_parameters()), tmp_path / "hf")
+    for bias in model.buffers():
+        torch.nn.init.normal_(bias, 0, 0.1)
+    export_hf(run.model, {**dict(model.named_parameters()), **dict(model.named_buffers())}, tmp_path / "hf")
     spec = load_torchtitan(run, tmp_path, monkeypatch, ConfigManager()).model_spec
     torchtitan_model = spec.model.build()
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -185,6 +196,54 @@ def deepspeed_ranks() -> Iterator[None]:
     deepspeed.comm.init_distributed()
     yield
     deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("run", cases("automodel"))
+def test_automodel_reads_export(run: RunSpec) -> None:
+    """Its models need a GPU, those of transformers are of the same config.json."""
+    import torch
+    from nemo_automodel.components.config.loader import ConfigNode
+    from nemo_automodel.recipes._dist_utils import parse_distributed_section
+    from nemo_automodel.recipes._typed_config import RecipeConfig
+    from torch.distributed.pipelining.schedules import get_schedule_class
+    from transformers import AutoModelForCausalLM
+
+    table = yaml.safe_load(export(ResolvedRun(run, WORLD_SIZE), "automodel").text)
+    # Its import makes kernels that Triton 3.9 refuses.
+    assert table["model"].pop("_target_") == "nemo_automodel.NeMoAutoModelForCausalLM.from_config"
+    recipe = RecipeConfig(ConfigNode(table))
+    setup, sizes = parse_distributed_section(recipe.distributed.to_dict()), parallel_dims(run.layout, WORLD_SIZE)
+    assert (setup["tp_size"], setup["pp_size"], setup["ep_size"]) == (sizes.tp, sizes.pp, sizes.ep)
+    assert (setup["dp_replicate_size"] or WORLD_SIZE) == sizes.dp_replicate
+    scheduler = recipe.step_scheduler.build(None, sizes.dp_size, recipe.get("step_scheduler.local_batch_size"))
+    assert recipe.step_scheduler.global_batch_size * run.training.seq_len == run.training.tokens_per_step
+    assert recipe.loss_fn
+    assert recipe.dataloader.dataset_config.seq_len == run.training.seq_len
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(recipe.model.config.instantiate())
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    assert sum(parameter.numel() for parameter in parameters.values()) == count_parameters(run.model).total
+    (optimizer,) = recipe.optimizer.build(model)
+    undecayed = {
+        id(value) for group in optimizer.param_groups if group.get("wd_mult") == 0 for value in group["params"]
+    }
+    assert undecayed == {id(value) for name, value in parameters.items() if not has_weight_decay(name, value.shape)}
+    recipe.lr_scheduler.build(optimizer, scheduler)
+    if pipeline := setup["pipeline_config"]:
+        assert get_schedule_class(pipeline.pp_schedule)
+        assert all(name in modules for stage in pipeline.module_fqns_per_model_part for name in stage)
+
+
+def test_automodel_declares_the_degrees_that_exports_use() -> None:
+    from nemo_automodel._transformers.model_capabilities import query_capabilities
+    from nemo_automodel._transformers.registry import ModelRegistry
+    from transformers import NemotronHConfig
+
+    for architecture, degrees in DEGREES.items():
+        model_class = ModelRegistry.get_model_cls_from_model_arch(architecture)
+        is_hybrid = architecture == "NemotronHForCausalLM"
+        declared = query_capabilities(NemotronHConfig(architectures=[architecture]) if is_hybrid else model_class)
+        assert degrees == tuple(name for name in ("tp", "pp", "ep") if getattr(declared, f"supports_{name}"))
 
 
 @pytest.mark.usefixtures("deepspeed_ranks")

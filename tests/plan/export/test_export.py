@@ -29,7 +29,7 @@ from phalanx.spec.run import RunSpec
 
 Table = dict[str, Any]
 KNOWN_OPTIONS_DIR = Path(__file__).parent / "flags"
-TRAINERS: tuple[Trainer, ...] = ("megatron", "torchtitan", "deepspeed", "nanotron")
+TRAINERS: tuple[Trainer, ...] = ("megatron", "torchtitan", "automodel", "deepspeed", "nanotron")
 WORLD_SIZE = 16
 
 LLAMA = {"preset": "llama3-8b"}
@@ -152,7 +152,9 @@ def read_megatron(exported: ExportedConfig) -> Table:
 
 def read_torchtitan(exported: ExportedConfig) -> Table:
     calls = parse_torchtitan_calls(exported)
-    axes, training, attention = calls["ParallelismConfig"], calls["TrainingConfig"], calls["make_gqa_config"]
+    axes, training = calls["ParallelismConfig"], calls["TrainingConfig"]
+    attention = calls.get("make_gqa_config") or calls["Attention.Config"]
+    latent_head_dim = attention.get("qk_nope_head_dim", 0) + attention.get("qk_rope_head_dim", 0)
     (model,) = (keywords for call, keywords in calls.items() if call.endswith("Model.Config"))
     (block,) = (keywords for call, keywords in calls.items() if call.endswith("TransformerBlock.Config"))
     pp = axes["pipeline_parallel_degree"]
@@ -171,8 +173,8 @@ def read_torchtitan(exported: ExportedConfig) -> Table:
         if "feed_forward" in block
         else SMALL["ffn_hidden_size"],
         "heads": attention["n_heads"],
-        "head_dim": attention["head_dim"],
-        "kv_heads": attention["n_kv_heads"],
+        "head_dim": latent_head_dim or attention["head_dim"],
+        "kv_heads": attention["n_heads"] if latent_head_dim else attention["n_kv_heads"],
         "vocab": model["vocab_size"],
     }
 
@@ -211,7 +213,31 @@ def read_nanotron(exported: ExportedConfig) -> Table:
     }
 
 
+def read_automodel(exported: ExportedConfig) -> Table:
+    table = yaml.safe_load(exported.text)
+    axes, steps, model = table["distributed"], table["step_scheduler"], table["model"]["config"]
+    tp, pp = axes.get("tp_size", 1), axes.get("pp_size", 1)
+    return {
+        "tp": tp,
+        "pp": pp,
+        "cp": 1,
+        "dp": WORLD_SIZE // (tp * pp),
+        "micro_batch": axes["pipeline"]["pp_microbatch_size"] if pp > 1 else steps["local_batch_size"],
+        "sequences": steps["global_batch_size"],
+        "sequence": table["dataset"]["seq_len"],
+        "layers": model["num_hidden_layers"],
+        "width": model["hidden_size"],
+        # Experts of some families have the only width.
+        "ffn": model.get("intermediate_size", SMALL["ffn_hidden_size"]),
+        "heads": model["num_attention_heads"],
+        "head_dim": model.get("qk_head_dim", model["head_dim"]),
+        "kv_heads": model["num_key_value_heads"],
+        "vocab": model["vocab_size"],
+    }
+
+
 READERS = {
+    "automodel": read_automodel,
     "megatron": read_megatron,
     "torchtitan": read_torchtitan,
     "deepspeed": read_deepspeed,
@@ -242,6 +268,39 @@ LATENT: Table = {
     "attention_scale": 24**-0.5 * (0.1 * math.log(40) + 1) ** 2,
     "rope": {"scaling": "yarn", "factor": 40.0, "original_context": 4096, "attention_factor": 1.0},
     "mixer": {"kind": "latent_attention", "latent_rank": 32, "query_rank": 48, "rope_dim": 8, "value_dim": 16},
+}
+QWEN_EXPERTS: Table = {**QWEN, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128}}
+HF_LATENT: Table = {**LATENT, "moe": {**EXPERTS["moe"], "router_score": "sigmoid", "choice_bias": True}}
+LEADING: Table = {
+    **HF_LATENT["moe"],
+    "num_leading_dense_layers": 2,
+    "num_groups": 4,
+    "top_groups": 2,
+    "routed_scale": 2.5,
+}
+KINDS: list[Table] = [{"name": "full", "sliding_window": False}]
+SINKS: Table = {
+    **SMALL,
+    "ffn_hidden_size": 128,
+    "layers": "window full",
+    "kinds": KINDS,
+    "sliding_window": 64,
+    "attention_sinks": True,
+    "attention_bias": "all",
+    "activation": "clamped_swiglu",
+    "rope": {"scaling": "yarn", "factor": 32.0, "original_context": 4096, "truncate": False},
+    "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128, "bias": True},
+}
+GEMMA2: Table = {
+    "qk_norm": "none",
+    "sliding_window": 64,
+    "activation": "geglu_tanh",
+    "norm_position": "both",
+    "norm_offset": True,
+    "attention_softcap": 50.0,
+    "logits_softcap": 30.0,
+    "embedding_scale": 16.0,
+    "tie_embeddings": True,
 }
 EXPORT_CASES: list[tuple[str, RunSpec]] = [
     ("megatron", make_run(tp=4, pp=2, data_parallel="zero1", activation_checkpointing="selective")),
@@ -278,6 +337,18 @@ EXPORT_CASES: list[tuple[str, RunSpec]] = [
     (
         "torchtitan",
         make_run({**EXPERTS, "moe": {**EXPERTS["moe"], "num_leading_dense_layers": 2}}, ep=8, data_parallel="zero3"),
+    ),
+    ("automodel", make_run(tp=2, pp=2, data_parallel="zero3", micro_batch_size=1, activation_checkpointing="full")),
+    ("automodel", make_run({**SMALL, "sliding_window": 64, "rope": {"theta": 1e6}}, data_parallel="ddp")),
+    ("automodel", make_run(QWEN, data_parallel="zero2", offload="cpu", optimizer=WSD)),
+    ("automodel", make_run(QWEN_EXPERTS, ep=8, pp=2, data_parallel="zero3", micro_batch_size=1)),
+    ("automodel", make_run(HF_LATENT, ep=8, data_parallel="hsdp", dp_shard=8, optimizer={"max_grad_norm": 0.0})),
+    ("automodel", make_run(SINKS, training={"precision": "fp32"}, data_parallel="zero3", ep=4)),
+    ("automodel", make_run({**QWEN, "layers": "window full", "kinds": KINDS, **GEMMA2}, data_parallel="zero3")),
+    ("torchtitan", make_run(HF_LATENT, ep=8, tp=2, data_parallel="zero3")),
+    (
+        "torchtitan",
+        make_run({**LATENT, "mixer": {**LATENT["mixer"], "query_rank": None}, "moe": LEADING}, data_parallel="zero3"),
     ),
     ("deepspeed", make_run(data_parallel="zero3", **NVME_OFFLOAD)),
     ("deepspeed", make_run(data_parallel="zero3", optimizer={"lr_schedule": "none"})),
@@ -380,10 +451,12 @@ UNSUPPORTED_CASES: list[tuple[Trainer, RunSpec, str, str]] = [
     *(
         (trainer, make_run({**SMALL, "attention_sinks": True}), "model.attention_sinks", "model")
         for trainer in TRAINERS
+        if trainer != "deepspeed"
     ),
     *(
         (trainer, make_run({**SMALL, "sliding_window": 64}), "model.sliding_window", "64 or less")
         for trainer in TRAINERS
+        if trainer not in ("automodel", "deepspeed")
     ),
     ("megatron", make_run(pp=4, schedule="zb-v", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
     ("megatron", make_run(pp=4, schedule="gpipe", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
@@ -421,9 +494,30 @@ UNSUPPORTED_CASES: list[tuple[Trainer, RunSpec, str, str]] = [
     ("torchtitan", make_run(cp=2, cp_method="ulysses", data_parallel="zero3"), "layout.cp_method", "ring"),
     ("torchtitan", make_run(GPT2), "model.norm", "another model"),
     ("torchtitan", make_run(tp=16), "layout.tp", "divisor"),
+    ("torchtitan", make_run({**LATENT, "rope": {}}, data_parallel="zero3"), "model.attention_scale", "remove it"),
+    (
+        "torchtitan",
+        make_run({**SMALL, "rope": {"scaling": "yarn", "factor": 4.0}}, data_parallel="zero3"),
+        "model.rope.scaling",
+        "another model",
+    ),
+    ("torchtitan", make_run({**SMALL, "mixer": {"kind": "short_convolution"}}), "model.mixer.kind", "another model"),
     ("torchtitan", make_run(activation_checkpointing="selective"), "layout.activation_checkpointing", "full"),
     ("torchtitan", make_run(activation_checkpointing="offload"), "layout.activation_checkpointing", "full"),
     ("torchtitan", make_run(activation_checkpointing="norms"), "layout.activation_checkpointing", "none"),
+    ("automodel", make_run(GPT2, tp=2, data_parallel="zero3"), "layout.tp", "1"),
+    ("automodel", make_run(QWEN_EXPERTS, tp=2, data_parallel="zero3"), "layout.tp", "1"),
+    ("automodel", make_run(tp=2, data_parallel="ddp"), "layout.data_parallel", "zero3"),
+    ("automodel", make_run(cp=2, data_parallel="zero3"), "layout.cp", "1"),
+    ("automodel", make_run(tp=8, pp=2, micro_batch_size=64, data_parallel="zero3"), "layout.pp", "micro_batch"),
+    (
+        "automodel",
+        make_run({**SMALL, "tie_embeddings": True}, pp=2, schedule="zb-v", data_parallel="zero3", micro_batch_size=1),
+        "model.tie_embeddings",
+        "false",
+    ),
+    ("automodel", make_run({**SMALL, "norm_position": "after"}), "model.norm_position", "before"),
+    ("automodel", make_run(activation_checkpointing="norms"), "layout.activation_checkpointing", "full"),
     ("deepspeed", make_run(activation_checkpointing="norms"), "layout.activation_checkpointing", "none"),
     ("megatron", make_run(activation_checkpointing="offload"), "layout.activation_checkpointing", "full"),
     ("megatron", make_run(activation_checkpointing="full", recomputed_blocks=2), "layout.recomputed_blocks", "remove"),
@@ -455,7 +549,7 @@ def test_export_rejects_options_unsupported_by_the_trainer(
     change, others = error.value.fix.split("; trainers for the unchanged run: ")
     assert fix in change
     suggested = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
-    assert others == (", ".join(TRAINER_NAMES[other] for other in suggested) or "none of the four")
+    assert others == (", ".join(TRAINER_NAMES[other] for other in suggested) or "none of them")
     for other in TRAINERS:
         if other in suggested:
             assert export(ResolvedRun(run, world_size), other).text
@@ -526,7 +620,7 @@ def test_export_says_what_the_other_trainer_keeps_in_addition(trainer: Trainer, 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> None:
-    layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
+    layout = {"data_parallel": "zero1"} if trainer not in ("torchtitan", "automodel") else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
     exported = export(ResolvedRun(run_from_table({**table, "training": batch}), WORLD_SIZE), trainer)

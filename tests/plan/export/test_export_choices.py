@@ -23,14 +23,15 @@ SECTIONS: dict[str, type[Spec]] = {
     "training": TrainingSpec,
 }
 CHOICES = [field for section, spec_class in SECTIONS.items() for field in choice_fields(spec_class, section)]
-CREATED_BY_PROGRAM = ("model.", "training.loss")
-"""Fields that DeepSpeed's configuration does not have: the user's program creates the model and the loss."""
+CHECKED_ELSEWHERE = {"deepspeed": ("model.", "training.loss"), "automodel": ("model.",)}
+"""Fields that DeepSpeed's configuration does not have, because the user's program creates the model and the loss, and
+those of a config.json (tests/spec/families/test_config_json.py)."""
 REFUSING_EXPORTERS = [
     (trainer, field)
     for trainer in WRITERS
     for field in CHOICES
     # A note says that an option of `TRAINER_SPECIFIC` is omitted.
-    if field not in TRAINER_SPECIFIC and not (trainer == "deepspeed" and field.startswith(CREATED_BY_PROGRAM))
+    if field not in TRAINER_SPECIFIC and not field.startswith(CHECKED_ELSEWHERE.get(trainer, ()))
 ]
 
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config, model_table
@@ -90,6 +91,28 @@ def test_hf_config_round_trips_model_presets(preset):
     expected = spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
     assert layer_specs(reread) == layer_specs(expected)
     assert reread == expected or spec.layers
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_transformers_makes_a_preset_with_as_many_parameters(preset):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    # Its auto classes have the text model of Mistral 4 inside mistral3 only.
+    transformers.AutoModelForCausalLM.register(
+        transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+    )
+    spec = load_model_spec(preset)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config(spec)))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).total
+
+
+def test_hf_config_writes_the_width_of_shared_experts_that_follows_from_the_others():
+    spec = load_model_spec("qwen3.5-35b-a3b")
+    moe = spec.moe.model_copy(update={"shared_ffn_size": None})
+    assert hf_config(spec.model_copy(update={"moe": moe})) == hf_config(spec)
+    assert hf_config(load_model_spec("deepseek-v3"))["n_shared_experts"] == 1
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def export_layout(
     run: RunOrModel,
-    to: Annotated[str, Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
+    to: Annotated[
+        str, Option(help="Trainer: megatron, torchtitan, automodel, deepspeed or nanotron.", metavar="TRAINER")
+    ],
     machine: Machine = None,
     nodes: Nodes = None,
     nproc: Nproc = None,

@@ -50,6 +50,8 @@ def _build_attention_table(results: Facts) -> Table:
     for row in results["attention"]:
         mask = "masked" if row["masked"] else "causal"
         mask = mask if row["causal"] else "unmasked"
+        dials = {"window": row["window"], "cap": row["softcap"]}
+        mask += "".join(f", {name} {value:g}" for name, value in dials.items() if value)
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
         tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
         forward = _format_timing(row["flops"], row["forward_seconds"])

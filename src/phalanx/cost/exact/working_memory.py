@@ -20,6 +20,7 @@ from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import EMBEDDINGS, ZERO_STRATEGIES
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.resolved_run import ResolvedRun
@@ -96,17 +97,25 @@ def _in_flight_peaks(
             stage_activations,
             cuda_exchange=cuda_exchange,
             sums=_gradient_sums(
-                resolved, _gradient_shares(rank, {index: stages[index] for index in schedule.stages_of(pp_rank)})
+                resolved,
+                _gradient_shares(run.model, rank, {index: stages[index] for index in schedule.stages_of(pp_rank)}),
             ),
         )
         for pp_rank, rank in enumerate(ranks)
     ]
 
 
-def _gradient_shares(rank: RankTensors, stages: Mapping[int, StageBlocks]) -> dict[int, float]:
-    """Return the fraction of a rank's parameters that each of its stages has."""
+def _gradient_shares(spec: ModelSpec, rank: RankTensors, stages: Mapping[int, StageBlocks]) -> dict[int, float]:
+    """Return the fraction of a rank's parameters that each of its stages has.
+
+    An embedding that the last stage uses too has its first gradient there."""
+    embeds_last = spec.reuses_embedding and any(stage.last for stage in stages.values())
     counts = {
-        index: sum(num_elements(shape) for name, shape in rank.all.items() if _is_in_stage(name, stage))
+        index: sum(
+            num_elements(shape)
+            for name, shape in rank.all.items()
+            if _is_in_stage(name, stage, stage.last if embeds_last else stage.first)
+        )
         for index, stage in stages.items()
     }
     return {index: count / sum(counts.values()) for index, count in counts.items()}
@@ -123,8 +132,8 @@ def _gradient_sums(resolved: ResolvedRun, shares: Mapping[int, float]) -> Gradie
     )
 
 
-def _is_in_stage(name: str, stage: StageBlocks) -> bool:
-    """Return whether a stage has the parameter of this name."""
+def _is_in_stage(name: str, stage: StageBlocks, embeds: bool) -> bool:
+    """Return whether a stage, which may embed tokens, has the parameter of this name."""
     if name.startswith("blocks."):
         return int(name.split(".")[1]) in stage.layers
-    return stage.first if name.startswith(EMBEDDINGS) else stage.last
+    return embeds if name.startswith(EMBEDDINGS) else stage.last

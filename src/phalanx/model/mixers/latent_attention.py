@@ -5,6 +5,7 @@ L latent of keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class LatentAttention(PartModule):
         self.rotary_width = layer.rotary_width
         self.temperature = layer.query_temperature
         self.query_scale = layer.query_scale
+        self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
     def sequence_inputs(self, context: SequenceContext) -> tuple[RotaryTable | None, Tensor | None, Any]:
@@ -60,7 +62,7 @@ class LatentAttention(PartModule):
         if self.query_scale != 1.0:
             q_BTHK = q_BTHK * self.query_scale
         if rotary is not None:
-            q_BTHK, key_BT1R = apply_rotary(q_BTHK, rotary), apply_rotary(key_BT1R, rotary)
+            q_BTHK, key_BT1R = self.rotate(q_BTHK, rotary), self.rotate(key_BT1R, rotary)
         if temperature is not None:
             q_BTHK = (q_BTHK * temperature).to(q_BTHK.dtype)
         # Rotated channels are the first of a head.

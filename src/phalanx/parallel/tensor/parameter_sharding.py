@@ -21,7 +21,7 @@ from phalanx.parallel.mesh import Mesh, make_device_mesh
 from phalanx.parallel.module_tensors import named_modules
 from phalanx.spec.layout import ZERO_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.tensor_sharding import TensorSharding, parameter_shardings
+from phalanx.spec.tensor_sharding import TensorSharding, head_replications, parameter_shardings
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,9 @@ class ModelSharding:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._head_meshes: dict[int, DeviceMesh] = {}
         """Meshes of the ranks with copies of heads, by the number of copies."""
-        replications = {each.replication for each in self._shardings.values() if each.mesh_axis == "tp"}
-        for replication in sorted(replications - {1, layout.tp}):
-            if mesh.device_mesh is None:
-                break
+        for replication in head_replications(spec, layout.tp):
+            if mesh.device_mesh is None or replication in (1, layout.tp):
+                continue
             # Every rank makes the groups of all ranks, in the same order.
             world = torch.arange(mesh.dims.world_size, device="cpu")  # the model is made on the meta device
             rank_grid = world.view(-1, layout.tp // replication, replication)

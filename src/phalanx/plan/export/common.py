@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.attention_backend import has_window, smallest_window
@@ -17,16 +18,19 @@ from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices
 
-Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]
+Table = dict[str, Any]
+Trainer = Literal["megatron", "torchtitan", "automodel", "deepspeed", "nanotron"]
 TRAINER_NAMES: dict[Trainer, str] = {
     "megatron": "Megatron-LM",
     "torchtitan": "torchtitan",
+    "automodel": "NeMo Automodel",
     "deepspeed": "DeepSpeed",
     "nanotron": "nanotron",
 }
 RELEASES: dict[Trainer, str] = {
     "megatron": "megatron-core 0.19.2",
     "torchtitan": "torchtitan 0.3.0",
+    "automodel": "nemo-automodel 0.7.0",
     "deepspeed": "deepspeed 0.19.8",
     "nanotron": "nanotron 0.4",
 }
@@ -81,7 +85,7 @@ class ExportJob(ResolvedRun):
     @property
     def init_std(self) -> float:
         """Standard deviation of initial matrices, as in `model.init`."""
-        return sqrt(2 / (5 * self.run.model.hidden_size))
+        return math.sqrt(2 / (5 * self.run.model.hidden_size))
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,6 @@ class SupportedOption:
 NO_MUON = {"muon": 'use "adamw": no other Muon computes the same updates'}
 NO_SERVERS = {"parameter_server": 'use "zero1" or another strategy'}
 SUPPORTED_EVERYWHERE = (
-    SupportedOption("model.attention_sinks"),
     SupportedOption("training.seconds", fix="set training.steps instead"),
     SupportedOption("optimizer.implementation", fix="remove it"),
     SupportedOption("optimizer.lr_function", fix="remove it: optimizer.lr_schedule then applies"),
@@ -111,7 +114,7 @@ SUPPORTED_EVERYWHERE = (
     SupportedOption("layout.tp_attention", fix="use a tensor-parallel degree that divides the heads"),
     SupportedOption("layout.recomputed_blocks", fix="remove it: all blocks then recompute activations"),
 )
-"""Options that either all four trainers support or none of them does."""
+"""Options that either all trainers support or none of them does."""
 EXPRESSED_MODEL_FIELDS = frozenset(
     f"model.{field}"
     for field in (
@@ -126,6 +129,13 @@ EXPRESSED_MODEL_FIELDS = frozenset(
 )
 """Fields of the model that each export of a model expresses, checks itself, or does not need with the options that it
 supports. Any other field is refused unless an option names it, also one that a later version adds."""
+LATENT_ATTENTION_FIELDS = frozenset(
+    (
+        *("model.mixer", "model.mixer.latent_rank", "model.mixer.query_rank", "model.mixer.rope_dim"),
+        *("model.mixer.value_dim", "model.attention_scale", "model.rope.attention_factor", "model.rope.truncate"),
+    )
+)
+"""Fields of latent attention and its YaRN, for exports that express it."""
 LLAMA_WITH_ADAMW = (
     SupportedOption("training.loss", fix="remove it"),
     SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
@@ -150,19 +160,24 @@ TRAINER_SPECIFIC = (
 
 
 def check_export_supported(
-    job: ExportJob, trainer: Trainer, supported: Sequence[SupportedOption], expressed: Collection[str] = ()
+    job: ExportJob,
+    trainer: Trainer,
+    supported: Sequence[SupportedOption],
+    expressed: Collection[str] = (),
+    describes_model: bool = True,
 ) -> None:
     """Raise UserError for the first value that a trainer cannot express.
 
     Fields of the layout are checked last, since another layout may not need them. `supported` has each choice of a
     run that `SUPPORTED_EVERYWHERE` leaves to the trainer; `expressed` are fields that it expresses with any value.
+    Without `describes_model`, fields of the model are checked elsewhere.
     """
     window = smallest_window(job.run.model)
-    if has_window(job.run.model, job.run.training.seq_len):
+    if describes_model and has_window(job.run.model, job.run.training.seq_len):
         fix = f"use training.seq_len = {window} or less, or another model"
         raise unsupported_error(trainer, "model.sliding_window", window, fix)
     options = [*SUPPORTED_EVERYWHERE, *supported]
-    if trainer != "deepspeed":  # its program creates the model
+    if describes_model:
         named = EXPRESSED_MODEL_FIELDS | {option.field for option in options} | set(expressed)
         fields = (field for field, _, _ in walk_fields(job.run.model, "model."))
         options += [SupportedOption(field) for field in fields if field not in named]
@@ -253,3 +268,17 @@ def _read_value_and_default(run: RunSpec, path: str) -> tuple[object, object]:
     if owner is None:
         return None, None
     return getattr(owner, field), type(owner).model_fields[field].default
+
+
+def format_yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
+    """Yield lines of YAML: tables as blocks, everything else as JSON, which is valid YAML."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from format_yaml(value, f"{indent}  ")
+        else:
+            text = ".inf" if value == math.inf else json.dumps(value)
+            # YAML 1.1 requires a decimal point in numbers with an exponent.
+            if isinstance(value, float) and "e" in text and "." not in text:
+                text = text.replace("e", ".0e")
+            yield f"{indent}{key}: {text}"

@@ -16,13 +16,12 @@ from phalanx.plan.export.common import (
     ExportedConfig,
     ExportJob,
     SupportedOption,
+    Table,
     check_export_supported,
     common_notes,
     keeps_in_addition,
     unsupported_error,
 )
-
-Table = dict[str, object]
 
 unsupported = partial(unsupported_error, "deepspeed")
 REDUCE_BUCKET_SIZE = 500_000_000
@@ -51,7 +50,7 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
 
     Raises UserError if DeepSpeed cannot express the run.
     """
-    check_export_supported(job, "deepspeed", SUPPORTED)
+    check_export_supported(job, "deepspeed", SUPPORTED, describes_model=False)  # its program creates the model
     _check_layout_supported(job)
     run = job.run
     sizes = job.dims

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.plan.export.automodel import automodel
 from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer, with_comment_header
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
@@ -24,6 +25,7 @@ from phalanx.spec.run import RunSpec
 WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
     "megatron": megatron,
     "torchtitan": torchtitan,
+    "automodel": automodel,
     "deepspeed": deepspeed,
     "nanotron": nanotron,
 }
@@ -47,7 +49,7 @@ def export(resolved: ResolvedRun, trainer: Trainer) -> ExportedConfig:
                 for candidate_trainer in WRITERS
                 if _can_express(job, candidate_trainer)
             )
-            or "none of the four"
+            or "none of them"
         )
         raise UserError(
             error.field, error.value, error.problem, fix=f"{error.fix}; trainers for the unchanged run: {able_trainers}"

@@ -5,7 +5,6 @@ The flags are those of megatron/training/arguments.py of the release in `common.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +24,7 @@ from phalanx.plan.export.common import (
     unsupported_error,
 )
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.model import ModelSpec, MoESpec, yarn_mscale
 from phalanx.spec.parts.mixers import LatentAttention, MixerSpec
 from phalanx.spec.parts.mixers.latent_attention import LATENT_NORM_EPS
 
@@ -217,7 +216,7 @@ def _latent_attention_flags(spec: ModelSpec, mixer: MixerSpec) -> Flags:
     """Return the flags of latent attention (core/transformer/multi_latent_attention.py).
 
     Its YaRN multiplies queries and keys by m(mscale) / m(mscale_all_dim), and scores by m(mscale_all_dim)^2, where
-    m(scale) = 0.1 scale ln(factor) + 1."""
+    m is `yarn_mscale`."""
     assert isinstance(mixer, LatentAttention)
     rope = spec.rope
     if spec.attention_bias != "none":
@@ -236,11 +235,11 @@ def _latent_attention_flags(spec: ModelSpec, mixer: MixerSpec) -> Flags:
             if getattr(rope, field) != fixed:
                 reason = "latent attention has fixed parameters of YaRN"
                 raise unsupported(f"model.rope.{field}", getattr(rope, field), f"use {fixed}", reason)
-        growth = 0.1 * math.log(rope.factor)
+        growth = yarn_mscale(rope.factor) - 1
         if not growth:
             fix = 'set model.rope.scaling = "none"'
             raise unsupported("model.rope.factor", rope.factor, fix, "YaRN extends contexts there")
-        factor = growth + 1 if rope.attention_factor is None else rope.attention_factor
+        factor = rope.attention_factor or yarn_mscale(rope.factor)
         yarn = {
             "rotary-scaling-factor": rope.factor,
             "mscale": round((factor * scores**0.5 - 1) / growth, 9),

@@ -5,8 +5,6 @@ Its keys are the dataclasses of nanotron/config of the release in `common.RELEAS
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
 from functools import partial
 
 from phalanx.plan.export.common import (
@@ -16,14 +14,14 @@ from phalanx.plan.export.common import (
     ExportedConfig,
     ExportJob,
     SupportedOption,
+    Table,
     check_export_supported,
     check_kv_heads,
     common_notes,
+    format_yaml,
     keeps_in_addition,
     unsupported_error,
 )
-
-Table = dict[str, object]
 
 unsupported = partial(unsupported_error, "nanotron")
 ROPE_THETA = 10_000.0
@@ -86,7 +84,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     if job.dims.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron splits the pipeline itself; here stages have {layers} layers.")
-    return ExportedConfig("\n".join(_format_yaml_lines(tables)) + "\n", notes)
+    return ExportedConfig("\n".join(format_yaml(tables)) + "\n", notes)
 
 
 def _build_parallelism_table(job: ExportJob) -> Table:
@@ -149,17 +147,3 @@ def _build_optimizer_table(job: ExportJob) -> Table:
             "min_decay_lr": job.min_learning_rate,
         },
     }
-
-
-def _format_yaml_lines(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
-    """Yield lines of YAML: tables as blocks, everything else as JSON, which is valid YAML."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield f"{indent}{key}:"
-            yield from _format_yaml_lines(value, f"{indent}  ")
-        else:
-            text = json.dumps(value)
-            # YAML 1.1 requires a decimal point in numbers with an exponent.
-            if isinstance(value, float) and "e" in text and "." not in text:
-                text = text.replace("e", ".0e")
-            yield f"{indent}{key}: {text}"

@@ -12,6 +12,7 @@ from textwrap import indent
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
+    LATENT_ATTENTION_FIELDS,
     LLAMA_WITH_ADAMW,
     NO_SERVERS,
     ExportedConfig,
@@ -23,8 +24,16 @@ from phalanx.plan.export.common import (
     keeps_in_addition,
     unsupported_error,
 )
-from phalanx.plan.export.torchtitan_model import PythonSource, model_family, model_source, python_call
+from phalanx.plan.export.torchtitan_model import (
+    BIAS_UPDATE_RATE,
+    PythonSource,
+    bias_update_rate,
+    model_family,
+    model_source,
+    python_call,
+)
 from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.pipeline_schedules import SCHEDULES, V_SCHEDULES, quote_names
 
 SCHEDULE_FILE_FIX = "save it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
@@ -41,7 +50,8 @@ SUPPORTED = (
     SupportedOption("training.precision", PRECISIONS, 'use "bf16" or "fp32"'),
     *LLAMA_WITH_ADAMW,
     SupportedOption("model.qk_norm", ("head",)),
-    SupportedOption("model.rope.scaling", ("llama3",)),
+    SupportedOption("model.rope.scaling", ("llama3", "yarn")),
+    SupportedOption("model.mixer.kind", ("latent_attention",)),
     SupportedOption("model.moe.router_score", ("softmax", "sigmoid")),
     # It has no balance loss: `_describe_differences`.
     SupportedOption("model.moe.balance_loss_scope", ("sequence", "micro_batch")),
@@ -53,6 +63,10 @@ SUPPORTED = (
     SupportedOption("layout.activation_checkpointing", ("full",), 'use "none" or "full"', CHECKPOINTING_FIXES),
     SupportedOption("layout.offload", ("cpu",), 'use "cpu"'),
 )
+ROUTER_FIELDS = {
+    *("model.moe.routed_scale", "model.moe.num_groups", "model.moe.top_groups", "model.moe.choice_bias"),
+    "model.moe.shared_ffn_size",
+}
 IMPORTS = """\
 from functools import partial
 
@@ -71,7 +85,7 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
 
     Raises UserError if torchtitan cannot express the run.
     """
-    check_export_supported(job, "torchtitan", SUPPORTED)
+    check_export_supported(job, "torchtitan", SUPPORTED, LATENT_ATTENTION_FIELDS | ROUTER_FIELDS)
     check_kv_heads(job, "torchtitan")
     _check_run_supported(job)
     notes = [
@@ -113,6 +127,7 @@ def _check_run_supported(job: ExportJob) -> None:
     if sizes.pp > 1 and job.run.model.tie_embeddings:
         reason = "its pipelines do not support tied embeddings"
         raise unsupported("model.tie_embeddings", True, "set it to false", reason)
+    _check_scores_supported(job.run.model)
     if job.run.model.rope.scaling == "llama3" and model_family(job.run.model).name == "qwen3":
         reason = "its models with experts or query/key norms do not support it"
         raise unsupported("model.rope.scaling", "llama3", "use another model", reason)
@@ -120,6 +135,18 @@ def _check_run_supported(job: ExportJob) -> None:
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         reason = "from a file it accepts only schedules with stage s on rank s mod pp"
         raise unsupported("layout.schedule_file", layout.schedule_file, f"use {quote_names(V_SCHEDULES)}", reason)
+
+
+def _check_scores_supported(spec: ModelSpec) -> None:
+    """Raise UserError for factors of scores other than those that follow from YaRN of latent attention."""
+    yarn = spec.rope.scaling == "yarn"
+    if yarn and not (spec.mixer and spec.rope.attention_factor == 1 and spec.rope.factor > 1):
+        fix = "use another model, or latent attention with model.rope.attention_factor = 1"
+        raise unsupported("model.rope.scaling", "yarn", fix, "only scores of latent attention have a factor there")
+    if spec.query_scale != 1 and not yarn:
+        raise unsupported("model.attention_scale", spec.attention_scale, "remove it", "it follows from YaRN there")
+    if spec.position_embedding == "rope" and spec.mixer and spec.rope.scaling not in ("none", "yarn"):
+        raise unsupported("model.rope.scaling", spec.rope.scaling, 'use "none" or "yarn"', "of latent attention")
 
 
 def _build_trainer_config(job: ExportJob) -> PythonSource:
@@ -223,6 +250,8 @@ def _describe_differences(job: ExportJob) -> list[str]:
         notes.append(
             "In torchtitan, experts have no balance loss and no z-loss (model.moe.balance_loss_coef and z_loss_coef)."
         )
+    if run.model.moe and bias_update_rate(run.model.moe) != run.model.moe.bias_update_rate:
+        notes.append(f"In torchtitan, biases of experts always change in training: by {BIAS_UPDATE_RATE:g} a step.")
     if run.model.moe and run.training.precision == "fp32":
         notes.append("In torchtitan, experts compute in bf16.")
     if layout.data_parallel == "zero2":

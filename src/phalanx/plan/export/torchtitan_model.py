@@ -1,4 +1,4 @@
-"""Model as Python source for torchtitan, based on its Llama 3 or its Qwen3.
+"""Model as Python source for torchtitan, based on its Llama 3, its Qwen3 or its DeepSeek-V3.
 
 torchtitan has no other format for models.
 """
@@ -10,9 +10,13 @@ from math import sqrt
 from textwrap import indent
 
 from phalanx.plan.export.common import ExportJob
-from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.model import ModelSpec, MoESpec, yarn_mscale
+from phalanx.spec.parts.mixers import LatentAttention, MixerSpec
+from phalanx.spec.parts.mixers.latent_attention import LATENT_NORM_EPS
 
 LINE_LENGTH = 100
+BIAS_UPDATE_RATE = 1e-3
+"""DeepSeek-V3's (arXiv 2412.19437, section 4.2), and torchtitan's default."""
 
 
 class PythonSource(str):
@@ -36,10 +40,13 @@ class ModelFamily:
 
 LLAMA3 = ModelFamily("llama3", "Llama3", "parallelize_llama", rope="ComplexRoPE")
 QWEN3 = ModelFamily("qwen3", "Qwen3", "parallelize_qwen3", rope="CosSinRoPE")
+DEEPSEEK_V3 = ModelFamily("deepseek_v3", "DeepSeekV3", "parallelize_deepseekv3", rope="ComplexRoPE")
 
 
 def model_family(spec: ModelSpec) -> ModelFamily:
-    """Return Qwen3 for models with experts or query/key norms, else Llama 3."""
+    """Return DeepSeek-V3 for latent attention, Qwen3 for other models with experts or query/key norms, else Llama 3."""
+    if spec.mixer:
+        return DEEPSEEK_V3
     return QWEN3 if spec.moe or spec.qk_norm == "head" else LLAMA3
 
 
@@ -56,15 +63,16 @@ def model_source(job: ExportJob) -> str:
     """Return the source of the functions `layer` and `model_spec`, with imports and helpers."""
     spec = job.run.model
     family = model_family(spec)
+    prefix = family.class_prefix
     output_std = job.init_std / sqrt(2 * spec.num_layers)
     head = f"""\
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import {family.rope}, Embedding, FeedForward, Linear, RMSNorm
 from torchtitan.models.common.config_utils import get_attention_config, make_gqa_config
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.{family.name}.model import {family.class_prefix}Model, {family.class_prefix}TransformerBlock
+from torchtitan.models.{family.name}.model import Attention, {prefix}Model, {prefix}TransformerBlock
 from torchtitan.models.{family.name}.parallelize import {family.parallelize}
-from torchtitan.models.{family.name}.state_dict_adapter import {family.class_prefix}StateDictAdapter
+from torchtitan.models.{family.name}.state_dict_adapter import {prefix}StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 {EXPERT_IMPORTS if spec.moe else ""}
 MATRIX = {{"weight": partial(nn.init.normal_, std={job.init_std:.6g})}}
@@ -73,8 +81,8 @@ OUTPUT = {{"weight": partial(nn.init.normal_, std={output_std:.6g})}}
 EMBEDDING = {{"weight": {"skip_param_init" if spec.tie_embeddings else 'MATRIX["weight"]'}}}
 
 
-def norm(width: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=width, eps={spec.norm_eps!r}, param_init={{"weight": nn.init.ones_}})
+def norm(width: int, eps: float = {spec.norm_eps!r}) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=width, eps=eps, param_init={{"weight": nn.init.ones_}})
 
 
 def linear(inputs: int, outputs: int, init: dict = MATRIX) -> Linear.Config:
@@ -104,8 +112,29 @@ from torchtitan.models.common.config_utils import make_moe_config, make_routed_e
 
 def _build_layer_config(job: ExportJob, family: ModelFamily) -> PythonSource:
     spec = job.run.model
+    attention = _build_latent_attention(job, spec.mixer) if spec.mixer else _build_attention(job, family)
+    return python_call(
+        f"{family.class_prefix}TransformerBlock.Config",
+        attention_norm=PythonSource(f"norm({spec.hidden_size})"),
+        ffn_norm=PythonSource(f"norm({spec.hidden_size})"),
+        attention=attention,
+        **_mlp_arguments(spec),
+    )
+
+
+def _build_rope(job: ExportJob, kind: str, width: int) -> PythonSource:
+    spec = job.run.model
     scaling: dict[str, object] = {}
-    if spec.rope.scaling != "none":
+    if spec.rope.scaling == "yarn":
+        scaling = {
+            "scaling": "yarn",
+            "rope_factor": spec.rope.factor,
+            "beta_fast": spec.rope.beta_fast,
+            "beta_slow": spec.rope.beta_slow,
+            "original_seq_len": spec.rope.original_context,
+            "truncate": spec.rope.truncate,
+        }
+    if spec.rope.scaling == "llama3":
         scaling = {
             "scaling": "llama",
             "scaling_factor": spec.rope.factor,
@@ -113,14 +142,58 @@ def _build_layer_config(job: ExportJob, family: ModelFamily) -> PythonSource:
             "high_freq_factor": spec.rope.high_freq_factor,
             "original_max_position_embeddings": spec.rope.original_context,
         }
-    rope = python_call(
-        f"{family.rope}.Config",
-        dim=spec.head_dim,
+    return python_call(
+        f"{kind}.Config",
+        dim=width,
         max_seq_len=max(spec.max_seq_len, job.run.training.seq_len),
         theta=spec.rope.theta,
         **scaling,
     )
-    attention = python_call(
+
+
+def _build_latent_attention(job: ExportJob, mixer: MixerSpec) -> PythonSource:
+    """Return DeepSeek-V3's attention, whose scores have the factor (0.1 mscale ln(factor) + 1)^2 with YaRN."""
+    assert isinstance(mixer, LatentAttention)
+    spec = job.run.model
+    content = spec.head_dim - mixer.rope_dim
+    heads = spec.num_heads
+    growth = yarn_mscale(spec.rope.factor) - 1
+    queries: dict[str, object] = {"wq": linear(spec.hidden_size, heads * spec.head_dim)}
+    if mixer.query_rank:
+        queries = {
+            "wq_a": linear(spec.hidden_size, mixer.query_rank),
+            "wq_b": linear(mixer.query_rank, heads * spec.head_dim),
+        }
+    return python_call(
+        "Attention.Config",
+        dim=spec.hidden_size,
+        n_heads=heads,
+        **queries,
+        # Not built without a latent of queries.
+        q_norm=PythonSource(f"norm({mixer.query_rank or 1}, {LATENT_NORM_EPS!r})"),
+        wkv_a=linear(spec.hidden_size, mixer.latent_rank + mixer.rope_dim),
+        kv_norm=PythonSource(f"norm({mixer.latent_rank}, {LATENT_NORM_EPS!r})"),
+        wkv_b=linear(mixer.latent_rank, heads * (content + mixer.value_dim)),
+        wo=PythonSource(f"linear({heads * mixer.value_dim}, {spec.hidden_size}, OUTPUT)"),
+        q_lora_rank=mixer.query_rank or 0,
+        kv_lora_rank=mixer.latent_rank,
+        qk_nope_head_dim=content,
+        qk_rope_head_dim=mixer.rope_dim,
+        v_head_dim=mixer.value_dim,
+        mscale=round((spec.query_scale**0.5 - 1) / growth, 9) if growth else 1.0,
+        inner_attention=python_call("get_attention_config", backend="flex"),
+        rope=_build_rope(job, "ComplexRoPE", mixer.rope_dim),
+    )
+
+
+def linear(inputs: int, outputs: int) -> PythonSource:
+    """Return a call of the module's `linear`."""
+    return PythonSource(f"linear({inputs}, {outputs})")
+
+
+def _build_attention(job: ExportJob, family: ModelFamily) -> PythonSource:
+    spec = job.run.model
+    return python_call(
         "make_gqa_config",
         dim=spec.hidden_size,
         n_heads=spec.num_heads,
@@ -131,14 +204,7 @@ def _build_layer_config(job: ExportJob, family: ModelFamily) -> PythonSource:
         inner_attention=python_call("get_attention_config", backend="flex"),
         fuse_qkv=True,
         qk_norm=PythonSource(f"norm({spec.head_dim})") if spec.qk_norm == "head" else None,
-        rope=rope,
-    )
-    return python_call(
-        f"{family.class_prefix}TransformerBlock.Config",
-        attention_norm=PythonSource(f"norm({spec.hidden_size})"),
-        ffn_norm=PythonSource(f"norm({spec.hidden_size})"),
-        attention=attention,
-        **_mlp_arguments(spec),
+        rope=_build_rope(job, family.rope, spec.head_dim),
     )
 
 
@@ -157,6 +223,7 @@ def _mlp_arguments(spec: ModelSpec) -> dict[str, PythonSource]:
 
 
 def _build_moe_config(spec: ModelSpec, moe: MoESpec) -> PythonSource:
+    groups = {"num_expert_groups": moe.num_groups, "num_limited_groups": moe.top_groups} if moe.num_groups > 1 else {}
     router = python_call(
         "make_router_config",
         dim=spec.hidden_size,
@@ -165,6 +232,8 @@ def _build_moe_config(spec: ModelSpec, moe: MoESpec) -> PythonSource:
         top_k=moe.top_k,
         score_func=moe.router_score,
         route_norm=moe.normalize_top_k,
+        route_scale=moe.routed_scale,
+        **groups,
     )
     matrix = PythonSource('MATRIX["weight"]')
     output = PythonSource('OUTPUT["weight"]')
@@ -177,15 +246,20 @@ def _build_moe_config(spec: ModelSpec, moe: MoESpec) -> PythonSource:
         param_init={"w1_EFD": matrix, "w2_EDF": output, "w3_EFD": matrix},
         comm_backend="standard",
     )
-    shared = moe.expert_ffn_size * moe.num_shared_experts
+    shared = moe.shared_width
     return python_call(
         "make_moe_config",
         num_experts=moe.num_experts,
         router=router,
         routed_experts=routed,
         shared_experts=PythonSource(f"feed_forward({shared})") if shared else None,
-        load_balance_coeff=moe.bias_update_rate or None,
+        load_balance_coeff=bias_update_rate(moe) or None,
     )
+
+
+def bias_update_rate(moe: MoESpec) -> float:
+    """Return the step of the biases of experts: torchtitan has no biases without one."""
+    return moe.bias_update_rate or (BIAS_UPDATE_RATE if moe.choice_bias else 0.0)
 
 
 def _build_model_spec(job: ExportJob, family: ModelFamily) -> PythonSource:

@@ -96,10 +96,8 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
-    if spec.moe is not None and spec.moe.has_choice_bias:
-        spec = spec.model_copy(update={"moe": spec.moe.model_copy(update={"choice_bias": True})})
     num_predicting = spec.mtp.layers if spec.mtp else 0
-    spec = spec.model_copy(update={"mtp": None})
+    spec = _with_explicit_experts(spec).model_copy(update={"mtp": None})
     first_error: UserError | None = None
     for family in families_for(spec):
         config = write_config(family, spec)
@@ -113,9 +111,18 @@ def hf_config(spec: ModelSpec) -> Table:
     raise first_error
 
 
+def _with_explicit_experts(spec: ModelSpec) -> ModelSpec:
+    """Return a model whose experts name what follows from other dials: the bias of the choice, and the shared width."""
+    if spec.moe is None:
+        return spec
+    shared = spec.moe.num_shared_experts and spec.moe.shared_width // spec.moe.num_shared_experts
+    explicit = {"choice_bias": spec.moe.has_choice_bias, "shared_ffn_size": shared or None}
+    return spec.model_copy(update={"moe": spec.moe.model_copy(update=explicit)})
+
+
 def _require_equal_layers(family: Family, config: Table, spec: ModelSpec) -> None:
     """Raise UserError if a written config.json describes other layers than `spec`."""
-    read = parse_table(ModelSpec, model_table(config))
+    read = _with_explicit_experts(parse_table(ModelSpec, model_table(config)))
     for ours, theirs in zip(layer_specs(spec), layer_specs(read), strict=True):
         exported = {dial: value for dial, value, _ in walk_fields(theirs)}
         for dial, value, _ in walk_fields(ours):
@@ -145,6 +152,8 @@ def families_for(spec: ModelSpec) -> list[Family]:
     candidates = list(families().values())
     # The defaults that ModelSpec fills in.
     derived = {"num_kv_heads": spec.num_heads, "head_dim": spec.hidden_size // spec.num_heads}
+    if spec.moe and spec.moe.num_shared_experts:
+        derived["moe.shared_ffn_size"] = spec.moe.expert_ffn_size
     dials = {dial: (value, derived.get(dial, default)) for dial, value, default in walk_fields(spec)}
     for dial in [*DISTINCTIVE_DIALS, *(dial for dial in dials if dial not in UNEXPORTED_DIALS)]:
         value, default = dials[dial]

@@ -41,6 +41,11 @@ class LatentAttention(Mixer):
     value_dim: int = Field(gt=0, examples=[128])
     """Width of a head's values."""
 
+    @property
+    def rotary_width(self) -> int:
+        """Number of a head's channels that are rotated."""
+        return self.rope_dim
+
     def check(self, layer: ModelSpec) -> None:
         """Raise UserError if the widths of a head do not fit, or heads are grouped."""
         if layer.num_kv_heads != layer.num_heads:

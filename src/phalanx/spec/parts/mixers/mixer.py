@@ -20,6 +20,11 @@ class Mixer(Spec):
     attends: ClassVar[bool] = False
     """True if it is a form of attention, with a kernel of queries, keys and values."""
 
+    @property
+    def rotary_width(self) -> int:
+        """Number of a head's channels that are rotated."""
+        return 0
+
     def check(self, layer: ModelSpec) -> None:
         """Raise UserError if a layer (`spec.layers`) with these fields cannot have the mixer."""
 
