@@ -322,6 +322,7 @@ EXPORT_CASES: list[tuple[str, RunSpec]] = [
     ("megatron", make_run({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
     ("megatron", make_run(GLM, ep=8)),
     ("megatron", make_run(LATENT, ep=8, tp=2)),
+    ("megatron", make_run({**LATENT, "mtp": {}}, ep=8, tp=2)),
     ("torchtitan", make_run(data_parallel="hsdp", dp_shard=4, tp=2, activation_checkpointing="full")),
     ("torchtitan", make_run(tp=2, pp=2, cp=2, data_parallel="zero3")),
     ("torchtitan", make_run(pp=4, data_parallel="zero3", schedule="zb-v", micro_batch_size=1)),
@@ -654,6 +655,16 @@ def test_exported_pipeline_split_equals_layers_per_stage(layout: Table) -> None:
     parts = parse_torchtitan_calls(exported)["ParallelismConfig"]["module_fqns_per_model_part"]
     blocks = [f"layers.{layer}" for layer in range(run.model.num_layers)]
     assert [name for part in parts for name in part] == ["tok_embeddings", *blocks, "norm", "lm_head"]
+
+
+def test_exported_layers_for_multi_token_prediction_are_on_the_last_stage() -> None:
+    run = make_run({**SMALL, "mtp": {"layers": 2, "loss_coef": 0.3}}, pp=2, data_parallel="zero1", micro_batch_size=1)
+    flags = parse_megatron_flags(export(ResolvedRun(run, WORLD_SIZE), "megatron"))
+    assert (flags["mtp-num-layers"], flags["mtp-loss-scaling-factor"]) == ("2", "0.3")
+    num_layers = run.model.num_layers
+    assert flags["pipeline-model-parallel-layout"].replace("|", "") == f"E{'t' * num_layers}mmL"
+    with pytest.raises(UserError, match=r"model\.mtp"):
+        export(ResolvedRun(run, WORLD_SIZE), "torchtitan")
 
 
 SHARDING_CASES: list[tuple[Trainer, RunSpec, Table]] = [

@@ -75,6 +75,7 @@ EXPRESSED = (
     *("model.moe.shared_ffn_size", "model.moe.shared_gate", "model.moe.choice_bias"),
     *("model.mixer", "model.mixer.latent_rank", "model.mixer.query_rank", "model.mixer.rope_dim"),
     *("model.mixer.value_dim", "model.attention_scale", "model.rope.attention_factor"),
+    *("model.mtp", "model.mtp.layers", "model.mtp.loss_coef"),
 )
 """Fields that Megatron-LM expresses and other trainers do not."""
 
@@ -160,6 +161,8 @@ def _model_flags(job: ExportJob) -> Flags:
         raise unsupported("model.qk_norm", "head", 'use model.norm = "rmsnorm"', "all its norms are of one kind")
     return {
         "num-layers": spec.num_layers,
+        "mtp-num-layers": spec.mtp.layers if spec.mtp else None,
+        "mtp-loss-scaling-factor": spec.mtp.loss_coef if spec.mtp else None,
         "hidden-size": spec.hidden_size,
         "ffn-hidden-size": spec.ffn_hidden_size,
         "num-attention-heads": spec.num_heads,
@@ -318,8 +321,10 @@ def _check_router_supported(moe: MoESpec, layout: Layout) -> None:
 def _model_parallel_flags(job: ExportJob) -> Flags:
     layout = job.layout
     sizes = job.dims
-    has_equal_stages = len({len(layers) for layers in job.stages}) == 1
-    pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
+    mtp = job.run.model.mtp
+    has_equal_stages = mtp is None and len({len(layers) for layers in job.stages}) == 1
+    letters = "t" * job.run.model.num_layers + "m" * (mtp.layers if mtp else 0)
+    pipeline_layout = "|".join(letters[layers.start : layers.stop] for layers in job.stages)
     # core/parallel_state.py: otherwise experts and other parameters need an equal number of data-parallel ranks.
     expert_shards = sizes.ep if sizes.ep > 1 else sizes.tp
     can_reorder_ranks = layout.rank_order == "data_outer" and expert_shards == sizes.tp * sizes.cp
@@ -333,7 +338,7 @@ def _model_parallel_flags(job: ExportJob) -> Flags:
         "num-virtual-stages-per-pipeline-rank": layout.virtual_stages
         if has_equal_stages and layout.virtual_stages > 1
         else None,
-        "pipeline-model-parallel-layout": None if has_equal_stages else f"E{pipeline_layout}L",
+        "pipeline-model-parallel-layout": f"E{pipeline_layout}L" if sizes.pp > 1 and not has_equal_stages else None,
         "context-parallel-size": sizes.cp,
         "cp-comm-type": cp_comm_type if sizes.cp > 1 else None,
         "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and can_reorder_ranks,
