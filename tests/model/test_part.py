@@ -55,6 +55,9 @@ MODELS = {
     "norms of heads": DENSE.replace(qk_norm="head", num_heads=6, head_dim=10),
     "as many key/value heads": DENSE.replace(num_kv_heads=4),
     "one key/value head": DENSE.replace(qk_norm="head", num_kv_heads=1),
+    "norms of each head": DENSE.replace(qk_norm="each_head", norm="layernorm", norm_parameters="weight"),
+    "clipped heads": DENSE.replace(attention_clip=0.5),
+    "clipped norms of all heads": DENSE.replace(attention_clip=0.5, qk_norm="full"),
     "norms of all heads": DENSE.replace(qk_norm="full", position_embedding="learned"),
     "biases": GPT2,
     "gelu": GPT2.replace(activation="gelu", position_embedding="rope", norm="rmsnorm", bias=False),
@@ -149,11 +152,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp of whole tokens": ({"tp": 2, "sequence_parallel": False}, tuple(MODELS)),
     "copied heads": (
         {"tp": 4},
-        ("grouped heads", "one key/value head", "norms of all heads", "window", "experts", "few key heads"),
+        (
+            *("grouped heads", "one key/value head", "norms of all heads", "norms of each head", "window"),
+            *("experts", "few key heads"),
+        ),
     ),
     "gathered heads": (
         GATHERED,
-        ("grouped heads", "norms of heads", "norms of all heads", "biases", "gate of attention", "experts"),
+        (
+            *("grouped heads", "norms of heads", "norms of all heads", "norms of each head", "clipped heads"),
+            *("biases", "gate of attention", "experts"),
+        ),
     ),
     "gathered heads of whole tokens": (
         GATHERED | {"sequence_parallel": False},

@@ -57,6 +57,7 @@ class Attention(PartModule):
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.qk_norm = layer.qk_norm
         self.query_scale = layer.query_scale
+        self.clip = layer.attention_clip
         self.columns = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
         self.gate = declared_activation(part) if layer.attention_gate == "channel" else IDENTITY
         self.temperature = layer.query_temperature
@@ -82,10 +83,12 @@ class Attention(PartModule):
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "each_head"):
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if self.value_norm:
             v_BTHK = self.v_norm(v_BTHK)
+        if self.clip:
+            q_BTHK, k_BTHK, v_BTHK = (x.clamp(-self.clip, self.clip) for x in (q_BTHK, k_BTHK, v_BTHK))
         if self.query_scale != 1.0:
             q_BTHK = q_BTHK * self.query_scale
         if rotary is not None:

@@ -76,6 +76,7 @@ SHAPE_FIELDS = (
     "norm_parameters",
     "parallel_residual",
     "attention_scale",
+    "attention_clip",
     "attention_gate",
     "attention_softcap",
     "query_temperature",

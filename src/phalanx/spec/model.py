@@ -73,6 +73,7 @@ NO_ATTENTION: dict[str, object] = {
     "attention_sinks": False,
     "attention_bias": "none",
     "attention_scale": None,
+    "attention_clip": None,
     "attention_gate": "none",
     "attention_softcap": None,
     "qk_norm": "none",
@@ -83,6 +84,8 @@ NO_ATTENTION: dict[str, object] = {
     "rope": RopeSpec(),
 }
 """Values of attention's fields in a layer with another mixer."""
+QkNorm = Literal["none", "head", "full", "each_head"]
+"""Norms of queries and keys."""
 ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim"}
 """Fields of a kind of layers that describe attention."""
 
@@ -196,8 +199,8 @@ class KindSpec(Spec):
     """Keys that a query sees at most, itself included; false: all earlier tokens of its document."""
     attention_sinks: bool | None = None
     """A learned logit per head in the denominator of attention's softmax."""
-    qk_norm: Literal["none", "head", "full"] | None = None
-    """RMSNorm on queries and keys."""
+    qk_norm: QkNorm | None = None
+    """Norm of queries and keys."""
     position_embedding: Literal["rope", "none"] | None = None
     """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
     rope: RopeSpec | None = None
@@ -278,6 +281,8 @@ class ModelSpec(Spec):
     """Biases in attention only: of queries, keys and values (Qwen2), or of its output too."""
     attention_scale: float | None = Field(None, gt=0, examples=[0.0884])
     """Factor of attention's scores; by default 1 / sqrt(head_dim)."""
+    attention_clip: float | None = Field(None, gt=0, examples=[8.0])
+    """Clamp queries, keys and values to this absolute value, after their norms (OLMo)."""
     attention_gate: Literal["none", "channel"] = "none"
     """Multiply each channel of attention's output by the sigmoid of a product of the layer's input (Qwen3-Next)."""
     attention_softcap: float | None = Field(None, gt=0, examples=[50.0])
@@ -315,8 +320,9 @@ class ModelSpec(Spec):
     """Parameters of the rotary embedding."""
     bias: bool = False
     """Biases in every linear layer except the head (GPT-2); not with SwiGLU."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
+    qk_norm: QkNorm = "none"
+    """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE). each_head: LayerNorm per head,
+    without a bias, whose weight each head has for itself (Cohere)."""
     tie_embeddings: bool = False
     """Share one matrix between embedding and head."""
     moe: MoESpec | None = None

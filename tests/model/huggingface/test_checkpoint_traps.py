@@ -115,7 +115,7 @@ KINDS = {
     "qwen3": {**SHAPE, "head_dim": 8},
     "qwen3_moe": {**SHAPE, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 24},
     "mixtral": {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4},
-    "olmoe": {**SHAPE, **EXPERTS},
+    "olmoe": {**SHAPE, **EXPERTS, "clip_qkv": 0.5},
     "lfm2": {**SHAPE, "num_hidden_layers": 3, "block_multiple_of": 8, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "qwen2": SHAPE,
     "qwen2_moe": {**SHAPE, **EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
@@ -187,7 +187,7 @@ KINDS = {
     },
     "starcoder2": SHAPE,
     "stablelm": {**SHAPE, "partial_rotary_factor": 0.5},
-    "olmo": {**SHAPE, "pad_token_id": 0},
+    "olmo": {**SHAPE, "pad_token_id": 0, "clip_qkv": 0.5},
     "ministral": {**SHAPE, "head_dim": 8, "sliding_window": WINDOW},
     "cohere": {**SHAPE, "logit_scale": 0.5},
     "cohere2": {**SHAPE, "num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
@@ -334,7 +334,8 @@ VARIANTS = {
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
     "gpt_neox": {"use_parallel_residual": False},
     "ministral": {"layer_types": ["full_attention", "sliding_attention"]},
-    "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
+    "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True},
+    "cohere": {"use_qk_norm": True},
     "gemma4_text": {"attention_k_eq_v": False, "attention_bias": True, "rope_parameters": None},
     "gemma4_text with experts": GEMMA4_EXPERTS,
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
@@ -678,8 +679,18 @@ def test_logits_beyond_sliding_window_equal_transformers(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [*((kind, {}) for kind in KINDS), *WINDOWS.items(), ("gemma4_text", GEMMA4_EXPERTS)],
-    ids=[*KINDS, *(f"{kind} with a window" for kind in WINDOWS), "gemma4_text with experts"],
+    [
+        *((kind, {}) for kind in KINDS),
+        *WINDOWS.items(),
+        ("gemma4_text", GEMMA4_EXPERTS),
+        *((kind, VARIANTS[kind]) for kind in ("cohere", "stablelm")),
+    ],
+    ids=[
+        *KINDS,
+        *(f"{kind} with a window" for kind in WINDOWS),
+        "gemma4_text with experts",
+        *("cohere with norms of each head", "stablelm with norms of each head"),
+    ],
 )
 def test_export_keeps_config_and_weights(tmp_path, kind, fields):
     source = save_random_model(tmp_path / "source", kind, **fields)

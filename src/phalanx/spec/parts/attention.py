@@ -7,7 +7,7 @@ from dataclasses import replace
 from phalanx.spec.activations import GATED_OUTPUT
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.operations import AttentionCore, Cut, GatherHeads, Parameter, Part, Value
+from phalanx.spec.parts.operations import AttentionCore, Clip, Cut, GatherHeads, Parameter, Part, Value
 
 
 def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
@@ -23,13 +23,18 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     v = k if spec.values_from_keys else part.linear("wv", x, columns or groups, bias=has_bias)
     if is_gathered:
         q, k, v, heads = _gather_heads(part, q, k, heads)
-    if spec.qk_norm != "none":
+    if spec.qk_norm == "each_head":
+        q = part.head_norm("q_norm", q, spec.head_dim, spec.norm_eps)
+        k = part.head_norm("k_norm", k, spec.head_dim, spec.norm_eps)
+    elif spec.qk_norm != "none":
         per_head = spec.head_dim if spec.qk_norm == "head" else 0
         form = (spec.norm_eps, spec.norm_offset, spec.norm_parameters != "none")
         q = part.norm("q_norm", q, per_head or q.width, *form)
         k = part.norm("k_norm", k, per_head or k.width, *form)
     if spec.value_norm:
         v = part.norm("v_norm", v, spec.head_dim, spec.norm_eps, has_weight=False)
+    if spec.attention_clip:
+        q, k, v = (part.add(Clip(reads=(x,), writes=replace(x))) for x in (q, k, v))
     # Rotated: not the tensors that a product or norm has written.
     q = replace(q)
     k = replace(k)

@@ -15,6 +15,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch
 from phalanx.spec.parts.operations import (
     AttentionCore,
+    Clip,
     Combine,
     Core,
     Gate,
@@ -55,6 +56,8 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += norm_bytes(operation, shape) - (shape.value_bytes(x) if is_saved else 0)
                 normalized.add(x)
                 copied_weights += _copied_scales(operation, shape)
+            case Clip(reads=(value,)):
+                tensors[value, ""] = shape.operand_bytes(value)
             case Core():
                 tensors |= kept_by_core(operation, shape)
                 if isinstance(operation, AttentionCore):
@@ -148,7 +151,7 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
     """Return the numbers of a norm's scale that are cast to the precision of products."""
     if norm.crosses_ranks and shape.tp > 1:
         return shape.width(norm.reads[0])
-    return norm.width if shape.on_cuda and norm.parameters else 0
+    return norm.width if shape.on_cuda and norm.parameters and norm.kind != "head_layernorm" else 0
 
 
 def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
