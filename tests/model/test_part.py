@@ -85,6 +85,11 @@ MODELS = {
         query_temperature={"scale": 0.5, "interval": 4, "offset": 1}, position_embedding="none", qk_norm="head"
     ),
     "window": DENSE.replace(sliding_window=5),
+    "chunks": DENSE.replace(attention_chunk=12),
+    "norms of rotated heads": DENSE.replace(qk_norm="rotated", attention_scale=0.3),
+    "norms of rotated heads without weights": DENSE.replace(
+        qk_norm="rotated_plain", query_temperature={"scale": 0.5, "interval": 4}
+    ),
     "sinks": DENSE.replace(attention_sinks=True),
     "window, sinks and capped scores": DENSE.replace(sliding_window=5, attention_sinks=True, attention_softcap=3.0),
     "norms before and after": DENSE.replace(norm_position="both"),
@@ -122,6 +127,10 @@ MODELS = {
     ),
     "sigmoid router": DENSE.replace(
         moe=SHARED | {"router_score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1}
+    ),
+    "weighted inputs of experts": SPARSE.replace(
+        moe=SIX_EXPERTS
+        | {"router_score": "sigmoid", "normalize_top_k": False, "weighs_inputs": True, "num_shared_experts": 1}
     ),
     "balance per micro-batch": DENSE.replace(moe=SHARED | {"balance_loss_scope": "micro_batch", "top_k": 1}),
     "groups of experts": SPARSE.replace(

@@ -137,7 +137,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.has_positions = any(
-            layer.position_embedding == "rope" or layer.query_temperature for layer in distinct_layers(spec)
+            layer.position_embedding == "rope" or layer.query_temperature or layer.attention_chunk
+            for layer in distinct_layers(spec)
         )
         """True if blocks need the positions of tokens."""
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
@@ -152,6 +153,8 @@ class Transformer(nn.Module):
         self.local_positions: Callable[[Tensor], Tensor] = row_positions
         """Function of token ids [B, T] or an input of blocks [B, T, D]: the positions in their row of the tokens whose
         attention is computed on this rank, [T]."""
+        self.num_context_ranks = 1
+        """Number of ranks that share the tokens of a row in attention."""
         self.attention_mask: MaskFunction = partial(document_mask, spec)
         """Mask argument of attention in a dtype, with heads of a width."""
         self.sum_auxiliary: Callable[[Tensor], Tensor] = identity
@@ -186,7 +189,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens."""
         row_positions_T = self.local_positions(x_BTD) if self.has_positions else None
-        context = SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask)
+        context = SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask, self.num_context_ranks)
         auxiliary = x_BTD.new_zeros(())
         for block in cast(Iterable[Block], blocks):
             self.wait_for_parameters(block)

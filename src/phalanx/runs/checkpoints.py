@@ -69,6 +69,7 @@ SHAPE_FIELDS = (
     "qk_norm",
     "tie_embeddings",
     "attention_sinks",
+    "attention_chunk",
     "layers",
     "kinds",
     "norm_position",

@@ -70,6 +70,7 @@ class QueryTemperatureSpec(Spec):
 
 NO_ATTENTION: dict[str, object] = {
     "sliding_window": None,
+    "attention_chunk": None,
     "attention_sinks": False,
     "attention_bias": "none",
     "attention_scale": None,
@@ -84,7 +85,7 @@ NO_ATTENTION: dict[str, object] = {
     "rope": RopeSpec(),
 }
 """Values of attention's fields in a layer with another mixer."""
-QkNorm = Literal["none", "head", "full", "each_head"]
+QkNorm = Literal["none", "head", "full", "each_head", "rotated", "rotated_plain"]
 """Norms of queries and keys."""
 ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim"}
 """Fields of a kind of layers that describe attention."""
@@ -126,6 +127,8 @@ class MoESpec(Spec):
     """Normalize the weights of the selected experts to sum to one."""
     routed_scale: float = Field(1.0, gt=0)
     """Factor of these weights (DeepSeek-V3)."""
+    weighs_inputs: bool = False
+    """Multiply what the selected experts receive by these weights, not what they return (Llama 4)."""
     num_groups: int = Field(1, gt=0)
     """Equal groups of experts. A token chooses some groups, and among their experts."""
     group_scores: int = Field(2, ge=1, le=2)
@@ -197,6 +200,8 @@ class KindSpec(Spec):
     """Inner width of the MLP."""
     sliding_window: Annotated[int, Field(gt=0)] | Literal[False] | None = None
     """Keys that a query sees at most, itself included; false: all earlier tokens of its document."""
+    attention_chunk: Annotated[int, Field(gt=0)] | Literal[False] | None = None
+    """Tokens of a document that see each other; false: all earlier ones."""
     attention_sinks: bool | None = None
     """A learned logit per head in the denominator of attention's softmax."""
     qk_norm: QkNorm | None = None
@@ -257,6 +262,8 @@ class ModelSpec(Spec):
     """Keys that a query sees at most, itself included (Mistral); by default all earlier tokens of its document."""
     full_attention_layers: tuple[int, ...] = Field((), strict=False, examples=[[5, 11]])
     """Layers (from 0) without the sliding window: every second in gpt-oss, every sixth in Gemma 3."""
+    attention_chunk: int | None = Field(None, gt=0, examples=[8192])
+    """Tokens of a document that see each other, and none of other chunks (Llama 4); by default a document is one."""
     attention_sinks: bool = False
     """A learned logit per head in the denominator of attention's softmax (gpt-oss)."""
     layers: str | None = Field(None, examples=["(window*5 full)*8"])
@@ -322,7 +329,8 @@ class ModelSpec(Spec):
     """Biases in every linear layer except the head (GPT-2); not with SwiGLU."""
     qk_norm: QkNorm = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE). each_head: LayerNorm per head,
-    without a bias, whose weight each head has for itself (Cohere)."""
+    without a bias, whose weight each head has for itself (Cohere). rotated: RMSNorm per head after the rotation
+    (Hunyuan), rotated_plain: also without a weight (Llama 4)."""
     tie_embeddings: bool = False
     """Share one matrix between embedding and head."""
     moe: MoESpec | None = None
@@ -368,6 +376,9 @@ class ModelSpec(Spec):
             raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
         if self.values_from_keys and not self.value_norm:
             raise UserError("values_from_keys", True, "requires norms of values", "set model.value_norm = true")
+        if self.attention_chunk and self.sliding_window:
+            problem = "cannot be combined with model.sliding_window in a layer"
+            raise UserError("attention_chunk", self.attention_chunk, problem, "remove one of them")
         if self.bias and self.moe is not None:
             fix = "set model.attention_bias and model.moe.bias instead"
             raise UserError("bias", True, "is not supported with experts", fix)
@@ -435,7 +446,7 @@ class ModelSpec(Spec):
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
         """Return the description of one layer of a kind; None: a layer as the model says."""
         values = {name: value for name, value in kind or () if name != "name" and value is not None}
-        for name in ("sliding_window", "query_temperature", "mixer", "moe"):
+        for name in ("sliding_window", "attention_chunk", "query_temperature", "mixer", "moe"):
             if values.get(name) is False:
                 values[name] = None
         return self.one_layer(**values)

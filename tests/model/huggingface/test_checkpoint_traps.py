@@ -98,6 +98,18 @@ KINDS = {
         "topk_group": 2,
     },
     "llama": SHAPE,
+    "llama4_text": {
+        **SHAPE,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_chunk_size": WINDOW,
+        "attn_scale": 0.4,
+        "floor_scale": 8,
+    },
     "mistral": {**SHAPE, "sliding_window": None},
     "ministral3": {
         **SHAPE,
@@ -333,6 +345,17 @@ VARIANTS = {
     "qwen3_5_moe_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
     "gpt_neox": {"use_parallel_residual": False},
+    "llama4_text": {
+        "no_rope_layers": [1, 0, 0, 1],
+        "layer_types": ["full_attention", "chunked_attention", "full_attention", "chunked_attention"],
+        "moe_layers": [0, 3],
+        "attention_chunk_size": 24,
+        "use_qk_norm": False,
+        "floor_scale": 4,
+        "attn_scale": 0.9,
+    },
+    "llama4_text without chunks and temperature": {"attention_chunk_size": None, "attn_temperature_tuning": False},
+    "llama4_text with two shares of layers": {"no_rope_layer_interval": 2, "interleave_moe_layer_step": 1},
     "ministral": {"layer_types": ["full_attention", "sliding_attention"]},
     "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True},
     "cohere": {"use_qk_norm": True},
@@ -481,6 +504,7 @@ WRAPPERS = {
     "qwen3_5_moe": (TOWER, {}),
     "gemma3": (VISION, {"mm_tokens_per_image": 4}),
     "gemma4": (VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}, {}),
+    "llama4": (VISION, {}),
     "mistral3": (VISION | {"model_type": "pixtral"}, {}),
     "kimi_k25": (KIMI_VISION, {"tie_word_embeddings": False}),
 }
@@ -499,7 +523,8 @@ def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, text_kin
         model = AutoModelForImageTextToText.from_config(config, **EAGER).double().eval()
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-        expected = model(TOKENS).logits
+        # The forward pass of llama4 itself fails in transformers 5.24.
+        expected = (model.language_model if kind == "llama4" else model)(TOKENS).logits
     model.save_pretrained(tmp_path / "whole")
     ours = load_model(tmp_path / "whole")
     with torch.no_grad():

@@ -279,7 +279,9 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     temperatures = {layer.query_temperature for layer in layers if layer.query_temperature}
     table_bytes += len(temperatures) * num_positions * shape.high_precision_bytes
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    has_dense_mask = any(shape.has_dense_mask(spec, layer.head_dim) for layer in layers if layer.attends)
+    has_dense_mask = any(
+        shape.has_dense_mask(spec, layer.head_dim, layer.attention_chunk) for layer in layers if layer.attends
+    )
     mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
     saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
     return saved_bytes + (token_bytes if stage.first else 0) + mask_bytes

@@ -229,6 +229,8 @@ class AttentionCore(Core):
     """FLOPs of the forward pass for a query and a key that it sees."""
     window: int | None = None
     """Keys that a query sees at most, itself included; None: all earlier ones."""
+    chunk: int | None = None
+    """Tokens of a document that see each other only; None: all of it."""
 
     @property
     def padding(self) -> int:
@@ -267,6 +269,8 @@ class Dispatch(Operation):
     """Copies of tokens for their experts, in the order of the experts."""
 
     num_experts: int
+    weighs: bool = False
+    """True if the copies are multiplied by the weights of their experts, not what these return."""
 
 
 class Combine(Operation):

@@ -18,6 +18,7 @@ from phalanx.spec.parts.operations import (
     Clip,
     Combine,
     Core,
+    Dispatch,
     Gate,
     GatedNorm,
     GroupedLinear,
@@ -67,6 +68,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
             case Gate(reads=(value, logit)):
                 tensors[value, ""] = shape.operand_bytes(value)
                 other_bytes += shape.operand_bytes(logit)
+            case Dispatch(writes=rows, weighs=True):
+                # Copies before they are multiplied are counted as outputs of experts, which are not kept then.
+                other_bytes += shape.num_tokens(rows) * INDEX_BYTES
             case Combine():
                 other_bytes += _weighted_sum_bytes(operation, shape)
     saved: Counter[str] = Counter({part.kind: sum(tensors.values()) + other_bytes})
@@ -175,7 +179,7 @@ def state_bytes(scan: ScanCore, shape: ForwardShape) -> int:
 
 def _softmax_bytes(spec: ModelSpec, core: AttentionCore, shape: ForwardShape) -> int:
     """Return the log-sum-exps that attention saves, and its mask of documents unless it computes by document."""
-    has_mask = shape.has_dense_mask(spec, core.heads.unit)
+    has_mask = shape.has_dense_mask(spec, core.heads.unit, core.chunk)
     mask_bytes = shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
     return mask_bytes + shape.tokens * core.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
 
