@@ -98,6 +98,20 @@ KINDS = {
         "topk_group": 2,
     },
     "llama": SHAPE,
+    "arcee": SHAPE,
+    "helium": {**SHAPE, "head_dim": 8},
+    "hunyuan_v1_dense": {**SHAPE, "head_dim": 8},
+    "afmoe": {
+        **SHAPE,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "route_scale": 1.7,
+        "mup_enabled": True,
+    },
     "llama4_text": {
         **SHAPE,
         "num_hidden_layers": 4,
@@ -345,6 +359,11 @@ VARIANTS = {
     "qwen3_5_moe_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv", "conv"]},
     "gpt_neox": {"use_parallel_residual": False},
+    "afmoe": {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "num_dense_layers": 2,
+        "mup_enabled": False,
+    },
     "llama4_text": {
         "no_rope_layers": [1, 0, 0, 1],
         "layer_types": ["full_attention", "chunked_attention", "full_attention", "chunked_attention"],
@@ -550,7 +569,8 @@ def test_logits_equal_transformers_when_every_field_is_altered(tmp_path, kind):
     altered = altered_fields(kind, KINDS[kind])
     if "layer_types" in KINDS[kind]:
         altered["layer_types"] = 2 * KINDS[kind]["layer_types"]
-    if kind == "olmoe":  # its norms in transformers have the width of the model, whatever the width of heads
+    # In transformers, OLMoE's norms and Helium's output have the width of the model, whatever the width of heads.
+    if kind in ("olmoe", "helium"):
         del altered["head_dim"]
     assert_logits_equal(save_random_model(tmp_path, kind, **altered))
 
@@ -652,6 +672,11 @@ CONFIG_TRAPS = {
                 "mrope_interleaved": True,
             },
         },
+    ),
+    "hunyuan with the rotary table of published files": (
+        "hunyuan_v1_dense",
+        ("rope_parameters",),
+        {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "mscale": 1.0}, "rope_theta": 1e4},
     ),
     "gpt_oss without a rotary table": ("gpt_oss", ("rope_parameters", "layer_types"), {}),
     "gpt_oss, old names": (

@@ -2,91 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Field, Read, Rows, Table, any_value, require_supported
-from phalanx.spec.families.forms import Rope
+from phalanx.spec.families.family import Field, Read, Rows, Table, any_value
+from phalanx.spec.families.forms import DENSE, NOPE, ROTARY, SPARSE, LayerKind, LayerLists, LayerTypes, Rope
 from phalanx.spec.families.llama import INTERLEAVED_TENSORS, LLAMA, query_heads
-from phalanx.spec.layer_pattern import write_layers
+from phalanx.spec.families.smollm3 import rotary_layers
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
-CHUNKED, FULL = "chunked_attention", "full_attention"
-TEMPERATURE = ("attn_temperature_tuning", "attn_scale", "floor_scale")
+CHUNKED = LayerKind("chunked", lambda layer: layer.attention_chunk is not None)
+FULL = LayerKind("full", lambda layer: layer.attention_chunk is None, {"attention_chunk": False})
+NOPE_WITHOUT_NORMS = replace(NOPE, dials={**NOPE.dials, "qk_norm": "none"})
 
 
-class Layers(Field):
-    """Lists of which layers have positions (1, in no_rope_layers), chunks, and experts; each choice is a kind's.
-
-    Queries have a factor that grows with their position where there are no positions, and norms where there are."""
-
-    dials = any_value("layers", "kinds", "qk_norm", "attention_chunk")
-    other_names = (
-        *("no_rope_layer_interval", "layer_types", "moe_layers", "interleave_moe_layer_step"),
-        *("attention_chunk_size", "use_qk_norm", *TEMPERATURE),
-    )
+@dataclass(frozen=True)
+class Chunk(Read):
+    """Tokens of a chunk."""
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
-        """Return the kinds of the layers."""
-        num_layers = dials["num_layers"]
-        chunk = config.get("attention_chunk_size", 8192)
-        interval = config.get("no_rope_layer_interval", 4)
-        rotates = config.get(name) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-        types = config.get("layer_types") or [CHUNKED if rotary and chunk else FULL for rotary in rotates]
-        for field, values in ((name, rotates), ("layer_types", types)):
-            if len(values) < num_layers:
-                fix = f"use a list of {num_layers} values"
-                raise UserError(f"config.json {field}", list(values), "has too few layers", fix)
+        """Return the number. Raises UserError if there is none, but layers with chunks."""
+        chunk = super().read(name, config, dials)
+        if chunk[self.dial] is None and "chunked_attention" in (config.get("layer_types") or ()):
+            problem = "is missing, but layer_types has chunked_attention"
+            raise UserError(f"config.json {name}", None, problem, "use the config.json of a complete model")
+        return chunk
+
+
+def chunked_layers(config: Table, dials: Table) -> list[str]:
+    """Return the types of layers, of which those with positions have chunks."""
+    rotates = config.get("no_rope_layers") or rotary_layers(config, dials)
+    has_chunks = dials["attention_chunk"] is not None
+    return ["chunked_attention" if rotary and has_chunks else "full_attention" for rotary in rotates]
+
+
+@dataclass(frozen=True)
+class ExpertLayers(LayerTypes):
+    """List of the layers with experts."""
+
+    def words(self, name: str, config: Table, dials: Table) -> Sequence[object]:
+        """Return the type of each layer: the last of each interval has experts, if there is no list."""
         step = config.get("interleave_moe_layer_step", 1)
-        sparse = config.get("moe_layers")
-        sparse = range(step - 1, num_layers, step) if sparse is None else sparse
-        kinds: dict[str, Table] = {}
-        names = []
-        for layer in range(num_layers):
-            require_supported(name, rotates[layer], (0, 1))
-            require_supported("layer_types", types[layer], (CHUNKED, FULL))
-            if types[layer] == CHUNKED and not chunk:
-                problem = f"requires chunks of a number of tokens, not attention_chunk_size = {chunk}"
-                raise UserError("config.json layer_types", CHUNKED, problem, f"use {FULL}, or set the number")
-            words = [
-                "rotary" if rotates[layer] else "nope",
-                *([] if types[layer] == CHUNKED else ["full"]),
-                *([] if layer in sparse else ["dense"]),
-            ]
-            names.append("_".join(words))
-            kinds[names[-1]] = {
-                **({} if rotates[layer] else _without_positions(config)),
-                **({} if types[layer] == CHUNKED or not chunk else {"attention_chunk": False}),
-                **({} if layer in sparse else {"moe": False}),
-            }
-        of_kinds = {f"kinds.{kind}.{dial}": value for kind, table in kinds.items() for dial, value in table.items()}
-        qk_norm = "rotated_plain" if config.get("use_qk_norm", True) else "none"
-        return {"layers": write_layers(names), "qk_norm": qk_norm, "attention_chunk": chunk, **of_kinds}
+        sparse = config.get(name)
+        sparse = range(step - 1, dials["num_layers"], step) if sparse is None else sparse
+        return [layer in sparse for layer in range(dials["num_layers"])]
 
     def write(self, name: str, spec: ModelSpec) -> Table:
-        """Return the lists, and what they switch on."""
-        layers = layer_specs(spec)
-        temperature = next((layer.query_temperature for layer in layers if layer.query_temperature), None)
-        chunk = next((layer.attention_chunk for layer in layers if layer.attention_chunk), None)
-        return {
-            name: [int(layer.position_embedding == "rope") for layer in layers],
-            "layer_types": [CHUNKED if layer.attention_chunk else FULL for layer in layers],
-            "moe_layers": [index for index, layer in enumerate(layers) if layer.moe],
-            "attention_chunk_size": chunk,
-            "use_qk_norm": any(layer.qk_norm != "none" for layer in layers),
-            "attn_temperature_tuning": temperature is not None,
-            **({"attn_scale": temperature.scale, "floor_scale": temperature.interval} if temperature else {}),
-        }
+        """Return the list."""
+        return {name: [index for index, layer in enumerate(layer_specs(spec)) if layer.moe]}
 
 
-def _without_positions(config: Table) -> Table:
-    """Return the dials of layers without positions."""
-    factor: Any = False
-    if config.get("attn_temperature_tuning", True):
+class Temperature(Field):
+    """Switch of the factor of queries that grows with their position, in layers without positions."""
+
+    other_names: tuple[str, ...] = ("attn_scale", "floor_scale")
+
+    @property
+    def dials(self) -> Mapping[str, Collection[object] | None]:
+        """Dial of these layers."""
+        return any_value("kinds.nope.query_temperature")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the factor, if it is on."""
         factor = {"scale": config.get("attn_scale", 0.1), "interval": config.get("floor_scale", 8192), "offset": 1}
-    return {"position_embedding": "none", "qk_norm": "none", "query_temperature": factor}
+        return {"kinds.nope.query_temperature": factor} if config.get(name, True) else {}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the switch and the factor, if there is one."""
+        factor = next(filter(None, (layer.query_temperature for layer in layer_specs(spec))), None)
+        return (
+            {name: False}
+            if factor is None
+            else {name: True, "attn_scale": factor.scale, "floor_scale": factor.interval}
+        )
 
 
 LLAMA4 = replace(
@@ -111,7 +101,20 @@ LLAMA4 = replace(
         "num_local_experts": Read("moe.num_experts", 16),
         "num_experts_per_tok": Read("moe.top_k", 1),
         "router_aux_loss_coef": Read("moe.balance_loss_coef", 0.001),
-        "no_rope_layers": Layers(),
+        "attention_chunk_size": Chunk("attention_chunk", 8192),
+        "use_qk_norm": Read("qk_norm", True, words={True: "rotated_plain", False: "none"}),
+        "attn_temperature_tuning": Temperature(),
+        "no_rope_layers": LayerLists(
+            {
+                "no_rope_layers": LayerTypes(
+                    {1: ROTARY, 0: NOPE_WITHOUT_NORMS}, rotary_layers, ("no_rope_layer_interval",)
+                ),
+                "layer_types": LayerTypes({"chunked_attention": CHUNKED, "full_attention": FULL}, chunked_layers),
+                "moe_layers": ExpertLayers(
+                    {True: SPARSE, False: DENSE}, lambda config, dials: (), ("interleave_moe_layer_step",)
+                ),
+            }
+        ),
         # A field of published models that transformers does not read.
         "for_llm_compressor": Field(),
     },
@@ -120,7 +123,6 @@ LLAMA4 = replace(
         "moe.router_score": "sigmoid",
         "moe.normalize_top_k": False,
         "moe.weighs_inputs": True,
-        "moe.num_leading_dense_layers": 0,
         "moe.z_loss_coef": 0.0,
     },
     tensors={
