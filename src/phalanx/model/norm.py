@@ -191,7 +191,8 @@ def make_norm(norm: Norm) -> nn.Module:
     if isinstance(norm, GatedNorm):
         return GatedRMSNorm(norm.parameters["weight"].numbers, norm.width, norm.eps)
     if norm.kind == "head_layernorm":
-        return HeadLayerNorm(*norm.parameters["weight"].shape, norm.eps)
+        heads, width = norm.parameters["weight"].shape
+        return HeadLayerNorm(heads, width, norm.eps)
     has_weight = "weight" in norm.parameters
     if norm.kind == "layernorm":
         return nn.LayerNorm(norm.width, norm.eps, elementwise_affine=has_weight, bias="bias" in norm.parameters)

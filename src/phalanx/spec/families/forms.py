@@ -290,6 +290,17 @@ class LayerKind:
     """Fixed dials of the kind; a kind without any is as the model says."""
 
 
+WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
+"""Layers with the window that the model has."""
+FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
+ROTARY = LayerKind("rotary", lambda layer: layer.position_embedding == "rope")
+NOPE = LayerKind("nope", lambda layer: layer.position_embedding == "none", {"position_embedding": "none"})
+SPARSE = LayerKind("sparse", lambda layer: layer.moe is not None)
+DENSE = LayerKind("dense", lambda layer: layer.moe is None, {"moe": False})
+FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
+"""Layers with neither a window nor positions."""
+
+
 @dataclass(frozen=True)
 class LayerTypes(Field):
     """List of the type of each layer."""
@@ -403,17 +414,6 @@ class OfKind(Field):
         """Return the field with the value of the first layer of the kind."""
         layer = next(filter(self.kind.includes, layer_specs(spec)), None)
         return self.field.write(name, layer) if layer else {name: self.field.default}
-
-
-WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
-"""Layers with the window that the model has."""
-FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
-ROTARY = LayerKind("rotary", lambda layer: layer.position_embedding == "rope")
-NOPE = LayerKind("nope", lambda layer: layer.position_embedding == "none", {"position_embedding": "none"})
-SPARSE = LayerKind("sparse", lambda layer: layer.moe is not None)
-DENSE = LayerKind("dense", lambda layer: layer.moe is None, {"moe": False})
-FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
-"""Layers with neither a window nor positions."""
 
 
 def every_nth_full(
