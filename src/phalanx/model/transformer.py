@@ -16,7 +16,7 @@ from phalanx.model.attention import attention_mask
 from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
-from phalanx.model.norm import identity, make_norm
+from phalanx.model.norm import identity, make_norm, rms_norm
 from phalanx.model.part import PartModule
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_softcap, has_window
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         if self.spec.position_embedding == "learned":
             self.wait_for_parameters(self.positions)
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
-        return x_BTD
+        return rms_norm(x_BTD, None, self.spec.norm_eps) if self.spec.embedding_norm else x_BTD
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None

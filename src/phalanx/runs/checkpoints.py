@@ -85,6 +85,7 @@ SHAPE_FIELDS = (
     "value_norm",
     "layer_scalars",
     "embedding_scale",
+    "embedding_norm",
     "residual_scale",
     "logits_divisor",
     "logits_softcap",

@@ -302,6 +302,8 @@ class ModelSpec(Spec):
     """Factor of queries that grows with their position (Llama 4, Ministral 3); without this table there is none."""
     embedding_scale: float = Field(1.0, gt=0)
     """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
+    embedding_norm: bool = False
+    """RMSNorm of the embedding's output, without a weight (nanochat)."""
     parallel_residual: Literal["none", "one_norm", "two_norms"] = "none"
     """MLP or experts read the input of attention, and the outputs of both are added to it: with one norm of the input
     (Cohere), or two (GPT-NeoX)."""

@@ -100,6 +100,7 @@ KINDS = {
     "llama": SHAPE,
     "arcee": SHAPE,
     "helium": {**SHAPE, "head_dim": 8},
+    "nanochat": {**SHAPE, "final_logit_softcapping": 2.0, "rms_norm_eps": 1e-3},
     "hunyuan_v1_dense": {**SHAPE, "head_dim": 8},
     "afmoe": {
         **SHAPE,
