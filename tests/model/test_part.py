@@ -375,6 +375,24 @@ WRONG_DECLARATIONS: dict[str, tuple[object, str, Any, BlockCase]] = {
         with_changes(attention.AttentionCore, window=never),
         make_case("ulysses", "window", "fp32"),
     ),
+    "chunks are missing": (
+        attention,
+        "AttentionCore",
+        with_changes(attention.AttentionCore, chunk=never),
+        make_case("one rank", "chunks", "fp32"),
+    ),
+    "inputs of experts are not weighted": (
+        experts,
+        "Dispatch",
+        with_changes(experts.Dispatch, weighs=lambda _: False),
+        make_case("one rank", "weighted inputs of experts", "fp32"),
+    ),
+    "limits save nothing": (
+        attention,
+        "Clip",
+        with_changes(attention.Clip, reads=lambda _: ()),
+        make_case("one rank", "clipped heads", "fp32"),
+    ),
     "sinks are missing": (
         attention,
         "AttentionCore",

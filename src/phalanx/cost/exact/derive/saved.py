@@ -57,8 +57,8 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += norm_bytes(operation, shape) - (shape.value_bytes(x) if is_saved else 0)
                 normalized.add(x)
                 copied_weights += _copied_scales(operation, shape)
-            case Clip(reads=(value,)):
-                tensors[value, ""] = shape.operand_bytes(value)
+            case Clip(reads=values):
+                tensors |= {(value, ""): shape.operand_bytes(value) for value in values}
             case Core():
                 tensors |= kept_by_core(operation, shape)
                 if isinstance(operation, AttentionCore):
