@@ -142,7 +142,7 @@ UNSUPPORTED_SETTINGS = [
     ("layer_types", {"model_type": "smollm3", "layer_types": ["sliding_attention", "full_attention"]}),
     ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("sliding_window", {"model_type": "cohere2", "sliding_window": None}),
-    ("use_qk_norm", {"model_type": "cohere", "use_qk_norm": True}),
+    ("use_qk_norm", {"model_type": "cohere2", "use_qk_norm": True}),
     ("attention_bias", {"model_type": "gpt_neox", "hidden_act": "gelu", "attention_bias": False}),
     ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
     (

@@ -81,7 +81,7 @@ AFMOE = replace(
     unused=("moe.balance_loss_coef", "moe.bias_update_rate"),
     tensors=LLAMA.tensors
     | QK_NORM_TENSORS
-    | EXPERT_TENSORS
+    | {name: stored for name, stored in EXPERT_TENSORS.items() if ".experts." in name}
     | SHARED_EXPERT_TENSORS
     | {
         "model.layers.{i}.self_attn.gate_proj.weight": "attention.wg.weight",
