@@ -67,6 +67,7 @@ DIALS: Table = {
     "activation": "geglu_tanh",
     "attention_bias": "qkv",
     "attention_scale": 0.3,
+    "attention_clip": 0.5,
     "rope": {"fraction": 0.5},
     "query_temperature": TEMPERATURE,
     "norm_offset": True,
@@ -75,7 +76,7 @@ DIALS: Table = {
     "logits_divisor": 2.5,
     "logits_softcap": 1.5,
 }
-"""Biases, scales and offsets, as in Qwen2, Granite and Gemma."""
+"""Biases, scales, offsets and limits, as in Qwen2, Granite, Gemma and OLMo."""
 LATENT: Table = {
     **MOE,
     "num_layers": 4,
@@ -100,13 +101,14 @@ PARALLEL: Table = {
     "num_layers": 4,
     "norm": "layernorm",
     "norm_parameters": "weight",
+    "qk_norm": "each_head",
     "parallel_residual": "one_norm",
     "residual_scale": 0.6,
     "layers": "window*3 nope",
     "sliding_window": 12,
     "kinds": [{"name": "nope", "sliding_window": False, "position_embedding": "none"}],
 }
-"""Attention and MLP in parallel, as in Cohere 2."""
+"""Attention and MLP in parallel, as in Cohere 2, and a norm of each head, as in Command R+."""
 WIDE: Table = {
     **DENSE,
     "num_layers": 4,

@@ -71,6 +71,23 @@ def test_tokens_outside_of_window_have_no_effect(build_model, tokens, changes) -
     assert differs.nonzero().flatten().tolist() == list(range(2, last))
 
 
+def test_tokens_see_those_of_their_chunk_of_a_document_only(build_model, tokens) -> None:
+    """With documents from 0 and 3 on in each row, chunks of 4 are tokens 0 to 2, 3 to 6, 7 to 10, and so on."""
+    rows, row_tokens = tokens.shape
+    documents = locate_documents(torch.tensor([0] * 3 + [3] * (row_tokens - 3)).expand(rows, -1))
+    model = build_model(attention_chunk=4)
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 53
+    for masked, last in ((documents, 7), (None, 8)):
+        differs = (model(changed, masked)[0] - model(tokens, masked)[0]).abs().amax((0, 2)) > 1e-9
+        assert differs.nonzero().flatten().tolist() == list(range(4, last))
+
+
+def test_chunk_as_long_as_the_row_changes_nothing(build_model, tokens) -> None:
+    chunked = build_model(attention_chunk=tokens.shape[1])
+    assert torch.equal(chunked(tokens)[0], build_model()(tokens)[0])
+
+
 def test_window_as_long_as_the_row_changes_nothing(build_model, tokens) -> None:
     windowed = build_model(sliding_window=tokens.shape[1])
     assert torch.equal(windowed(tokens)[0], build_model()(tokens)[0])

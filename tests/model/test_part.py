@@ -55,6 +55,9 @@ MODELS = {
     "norms of heads": DENSE.replace(qk_norm="head", num_heads=6, head_dim=10),
     "as many key/value heads": DENSE.replace(num_kv_heads=4),
     "one key/value head": DENSE.replace(qk_norm="head", num_kv_heads=1),
+    "norms of each head": DENSE.replace(qk_norm="each_head", norm="layernorm", norm_parameters="weight"),
+    "clipped heads": DENSE.replace(attention_clip=0.5),
+    "clipped norms of all heads": DENSE.replace(attention_clip=0.5, qk_norm="full"),
     "norms of all heads": DENSE.replace(qk_norm="full", position_embedding="learned"),
     "biases": GPT2,
     "gelu": GPT2.replace(activation="gelu", position_embedding="rope", norm="rmsnorm", bias=False),
@@ -82,6 +85,11 @@ MODELS = {
         query_temperature={"scale": 0.5, "interval": 4, "offset": 1}, position_embedding="none", qk_norm="head"
     ),
     "window": DENSE.replace(sliding_window=5),
+    "chunks": DENSE.replace(attention_chunk=12),
+    "norms of rotated heads": DENSE.replace(qk_norm="rotated", attention_scale=0.3),
+    "norms of rotated heads without weights": DENSE.replace(
+        qk_norm="rotated_plain", query_temperature={"scale": 0.5, "interval": 4}
+    ),
     "sinks": DENSE.replace(attention_sinks=True),
     "window, sinks and capped scores": DENSE.replace(sliding_window=5, attention_sinks=True, attention_softcap=3.0),
     "norms before and after": DENSE.replace(norm_position="both"),
@@ -122,6 +130,10 @@ MODELS = {
     "sigmoid router": DENSE.replace(
         moe=SHARED | {"router_score": "sigmoid", "normalize_top_k": False, "bias_update_rate": 0.1}
     ),
+    "weighted inputs of experts": SPARSE.replace(
+        moe=SIX_EXPERTS
+        | {"router_score": "sigmoid", "normalize_top_k": False, "weighs_inputs": True, "num_shared_experts": 1}
+    ),
     "balance per micro-batch": DENSE.replace(moe=SHARED | {"balance_loss_scope": "micro_batch", "top_k": 1}),
     "groups of experts": SPARSE.replace(
         moe=SIX_EXPERTS | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5}
@@ -151,11 +163,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp of whole tokens": ({"tp": 2, "sequence_parallel": False}, tuple(MODELS)),
     "copied heads": (
         {"tp": 4},
-        ("grouped heads", "one key/value head", "norms of all heads", "window", "experts", "few key heads"),
+        (
+            *("grouped heads", "one key/value head", "norms of all heads", "norms of each head", "window"),
+            *("experts", "few key heads"),
+        ),
     ),
     "gathered heads": (
         GATHERED,
-        ("grouped heads", "norms of heads", "norms of all heads", "biases", "gate of attention", "experts"),
+        (
+            *("grouped heads", "norms of heads", "norms of all heads", "norms of each head", "clipped heads"),
+            *("biases", "gate of attention", "experts"),
+        ),
     ),
     "gathered heads of whole tokens": (
         GATHERED | {"sequence_parallel": False},
@@ -358,6 +376,24 @@ WRONG_DECLARATIONS: dict[str, tuple[object, str, Any, BlockCase]] = {
         "AttentionCore",
         with_changes(attention.AttentionCore, window=never),
         make_case("ulysses", "window", "fp32"),
+    ),
+    "chunks are missing": (
+        attention,
+        "AttentionCore",
+        with_changes(attention.AttentionCore, chunk=never),
+        make_case("one rank", "chunks", "fp32"),
+    ),
+    "inputs of experts are not weighted": (
+        experts,
+        "Dispatch",
+        with_changes(experts.Dispatch, weighs=lambda _: False),
+        make_case("one rank", "weighted inputs of experts", "fp32"),
+    ),
+    "limits save nothing": (
+        attention,
+        "Clip",
+        with_changes(attention.Clip, reads=lambda _: ()),
+        make_case("one rank", "clipped heads", "fp32"),
     ),
     "sinks are missing": (
         attention,

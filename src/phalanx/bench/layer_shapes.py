@@ -12,9 +12,10 @@ from functools import partial
 from phalanx.cost.exact.flops import block_products, lm_head_shape
 from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.program.rank_tensors import rank_tensors
-from phalanx.spec.attention_backend import hides_keys
+from phalanx.spec.attention_backend import has_chunks, hides_keys
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.parameter_shapes import num_elements
+from phalanx.spec.parts.attended_keys import attended_keys
 from phalanx.spec.resolved_run import ResolvedRun
 
 
@@ -54,6 +55,8 @@ class AttentionShape:
     """True if heads have a logit in the denominator of the softmax. Steps of a ring do without."""
     softcap: float | None = None
     """Cap of scores; None without one."""
+    chunk: int | None = None
+    """Tokens of a row that see each other only; None: all of it."""
 
     @property
     def flops(self) -> int:
@@ -62,6 +65,8 @@ class AttentionShape:
         Source: arXiv 2204.02311, appendix B. The backward pass has twice as many. A dense document mask, as on CUDA in
         fp32, has all pairs. With a window, pairs beyond it do not count."""
         pairs = self.queries * self.keys // (2 if self.causal else 1)
+        if self.chunk is not None:
+            pairs = int(self.queries * attended_keys(None, self.keys, self.causal, self.chunk))
         if self.window is not None:
             pairs -= (self.keys - self.window) ** 2 // 2
         return 4 * self.batch * self.heads * pairs * self.head_dim
@@ -129,7 +134,11 @@ def attention_shapes(resolved: ResolvedRun) -> dict[AttentionShape, int]:
         )
         window = layer.sliding_window if hides_keys(layer, run.training.seq_len) else None
         sinks = layer.attention_sinks and not is_ring
-        shape = make_shape(keys=tokens, causal=True, window=window, sinks=sinks, softcap=layer.attention_softcap)
+        # In a ring, chunks are blocks of its steps.
+        chunk = layer.attention_chunk if has_chunks(layer, tokens) and not is_ring else None
+        shape = make_shape(
+            keys=tokens, causal=True, window=window, chunk=chunk, sinks=sinks, softcap=layer.attention_softcap
+        )
         counts[shape] += 1
         if is_ring:
             counts[make_shape(keys=tokens // 2, causal=False)] += layout.cp - 1

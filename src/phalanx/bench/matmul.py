@@ -67,9 +67,11 @@ def _make_attention_calls(core: AttentionShape, dtype: torch.dtype, device: torc
     q = make(core.batch, core.queries, core.heads, core.head_dim)
     k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))
     documents = Documents.whole_rows(core.batch, core.queries, device)
+    if core.chunk is not None:
+        documents = documents.in_chunks(core.chunk)
     sinks = make(core.heads) if core.sinks else None
     dials = (core.window is not None, core.sinks, core.softcap is not None)
-    mask = attention_mask(documents, dtype, core.head_dim, *dials) if core.masked else None
+    mask = attention_mask(documents, dtype, core.head_dim, *dials) if core.masked or core.chunk else None
     forward = partial(attend, q, k, v, mask, core.window, sinks, core.softcap)
     out = forward()
     gradient = torch.ones_like(out)

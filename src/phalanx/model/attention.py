@@ -25,6 +25,7 @@ from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.model.sequence_context import Documents, SequenceContext
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.attention import LATE_NORMS
 from phalanx.spec.parts.operations import Part
 
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
@@ -37,8 +38,8 @@ flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if
 class Attention(PartModule):
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D.
 
-    Queries may have a factor that grows with their position. Layers with a window see its tokens only. A cap c makes of
-    scores s c tanh(s / c). Sinks are logits of the softmax without a value."""
+    Queries may have a factor that grows with their position. Layers with a window, or in chunks, see its tokens only.
+    A cap c makes of scores s c tanh(s / c). Sinks are logits of the softmax without a value."""
 
     sinks: Tensor | None
     q_norm: nn.Module
@@ -56,7 +57,10 @@ class Attention(PartModule):
         self.head_dim = layer.head_dim
         self.rope = layer.rope if layer.position_embedding == "rope" else None
         self.qk_norm = layer.qk_norm
+        self.norms_rotated = layer.qk_norm in LATE_NORMS
         self.query_scale = layer.query_scale
+        self.chunk = layer.attention_chunk
+        self.clip = layer.attention_clip
         self.columns = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
         self.gate = declared_activation(part) if layer.attention_gate == "channel" else IDENTITY
         self.temperature = layer.query_temperature
@@ -69,7 +73,7 @@ class Attention(PartModule):
         """Return the rotary table, the factor of queries and the mask."""
         table = context.rotary(self.rope, self.head_dim) if self.rope else None
         temperature = context.temperature(self.temperature) if self.temperature else None
-        return table, temperature, context.mask(self.head_dim)
+        return table, temperature, context.mask(self.head_dim, self.chunk)
 
     def forward(
         self, x_BTD: Tensor, rotary: RotaryTable | None, temperature: Tensor | None, mask: Tensor | None
@@ -82,14 +86,18 @@ class Attention(PartModule):
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "each_head"):
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if self.value_norm:
             v_BTHK = self.v_norm(v_BTHK)
-        if self.query_scale != 1.0:
-            q_BTHK = q_BTHK * self.query_scale
+        if self.clip:
+            q_BTHK, k_BTHK, v_BTHK = (x.clamp(-self.clip, self.clip) for x in (q_BTHK, k_BTHK, v_BTHK))
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
+        if self.norms_rotated:
+            q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
+        if self.query_scale != 1.0:
+            q_BTHK = q_BTHK * self.query_scale
         if temperature is not None:
             q_BTHK = (q_BTHK * temperature).to(q_BTHK.dtype)
         dials = {"window": self.window, "sinks_H": self.sinks, "softcap": self.softcap}

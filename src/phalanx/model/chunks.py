@@ -19,12 +19,14 @@ def row_chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(tensor[start : start + rows] for tensor in tensors)
 
 
-def cached_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def cached_rows(*tensors: Tensor, row_ndim: int = 1) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same rows of tensors [..., width] of one shape but for the width, in order.
 
-    They are so few that a CPU's caches have them until they are used again. Kernels of a GPU need many at once."""
+    A row may have `row_ndim` axes. Rows are so few that a CPU's caches have them until they are used again. Kernels of
+    a GPU need many at once."""
     elements = CPU_CHUNK_ELEMENTS if tensors[0].device.type == "cpu" else GPU_CHUNK_ELEMENTS
-    return row_chunks(max(1, elements // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
+    rows = max(1, elements // tensors[0].shape[-row_ndim:].numel())
+    return row_chunks(rows, *(tensor.flatten(0, -1 - row_ndim) for tensor in tensors))
 
 
 def chunk_starts(total: int, rows: int) -> Sequence[int]:

@@ -322,8 +322,31 @@ class MoE(PartModule):
         num_rows = max_expert_rows(moe, chosen_BTk)
         if moe.capacity_factor is not None:
             ((num_rows,),) = to_host_lists(counts_E.sum().view(1, 1), num_rows)
-        y = self.experts(rows_of_choices(x_BTD, order[:num_rows], moe.top_k), counts_E.cumsum(0))
-        return combine_expert_outputs(y, order, weights_BTk).view_as(x_BTD)
+        rows = self.expert_rows(x_BTD, weights_BTk, order[:num_rows])
+        return self.combine(self.experts(rows, counts_E.cumsum(0)), order, weights_BTk).view_as(x_BTD)
+
+    def expert_rows(self, x_BTD: Tensor, weights_BTk: Tensor, order: Tensor) -> Tensor:
+        """Return the row of each choice for its expert, [choices, D], perhaps times its weight.
+
+        `order` has indices of choices among all B x T x k, such as a part of `sort_by_expert`'s order."""
+        rows = x_BTD.flatten(0, 1)[order // weights_BTk.shape[-1]]
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        if not self.router.moe.weighs_inputs:
+            return rows
+        return rows * weights_BTk.flatten()[order, None].to(rows.dtype)
+
+    def combine(self, y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
+        """Return the sum of each token's expert outputs, [N, D], times the weights unless these are in the inputs.
+
+        `y` holds the outputs of the first choices in `order`, [rows, D]; dropped choices, which come last, have none.
+        `order` lists the N x k choices in the order of `sort_by_expert`."""
+        if len(y) < len(order):
+            y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
+        y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))
+        if self.router.moe.weighs_inputs:
+            return y_NkD.sum(1)
+        return (y_NkD * weights_BTk.flatten(0, 1)[..., None].to(y.dtype)).sum(1)
 
 
 def mix_experts(moe: MoE, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
@@ -353,21 +376,3 @@ def max_expert_rows(moe: MoESpec, chosen_BTk: Tensor) -> int:
     if moe.capacity_factor is None:
         return choices
     return min(len(chosen_BTk) * moe.num_experts * expert_capacity(moe, choices // len(chosen_BTk)), choices)
-
-
-def rows_of_choices(x_BTD: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Return the row of each choice's token, [choices, D].
-
-    `order` has indices of choices among all B x T x k, such as a part of `sort_by_expert`'s order."""
-    return x_BTD.flatten(0, 1)[order // top_k]
-
-
-def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
-    """Return the weighted sum of each token's expert outputs, [N, D].
-
-    `y` holds the outputs of the first choices in `order`, [rows, D]; dropped choices, which come last, have none.
-    `order` lists the N x k choices in the order of `sort_by_expert`."""
-    if len(y) < len(order):
-        y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
-    y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))
-    return (y_NkD * weights_BTk.flatten(0, 1)[..., None].to(y.dtype)).sum(1)

@@ -47,16 +47,34 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))
 
 
+class HeadLayerNorm(nn.Module):
+    """LayerNorm (arXiv 1607.06450) of each head without a bias, with a weight for each (Cohere's Command R+).
+
+    A LayerNorm is an RMSNorm of differences from the mean, which are saved in place of the input."""
+
+    def __init__(self, heads: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(heads, width))
+
+    def forward(self, x_HK: Tensor) -> Tensor:
+        """Return the normalized heads, [..., H, K]."""
+        centered = x_HK - x_HK.mean(-1, keepdim=True)
+        return cast(Tensor, _RMSNorm.apply(centered, self.weight, self.eps))
+
+
 class _RMSNorm(torch.autograd.Function):
     """CUDA's kernel for other devices, where PyTorch also saves x in fp32 and x / rms(x).
 
+    The weight may be that of each of several vectors, [H, K].
     With r = 1 / rms(x) and n = x r, the gradient of x is r (g w - n mean(g w n)), and that of the weight sum(g n)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        for x_part, rms_part, out_part in cached_rows(x, inverse_rms, out):
+        ndim = 1 if weight is None else weight.ndim
+        for x_part, rms_part, out_part in cached_rows(x, inverse_rms, out, row_ndim=ndim):
             exact = at_least_fp32(x_part)
             torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
             normalized = exact * rms_part
@@ -69,7 +87,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
         grad_weight = None if weight is None else at_least_fp32(weight).new_zeros(weight.shape)
-        for x_part, rms_part, gradient_part, grad_part in cached_rows(x, inverse_rms, gradient, grad_x):
+        ndim = 1 if weight is None else weight.ndim
+        for x_part, rms_part, gradient_part, grad_part in cached_rows(x, inverse_rms, gradient, grad_x, row_ndim=ndim):
             normalized = at_least_fp32(x_part) * rms_part
             exact = at_least_fp32(gradient_part)
             if grad_weight is None:
@@ -171,6 +190,9 @@ def make_norm(norm: Norm) -> nn.Module:
     """Return the module of a declared norm."""
     if isinstance(norm, GatedNorm):
         return GatedRMSNorm(norm.parameters["weight"].numbers, norm.width, norm.eps)
+    if norm.kind == "head_layernorm":
+        heads, width = norm.parameters["weight"].shape
+        return HeadLayerNorm(heads, width, norm.eps)
     has_weight = "weight" in norm.parameters
     if norm.kind == "layernorm":
         return nn.LayerNorm(norm.width, norm.eps, elementwise_affine=has_weight, bias="bias" in norm.parameters)

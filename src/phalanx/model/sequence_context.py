@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,14 @@ class Documents(NamedTuple):
         host_bounds = [row * row_tokens + first for row in range(rows) for first in (0, 1)] + [rows * row_tokens]
         return cls(starts, torch.tensor(host_bounds, dtype=torch.int32, device=device), host_bounds)
 
+    def in_chunks(self, chunk: int) -> Documents:
+        """Return chunks of `chunk` tokens of each document, from its start on, as documents."""
+        positions = torch.arange(self.starts.shape[1], dtype=torch.int32, device=self.starts.device) - self.starts
+        starts = self.starts + positions // chunk * chunk
+        chunks = [first for start, end in pairwise(self.host_bounds) for first in range(start, end, chunk)]
+        host_bounds = [*chunks, self.host_bounds[-1]]
+        return Documents(starts, torch.tensor(host_bounds, dtype=torch.int32, device=starts.device), host_bounds)
+
 
 MaskFunction = Callable[[Documents, torch.dtype, int], Any]
 """Function of documents, the dtype of products, and the width of heads; returns the mask argument of attention."""
@@ -49,12 +58,17 @@ class SequenceContext:
     """Rotary tables, factors of queries and masks of a micro-batch. Blocks share them: each is computed once."""
 
     def __init__(
-        self, x_BTD: Tensor, row_positions_T: Tensor | None, documents: Documents | None, attention_mask: MaskFunction
+        self,
+        x_BTD: Tensor,
+        row_positions_T: Tensor | None,
+        documents: Documents | None,
+        attention_mask: MaskFunction,
+        num_ranks: int = 1,
     ) -> None:
         """Create the context of an input of blocks.
 
-        `row_positions_T` are those of the tokens whose attention is computed on this rank; None if no block needs
-        positions."""
+        `row_positions_T` are those of the tokens whose attention is computed on this rank, of the `num_ranks` that
+        share each row; None if no block needs positions."""
         self.documents = documents
         self.document_starts = None if documents is None else documents.starts
         dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
@@ -74,15 +88,24 @@ class SequenceContext:
             return query_temperature(spec, positions(), dtype)
 
         @cache
-        def mask(head_dim: int) -> Any:
-            return None if documents is None else attention_mask(documents, compute, head_dim)
+        def in_chunks(chunk: int) -> Documents | None:
+            assert row_positions_T is not None
+            row_tokens = len(row_positions_T) * num_ranks
+            if row_tokens <= chunk:
+                return documents
+            return (documents or Documents.whole_rows(len(x_BTD), row_tokens, x_BTD.device)).in_chunks(chunk)
+
+        @cache
+        def mask(head_dim: int, chunk: int | None = None) -> Any:
+            visible = documents if chunk is None else in_chunks(chunk)
+            return None if visible is None else attention_mask(visible, compute, head_dim)
 
         self.rotary = rotary
         """Function of the parameters of a rotary embedding and the width of heads."""
         self.temperature = temperature
         """Function of the parameters of a factor of queries that grows with their position."""
         self.mask = mask
-        """Function of the width of heads. Without documents there is no mask."""
+        """Function of the width of heads and of the tokens of chunks. Without documents and chunks there is no mask."""
 
 
 def query_temperature(spec: QueryTemperatureSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:

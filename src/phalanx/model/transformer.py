@@ -18,7 +18,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mixers import make_mixer
 from phalanx.model.mlp import MLP
 from phalanx.model.moe import MoE
-from phalanx.model.norm import identity, make_norm
+from phalanx.model.norm import identity, make_norm, rms_norm
 from phalanx.model.part import PartModule
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_softcap, has_window
@@ -177,7 +177,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.has_positions = any(
-            layer.position_embedding == "rope" or layer.query_temperature for layer in distinct_layers(spec)
+            layer.position_embedding == "rope" or layer.query_temperature or layer.attention_chunk
+            for layer in distinct_layers(spec)
         )
         """True if blocks need the positions of tokens."""
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
@@ -192,6 +193,8 @@ class Transformer(nn.Module):
         self.local_positions: Callable[[Tensor], Tensor] = row_positions
         """Function of token ids [B, T] or an input of blocks [B, T, D]: the positions in their row of the tokens whose
         attention is computed on this rank, [T]."""
+        self.num_context_ranks = 1
+        """Number of ranks that share the tokens of a row in attention."""
         self.attention_mask: MaskFunction = partial(document_mask, spec)
         """Mask argument of attention in a dtype, with heads of a width."""
         self.sum_auxiliary: Callable[[Tensor], Tensor] = identity
@@ -229,12 +232,12 @@ class Transformer(nn.Module):
         if self.spec.position_embedding == "learned":
             self.wait_for_parameters(self.positions)
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
-        return x_BTD
+        return rms_norm(x_BTD, None, self.spec.norm_eps) if self.spec.embedding_norm else x_BTD
 
     def sequence_context(self, x_BTD: Tensor, documents: Documents | None) -> SequenceContext:
         """Return what blocks with an input like `x_BTD` need of a micro-batch's sequences."""
         row_positions_T = self.local_positions(x_BTD) if self.has_positions else None
-        return SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask)
+        return SequenceContext(x_BTD, row_positions_T, documents, self.attention_mask, self.num_context_ranks)
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, context: SequenceContext, **embedding: Tensor

@@ -90,6 +90,7 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
     The model's input is this rank's tokens of every row, with the document starts of the full row."""
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)
+    model.num_context_ranks = cp.size
     if cp.method == "ring":
         model.attention_mask = partial(_build_document_ring, cp)
     for mixer in modules_declaring(model, Core):

@@ -76,6 +76,11 @@ def has_softcap(spec: ModelSpec) -> bool:
     return any(layer.attention_softcap for layer in distinct_layers(spec))
 
 
+def has_chunks(layer: ModelSpec, seq_len: int) -> bool:
+    """Return whether a layer (`spec.layers`) attends in several chunks of a sequence of `seq_len` tokens."""
+    return layer.attention_chunk is not None and layer.attention_chunk < seq_len
+
+
 def hides_keys(layer: ModelSpec, seq_len: int) -> bool:
     """Return whether the window of a layer (`spec.layers`) hides keys of a sequence of `seq_len` tokens."""
     return layer.sliding_window is not None and layer.sliding_window < seq_len
@@ -91,7 +96,7 @@ def describe_attention(run: RunSpec) -> str:
         "cuda" if run.cluster.uses_cuda else "cpu",
         half_precision=run.training.precision not in ("fp32", "fp64"),
         head_dim=max(layer.head_dim for layer in distinct_layers(spec)),
-        documents=run.data.mask_documents,
+        documents=run.data.mask_documents or any(has_chunks(layer, seq_len) for layer in distinct_layers(spec)),
     )
     is_ring = run.layout.cp > 1 and run.layout.cp_method == "ring"
     parts = ["ring of keys and values" if is_ring else str(backend)]
@@ -99,6 +104,10 @@ def describe_attention(run: RunSpec) -> str:
         windows = [layer.sliding_window for layer in layer_specs(spec) if hides_keys(layer, seq_len)]
         layers = f" in {len(windows)} of {spec.num_layers} layers" if len(windows) < spec.num_layers else ""
         parts.append(f"window {' or '.join(map(str, dict.fromkeys(windows)))}{layers}")
+    chunked = [layer.attention_chunk for layer in layer_specs(spec) if has_chunks(layer, seq_len)]
+    if chunked:
+        layers = f" in {len(chunked)} of {spec.num_layers} layers" if len(chunked) < spec.num_layers else ""
+        parts.append(f"chunks of {' or '.join(map(str, dict.fromkeys(chunked)))}{layers}")
     if has_sinks(spec):
         parts.append("sinks")
     if has_softcap(spec):

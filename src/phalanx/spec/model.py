@@ -70,9 +70,11 @@ class QueryTemperatureSpec(Spec):
 
 NO_ATTENTION: dict[str, object] = {
     "sliding_window": None,
+    "attention_chunk": None,
     "attention_sinks": False,
     "attention_bias": "none",
     "attention_scale": None,
+    "attention_clip": None,
     "attention_gate": "none",
     "attention_softcap": None,
     "qk_norm": "none",
@@ -83,6 +85,8 @@ NO_ATTENTION: dict[str, object] = {
     "rope": RopeSpec(),
 }
 """Values of attention's fields in a layer with another mixer."""
+QkNorm = Literal["none", "head", "full", "each_head", "rotated", "rotated_plain"]
+"""Norms of queries and keys."""
 ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim"}
 """Fields of a kind of layers that describe attention."""
 
@@ -123,6 +127,8 @@ class MoESpec(Spec):
     """Normalize the weights of the selected experts to sum to one."""
     routed_scale: float = Field(1.0, gt=0)
     """Factor of these weights (DeepSeek-V3)."""
+    weighs_inputs: bool = False
+    """Multiply what the selected experts receive by these weights, not what they return (Llama 4)."""
     num_groups: int = Field(1, gt=0)
     """Equal groups of experts. A token chooses some groups, and among their experts."""
     group_scores: int = Field(2, ge=1, le=2)
@@ -208,10 +214,12 @@ class KindSpec(Spec):
     """Inner width of the MLP."""
     sliding_window: Annotated[int, Field(gt=0)] | Literal[False] | None = None
     """Keys that a query sees at most, itself included; false: all earlier tokens of its document."""
+    attention_chunk: Annotated[int, Field(gt=0)] | Literal[False] | None = None
+    """Tokens of a document that see each other; false: all earlier ones."""
     attention_sinks: bool | None = None
     """A learned logit per head in the denominator of attention's softmax."""
-    qk_norm: Literal["none", "head", "full"] | None = None
-    """RMSNorm on queries and keys."""
+    qk_norm: QkNorm | None = None
+    """Norm of queries and keys."""
     position_embedding: Literal["rope", "none"] | None = None
     """Rotary embedding, or none (NoPE, arXiv 2305.19466)."""
     rope: RopeSpec | None = None
@@ -268,6 +276,8 @@ class ModelSpec(Spec):
     """Keys that a query sees at most, itself included (Mistral); by default all earlier tokens of its document."""
     full_attention_layers: tuple[int, ...] = Field((), strict=False, examples=[[5, 11]])
     """Layers (from 0) without the sliding window: every second in gpt-oss, every sixth in Gemma 3."""
+    attention_chunk: int | None = Field(None, gt=0, examples=[8192])
+    """Tokens of a document that see each other, and none of other chunks (Llama 4); by default a document is one."""
     attention_sinks: bool = False
     """A learned logit per head in the denominator of attention's softmax (gpt-oss)."""
     layers: str | None = Field(None, examples=["(window*5 full)*8"])
@@ -292,6 +302,8 @@ class ModelSpec(Spec):
     """Biases in attention only: of queries, keys and values (Qwen2), or of its output too."""
     attention_scale: float | None = Field(None, gt=0, examples=[0.0884])
     """Factor of attention's scores; by default 1 / sqrt(head_dim)."""
+    attention_clip: float | None = Field(None, gt=0, examples=[8.0])
+    """Clamp queries, keys and values to this absolute value, after their norms (OLMo)."""
     attention_gate: Literal["none", "channel"] = "none"
     """Multiply each channel of attention's output by the sigmoid of a product of the layer's input (Qwen3-Next)."""
     attention_softcap: float | None = Field(None, gt=0, examples=[50.0])
@@ -304,6 +316,8 @@ class ModelSpec(Spec):
     """Factor of queries that grows with their position (Llama 4, Ministral 3); without this table there is none."""
     embedding_scale: float = Field(1.0, gt=0)
     """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
+    embedding_norm: bool = False
+    """RMSNorm of the embedding's output, without a weight (nanochat)."""
     parallel_residual: Literal["none", "one_norm", "two_norms"] = "none"
     """MLP or experts read the input of attention, and the outputs of both are added to it: with one norm of the input
     (Cohere), or two (GPT-NeoX)."""
@@ -329,8 +343,10 @@ class ModelSpec(Spec):
     """Parameters of the rotary embedding."""
     bias: bool = False
     """Biases in every linear layer except the head (GPT-2); not with SwiGLU."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
+    qk_norm: QkNorm = "none"
+    """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE). each_head: LayerNorm per head,
+    without a bias, whose weight each head has for itself (Cohere). rotated: RMSNorm per head after the rotation
+    (Hunyuan), rotated_plain: also without a weight (Llama 4)."""
     tie_embeddings: bool = False
     """Share one matrix between embedding and head."""
     moe: MoESpec | None = None
@@ -378,6 +394,9 @@ class ModelSpec(Spec):
             raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
         if self.values_from_keys and not self.value_norm:
             raise UserError("values_from_keys", True, "requires norms of values", "set model.value_norm = true")
+        if self.attention_chunk and self.sliding_window:
+            problem = "cannot be combined with model.sliding_window in a layer"
+            raise UserError("attention_chunk", self.attention_chunk, problem, "remove one of them")
         if self.bias and self.moe is not None:
             fix = "set model.attention_bias and model.moe.bias instead"
             raise UserError("bias", True, "is not supported with experts", fix)
@@ -459,7 +478,7 @@ class ModelSpec(Spec):
     def layer_of_kind(self, kind: KindSpec | None) -> ModelSpec:
         """Return the description of one layer of a kind; None: a layer as the model says."""
         values = {name: value for name, value in kind or () if name != "name" and value is not None}
-        for name in ("sliding_window", "query_temperature", "mixer", "moe"):
+        for name in ("sliding_window", "attention_chunk", "query_temperature", "mixer", "moe"):
             if values.get(name) is False:
                 values[name] = None
         return self.one_layer(**values)

@@ -30,13 +30,13 @@ def num_elements(shape: Shape) -> int:
 
 
 def is_muon_parameter(name: str, shape: Shape) -> bool:
-    """Return whether Muon trains a tensor: matrices inside blocks, and stacks of them, but not convolutions or biases.
+    """Return whether Muon trains a tensor: matrices inside blocks, and stacks of them, but no taps, norms or biases.
 
     AdamW trains the rest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
     """
-    return name.startswith("blocks.") and len(shape) >= 2 and not name.endswith(("taps", "bias"))
+    return name.startswith("blocks.") and len(shape) >= 2 and not name.endswith(("taps", "norm.weight", "bias"))
 
 
 def has_weight_decay(name: str, shape: Shape) -> bool:
-    """Return whether a tensor has weight decay: matrices, and stacks of them, but not those of biases."""
-    return len(shape) >= 2 and not name.endswith("bias")
+    """Return whether a tensor has weight decay: matrices, and stacks of them, but not those of norms or biases."""
+    return len(shape) >= 2 and not name.endswith(("norm.weight", "bias"))

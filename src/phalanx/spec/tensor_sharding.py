@@ -82,7 +82,8 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             return _sharded_units(x.cut, layout.tp)
         case Norm(reads=(x,)) if x.cut is not None:
             # Each head is on some ranks only, which add to the gradient of a scale that all heads share.
-            return _sharded_units(x.cut, layout.tp) if operation.crosses_ranks else _replicated(layout, partial=True)
+            is_sharded = operation.crosses_ranks or (operation.kind == "head_layernorm" and x.cut.share == "units")
+            return _sharded_units(x.cut, layout.tp) if is_sharded else _replicated(layout, partial=True)
         case Core():
             cut = operation.named_parameters[name].cut or operation.heads
             return _sharded_units(cut, layout.tp) if cut.share == "units" else _replicated(layout, partial=True)

@@ -56,6 +56,8 @@ def test_run_file_template_commented_keys_equal_defaults():
         "full_attention_layers",
         "layers",
         "attention_scale",
+        "attention_chunk",
+        "attention_clip",
         "attention_factor",
         "mixer",
         "attention_softcap",

@@ -126,7 +126,7 @@ def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
 UNSUPPORTED_SETTINGS = [
     ("is_causal", {"is_causal": False}),
     ("is_causal", {"is_causal": False, "model_type": "gpt2"}),
-    ("clip_qkv", {"model_type": "olmoe", "clip_qkv": 8.0}),
+    ("clip_qkv", {"clip_qkv": 8.0}),
     ("scale_attn_by_inverse_layer_idx", {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}),
     ("layer_types", {"model_type": "qwen3", "layer_types": ["chunked_attention"]}),
     ("layer_types", {"model_type": "qwen3", "layer_types": ["sliding_attention"]}),
@@ -142,7 +142,7 @@ UNSUPPORTED_SETTINGS = [
     ("layer_types", {"model_type": "smollm3", "layer_types": ["sliding_attention", "full_attention"]}),
     ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("sliding_window", {"model_type": "cohere2", "sliding_window": None}),
-    ("use_qk_norm", {"model_type": "cohere", "use_qk_norm": True}),
+    ("use_qk_norm", {"model_type": "cohere2", "use_qk_norm": True}),
     ("attention_bias", {"model_type": "gpt_neox", "hidden_act": "gelu", "attention_bias": False}),
     ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
     (

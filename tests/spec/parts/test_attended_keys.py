@@ -24,6 +24,15 @@ def test_attended_keys_are_pairs_of_mask_without_half_the_diagonal(window: int) 
     assert above == min(window, 64)
 
 
+@pytest.mark.parametrize("chunk", [1, 24, 32, 64, 100])
+def test_attended_keys_of_chunks_are_pairs_of_mask_without_half_the_diagonal(chunk: int) -> None:
+    chunks = torch.arange(64) // chunk
+    mask = chunks[:, None] == chunks
+    below, above = (attended_keys(None, 64, causal, chunk) for causal in (True, False))
+    assert below == pytest.approx((mask.tril().sum().item() - 32) / 64)
+    assert above == pytest.approx(mask.sum().item() / 64)
+
+
 def test_full_layers_attend_to_half_of_the_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1, 3])
     assert attended_fraction(layer_specs(spec), 64) == pytest.approx((32 + 3.875) / 64)

@@ -30,7 +30,7 @@ from phalanx.cost.exact.derive.temporary import (
 from phalanx.cost.exact.derive.weights import expert_weights, matrix_numbers, part_weights
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import Combine, Core, Gate, GatedNorm, Linear, Norm, Part, ScanCore
+from phalanx.spec.parts.operations import Combine, Core, Dispatch, Gate, GatedNorm, Linear, Norm, Part, ScanCore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +195,9 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
     inner_bytes = sum(map(shape.operand_bytes, part.saved_inputs(last)))
     last_weights = matrix_numbers(last, shape)
     gathered_gradient = _all_tokens_bytes(part, shape) if shape.layout.ep == 1 else 0
+    weighs_inputs = any(isinstance(operation, Dispatch) and operation.weighs for operation in part.operations)
+    # Outputs of experts are freed first, copies of tokens that are multiplied by weights last.
+    freed_bytes = 0 if weighs_inputs else row_bytes
     # A product after the experts has freed its input.
     of_latent = [linear.reads[0] for linear in part.linears if isinstance(part.writer(linear.reads[0]), Combine)]
     freed_latent = sum(map(shape.operand_bytes, of_latent))
@@ -211,16 +214,16 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
     expert_moments = (
         BlockMoment(temporary=2 * row_bytes, exchanged=gathered_gradient),
         # The outputs are freed. The gradients of their rows are sorted, sent and received.
-        *([BlockMoment(temporary=-row_bytes, exchanged=3 * row_bytes)] if shape.layout.ep > 1 else []),
+        *([BlockMoment(temporary=-freed_bytes, exchanged=3 * row_bytes)] if shape.layout.ep > 1 else []),
         BlockMoment(
             # The gradients of the rows have replaced the outputs.
-            temporary=inner_bytes + fp8_cast_bytes(part, shape),
+            temporary=inner_bytes + row_bytes - freed_bytes + fp8_cast_bytes(part, shape),
             own_weights=last_weights,
             block_weights=last_weights,
         ),
         BlockMoment(
             # The gradients of the activation's inputs have replaced these, and two of the rows the outputs.
-            temporary=2 * row_bytes - row_bytes,
+            temporary=2 * row_bytes - freed_bytes,
             own_weights=last_weights,
             block_weights=expert_weights(part, shape),
         ),

@@ -77,8 +77,10 @@ class ForwardShape:
         """Bytes of a number where accuracy counts: norms, softmax, rotary tables, the router. At least fp32."""
         return max(4, self.compute_bytes)
 
-    def has_dense_mask(self, spec: ModelSpec, head_dim: int) -> bool:
-        """Return whether attention with heads of a width hides documents by a mask of all pairs of tokens."""
+    def has_dense_mask(self, spec: ModelSpec, head_dim: int, chunk: int | None) -> bool:
+        """Return whether attention with heads of a width hides documents, or chunks, by a mask of all pairs of tokens.
+
+        `chunk` is the number of tokens of a chunk, if there are several in a document."""
         is_ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         backend = model_backend(
             spec,
@@ -86,7 +88,7 @@ class ForwardShape:
             "cuda" if self.on_cuda else "cpu",
             half_precision=self.compute_bytes <= 2,
             head_dim=head_dim,
-            documents=self.masked,
+            documents=self.masked or (chunk is not None and chunk < self.sequence),
         )
         return backend == AttentionBackend.SDPA_MASKED and not is_ring
 

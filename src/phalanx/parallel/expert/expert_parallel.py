@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.host_counts import to_host_lists
-from phalanx.model.moe import MoE, combine_expert_outputs, max_expert_rows, rows_of_choices, sort_by_expert
+from phalanx.model.moe import MoE, max_expert_rows, sort_by_expert
 from phalanx.model.part import modules_declaring
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -88,9 +88,7 @@ def apply_expert_parallel(model: Transformer, ep: ExpertParallelGroup) -> None:
 def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Return the output of a layer, with tokens sent to their experts' ranks."""
     plan = _plan_dispatch(moe, ep, chosen)
-    rows = rows_of_choices(moe.to_experts(x_BTD), plan.order[: sum(plan.send_counts)], moe.router.moe.top_k)
-    if torch.is_autocast_enabled(rows.device.type):
-        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    rows = moe.expert_rows(moe.to_experts(x_BTD), weights, plan.order[: sum(plan.send_counts)])
     ep.rows += sum(plan.recv_counts)
 
     dispatch = InFlightDispatch(ep=ep, send_counts=plan.send_counts, recv_counts=plan.recv_counts)
@@ -104,7 +102,7 @@ def _mix_with_exchange(ep: ExpertParallelGroup, moe: MoE, x_BTD: Tensor, weights
     y = moe.experts(sorted_rows, plan.recv_rows.sum(0).cumsum(0))
     y = y[by_expert.argsort()]
     y = cast(Tensor, _Combine.apply(y, ep, plan.recv_counts, plan.send_counts))
-    out = moe.from_experts(combine_expert_outputs(y, plan.order, weights).view(*x_BTD.shape[:-1], -1))
+    out = moe.from_experts(moe.combine(y, plan.order, weights).view(*x_BTD.shape[:-1], -1))
     return out if shared is None else out + shared
 
 

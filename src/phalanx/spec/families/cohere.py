@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Field, Fixed, Read, Table
+from phalanx.spec.families.family import Field, Fixed, Read, Table, rotated_pairs
 from phalanx.spec.families.forms import FULL_NOPE, WINDOW, LayerTypes, Rope, every_nth_full
-from phalanx.spec.families.llama import INTERLEAVED_TENSORS, LLAMA, query_heads
+from phalanx.spec.families.llama import INTERLEAVED_TENSORS, LLAMA, each_head_norm_tensors, query_heads
 from phalanx.spec.model import ModelSpec
 
 
@@ -51,11 +51,12 @@ COHERE = replace(
         "rope_parameters": Rope(theta=500_000.0),
         "logit_scale": LogitScale("logits_divisor", 0.0625),
         "tie_word_embeddings": Read("tie_embeddings", True),
-        "use_qk_norm": Fixed(False),
+        "use_qk_norm": Read("qk_norm", False, words={False: "none", True: "each_head"}),
     },
     constants={"norm": "layernorm", "norm_parameters": "weight", "parallel_residual": "one_norm"},
     tensors={name: stored for name, stored in LLAMA.tensors.items() if "post_attention_layernorm" not in name}
-    | INTERLEAVED_TENSORS,
+    | INTERLEAVED_TENSORS
+    | each_head_norm_tensors("q_norm", "k_norm", order=rotated_pairs),
 )
 
 COHERE2 = replace(
@@ -65,6 +66,7 @@ COHERE2 = replace(
     fields=COHERE.fields
     | {
         "rope_parameters": Rope(),
+        "use_qk_norm": Fixed(False),
         "sliding_window": Window("sliding_window", 4096),
         "layer_types": LayerTypes(
             {"sliding_attention": WINDOW, "full_attention": FULL_NOPE},

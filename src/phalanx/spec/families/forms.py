@@ -290,6 +290,17 @@ class LayerKind:
     """Fixed dials of the kind; a kind without any is as the model says."""
 
 
+WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
+"""Layers with the window that the model has."""
+FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
+ROTARY = LayerKind("rotary", lambda layer: layer.position_embedding == "rope")
+NOPE = LayerKind("nope", lambda layer: layer.position_embedding == "none", {"position_embedding": "none"})
+SPARSE = LayerKind("sparse", lambda layer: layer.moe is not None)
+DENSE = LayerKind("dense", lambda layer: layer.moe is None, {"moe": False})
+FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
+"""Layers with neither a window nor positions."""
+
+
 @dataclass(frozen=True)
 class LayerTypes(Field):
     """List of the type of each layer."""
@@ -301,16 +312,24 @@ class LayerTypes(Field):
     other_names: tuple[str, ...] = ()
     dials = any_value("layers", "kinds")
 
-    def read(self, name: str, config: Table, dials: Table) -> Table:
-        """Return the kinds of layers, if some are not as the model says."""
-        words = config.get(name) or self.absent(config, dials)
+    def words(self, name: str, config: Table, dials: Table) -> Sequence[object]:
+        """Return the list, or that of a model without one."""
+        return config.get(name) or self.absent(config, dials)
+
+    def kinds_of_layers(self, name: str, config: Table, dials: Table) -> list[LayerKind]:
+        """Return the kind of each layer. Raises UserError for a word without one."""
+        words = self.words(name, config, dials)
         if len(words) < dials["num_layers"]:
             fix = f"name the type of each of the {dials['num_layers']} layers"
             raise UserError(f"config.json {name}", list(words), "has too few layers", fix)
         words = words[: dials["num_layers"]]
         for word in words:
             require_supported(name, word, self.kinds)
-        kinds = [self.kinds[word] for word in words]
+        return [self.kinds[word] for word in words]
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the kinds of layers, if some are not as the model says."""
+        kinds = self.kinds_of_layers(name, config, dials)
         has_own_dials = any(dial.startswith(f"kinds.{kind.name}.") for kind in kinds for dial in dials)
         if not has_own_dials and not any(kind.dials for kind in kinds):
             return {}
@@ -321,6 +340,57 @@ class LayerTypes(Field):
         """Return the list."""
         words = (next(word for word, kind in self.kinds.items() if kind.includes(layer)) for layer in layer_specs(spec))
         return {name: list(words)}
+
+
+@dataclass(frozen=True)
+class LeadingDense(LayerTypes):
+    """Number of leading layers with an MLP in place of experts."""
+
+    kinds: Mapping[Any, LayerKind] = field(default_factory=lambda: {"sparse": SPARSE, "dense": DENSE})
+    absent: Callable[[Table, Table], Sequence[object]] = lambda config, dials: ()
+    default: int = 1
+
+    def words(self, name: str, config: Table, dials: Table) -> Sequence[object]:
+        """Return the type of each layer."""
+        num_dense = config.get(name, self.default)
+        return ["dense" if layer < num_dense else "sparse" for layer in range(dials["num_layers"])]
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the number of layers without experts."""
+        return {name: sum(layer.moe is None for layer in layer_specs(spec))}
+
+
+@dataclass(frozen=True)
+class LayerLists(Field):
+    """Several lists of types of layers, such as of attention and of MLPs: a kind of layers is a type of each.
+
+    It has their dials, and those of fields before this one (`OfKind`)."""
+
+    lists: Mapping[str, LayerTypes]
+    """Lists by the name of their field."""
+    dials = any_value("layers", "kinds")
+
+    @property
+    def other_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Fields of the lists."""
+        return tuple(name for field, types in self.lists.items() for name in (field, *types.other_names))
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the kinds of layers."""
+        by_list = [types.kinds_of_layers(field, config, dials) for field, types in self.lists.items()]
+        names = []
+        fixed: Table = {}
+        for kinds in zip(*by_list, strict=True):
+            names.append("_".join(kind.name for kind in kinds))
+            for kind in kinds:
+                prefix = f"kinds.{kind.name}."
+                given = {dial.removeprefix(prefix): value for dial, value in dials.items() if dial.startswith(prefix)}
+                fixed |= {f"kinds.{names[-1]}.{dial}": value for dial, value in (given | {**kind.dials}).items()}
+        return {"layers": write_layers(names), **fixed}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return all lists."""
+        return {key: value for field, types in self.lists.items() for key, value in types.write(field, spec).items()}
 
 
 @dataclass(frozen=True)
@@ -344,13 +414,6 @@ class OfKind(Field):
         """Return the field with the value of the first layer of the kind."""
         layer = next(filter(self.kind.includes, layer_specs(spec)), None)
         return self.field.write(name, layer) if layer else {name: self.field.default}
-
-
-WINDOW = LayerKind("window", lambda layer: layer.sliding_window is not None)
-"""Layers with the window that the model has."""
-FULL = LayerKind("full", lambda layer: layer.sliding_window is None, {"sliding_window": False})
-FULL_NOPE = replace(FULL, dials={**FULL.dials, "position_embedding": "none"})
-"""Layers with neither a window nor positions."""
 
 
 def every_nth_full(

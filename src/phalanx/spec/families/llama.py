@@ -7,6 +7,7 @@ from phalanx.spec.families.family import (
     Field,
     Fixed,
     Read,
+    RowOrder,
     Rows,
     StoredTensors,
     Table,
@@ -27,6 +28,7 @@ def even_head_dim(dials: Table) -> object:
 
 
 ATTENTION_BIAS = Read("attention_bias", False, words={False: "none", True: "all", None: "none"})
+CLIP = Read("attention_clip", None)
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -72,6 +74,19 @@ QK_NORM_TENSORS: StoredTensors = {
     "model.layers.{i}.self_attn.k_norm.weight": "attention.k_norm.weight",
 }
 """Norms of queries and keys, where a family has them."""
+
+
+def each_head_norm_tensors(q_norm: str, k_norm: str, order: RowOrder | None = None) -> StoredTensors:
+    """Return the norms of queries and keys with a weight of each head, by the names of their modules.
+
+    One tensor has the weights of all heads, unless the names have {e}: then each is a tensor of its own."""
+    return {
+        f"model.layers.{{i}}.self_attn.{hf_name}.weight": Rows(
+            f"attention.{name}.weight", stacked="{e}" not in hf_name, order=order
+        )
+        for hf_name, name in {q_norm: "q_norm", k_norm: "k_norm"}.items()
+    }
+
 
 INTERLEAVED_TENSORS: StoredTensors = {
     f"model.layers.{{i}}.self_attn.{name}_proj.{leaf}": Rows(f"attention.w{name}.{leaf}", order=rotated_pairs)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Fixed, Read
+from phalanx.spec.families.family import Read
 from phalanx.spec.families.forms import FULL, WINDOW, LayerTypes, RopeByType, every_nth_full
-from phalanx.spec.families.llama import LLAMA, QK_NORM_TENSORS
+from phalanx.spec.families.llama import CLIP, LLAMA, QK_NORM_TENSORS
 
 OLMO = replace(
     LLAMA,
     model_type="olmo",
     architecture="OlmoForCausalLM",
     fields={name: field for name, field in LLAMA.fields.items() if name != "rms_norm_eps"}
-    | {"vocab_size": Read("vocab_size", 50304), "clip_qkv": Fixed(None)},
+    | {"vocab_size": Read("vocab_size", 50304), "clip_qkv": CLIP},
     constants={"norm": "layernorm", "norm_parameters": "none", "norm_eps": 1e-5},
     tensors={name: stored for name, stored in LLAMA.tensors.items() if "norm" not in name},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Read
-from phalanx.spec.families.llama import EXPERT_FIELDS, EXPERT_TENSORS, LLAMA, QK_NORM_TENSORS
+from phalanx.spec.families.llama import CLIP, EXPERT_FIELDS, EXPERT_TENSORS, LLAMA, QK_NORM_TENSORS
 
 OLMOE = replace(
     LLAMA,
@@ -20,6 +20,7 @@ OLMOE = replace(
         "num_attention_heads": Read("num_heads", 16),
         "intermediate_size": Read("moe.expert_ffn_size", 2048),
         "max_position_embeddings": Read("max_seq_len", 4096),
+        "clip_qkv": CLIP,
         "rms_norm_eps": Read("norm_eps", 1e-5),
         "router_aux_loss_coef": Read("moe.balance_loss_coef", 0.01),
         "num_experts": Read("moe.num_experts", 64, other_names=("num_local_experts",)),

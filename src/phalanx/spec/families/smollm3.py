@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Field, Fixed, Read, Table
-from phalanx.spec.families.forms import FullAttention, LayerKind, LayerTypes, Rope
+from phalanx.spec.families.forms import NOPE, ROTARY, FullAttention, LayerTypes, Rope
 from phalanx.spec.families.llama import LLAMA, query_heads
-
-ROTARY = LayerKind("rotary", lambda layer: layer.position_embedding == "rope")
-NOPE = LayerKind("nope", lambda layer: layer.position_embedding == "none", {"position_embedding": "none"})
 
 
 def rotary_layers(config: Table, dials: Table) -> list[int]:

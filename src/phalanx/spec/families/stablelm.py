@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Field, Fixed, Read, Written
+from phalanx.spec.families.family import Field, Read, Written
 from phalanx.spec.families.forms import Rope
-from phalanx.spec.families.llama import LLAMA, query_heads
+from phalanx.spec.families.llama import LLAMA, each_head_norm_tensors, query_heads
 
 UNREAD = ("rms_norm_eps", "attention_bias", "head_dim")
 STABLELM = replace(
@@ -25,11 +25,12 @@ STABLELM = replace(
         "partial_rotary_factor": Field(),
         "use_qkv_bias": Read("attention_bias", False, words={False: "none", True: "qkv"}),
         "use_parallel_residual": Read("parallel_residual", False, words={False: "none", True: "one_norm"}),
-        "qk_layernorm": Fixed(False),
+        "qk_layernorm": Read("qk_norm", False, words={False: "none", True: "each_head"}),
         "hidden_dropout": Written(0.0),
     },
     constants={"norm": "layernorm"},
     tensors=LLAMA.tensors
+    | each_head_norm_tensors("q_layernorm.norms.{e}", "k_layernorm.norms.{e}")
     | {
         "model.norm.bias": "norm.bias",
         "model.layers.{i}.input_layernorm.bias": "attention_norm.bias",

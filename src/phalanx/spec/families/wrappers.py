@@ -9,7 +9,7 @@ PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """Starts of the names of the text model's tensors in files of a wrapper, in place of "model." or nothing."""
 OTHER_TENSORS = (
     *("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*embed_vision.*", "*audio_tower.*"),
-    *("*embed_audio.*", "model.visual.*"),
+    *("*embed_audio.*", "model.visual.*", "*vision_model.*"),
 )
 """Patterns of the tensors that belong to images and sound."""
 

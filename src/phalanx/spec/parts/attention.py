@@ -7,7 +7,10 @@ from dataclasses import replace
 from phalanx.spec.activations import GATED_OUTPUT
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.operations import AttentionCore, Cut, GatherHeads, Parameter, Part, Value
+from phalanx.spec.parts.operations import AttentionCore, Clip, Cut, GatherHeads, Parameter, Part, Value
+
+LATE_NORMS = ("rotated", "rotated_plain")
+"""Norms of queries and keys that follow their rotation."""
 
 
 def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
@@ -23,16 +26,20 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
     v = k if spec.values_from_keys else part.linear("wv", x, columns or groups, bias=has_bias)
     if is_gathered:
         q, k, v, heads = _gather_heads(part, q, k, heads)
-    if spec.qk_norm != "none":
-        per_head = spec.head_dim if spec.qk_norm == "head" else 0
-        form = (spec.norm_eps, spec.norm_offset, spec.norm_parameters != "none")
-        q = part.norm("q_norm", q, per_head or q.width, *form)
-        k = part.norm("k_norm", k, per_head or k.width, *form)
+    if spec.qk_norm == "each_head":
+        q = part.head_norm("q_norm", q, spec.head_dim, spec.norm_eps)
+        k = part.head_norm("k_norm", k, spec.head_dim, spec.norm_eps)
+    elif spec.qk_norm in ("head", "full"):
+        q, k = _norm_queries_and_keys(spec, part, q, k)
     if spec.value_norm:
         v = part.norm("v_norm", v, spec.head_dim, spec.norm_eps, has_weight=False)
+    if spec.attention_clip:
+        q, k, v = (part.add(Clip(reads=(x,), writes=replace(x))) for x in (q, k, v))
     # Rotated: not the tensors that a product or norm has written.
     q = replace(q)
     k = replace(k)
+    if spec.qk_norm in LATE_NORMS:
+        q, k = _norm_queries_and_keys(spec, part, q, k)
     out = Value(heads.width, heads)
     part.add(
         AttentionCore(
@@ -42,6 +49,7 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
             heads=heads,
             flops_per_key=4 * heads.width,
             window=spec.sliding_window,
+            chunk=spec.attention_chunk,
             parameters={"sinks": Parameter((spec.num_heads,), "zeros")} if spec.attention_sinks else {},
         )
     )
@@ -51,6 +59,14 @@ def describe_attention(spec: ModelSpec, layout: Layout, x: Value) -> Part:
         out = part.activate(GATED_OUTPUT, part.linear("wg", x, columns or heads, bias=has_bias), out)
     part.linear("wo", out, bias=spec.bias or spec.attention_bias == "all", init="output")
     return part
+
+
+def _norm_queries_and_keys(spec: ModelSpec, part: Part, q: Value, k: Value) -> tuple[Value, Value]:
+    """Append RMSNorms of queries and keys, per head or of all heads; return their outputs."""
+    has_weight = spec.norm_parameters != "none" and spec.qk_norm != "rotated_plain"
+    form = (spec.norm_eps, spec.norm_offset, has_weight)
+    widths = (q.width, k.width) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
+    return part.norm("q_norm", q, widths[0], *form), part.norm("k_norm", k, widths[1], *form)
 
 
 def _gather_heads(part: Part, q: Value, k: Value, heads: Cut) -> tuple[Value, Value, Value, Cut]:

@@ -38,7 +38,7 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     )
     token = part.linear("latent_down", x, width=moe.latent_size) if moe.latent_size else x
     rows = Value(token.width, tokens="residual" if has_whole_experts else "all", copies=moe.top_k)
-    part.add(Dispatch(reads=(token, weights), writes=rows, num_experts=E))
+    part.add(Dispatch(reads=(token, weights), writes=rows, num_experts=E, weighs=moe.weighs_inputs))
     cut = None if has_whole_experts else Cut("model.moe.expert_ffn_size", moe.expert_ffn_size)
     names = input_names(spec.activation)
     inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut, bias=moe.bias) for leaf in names]

@@ -26,7 +26,9 @@ def core_flops(part: Part, seq_len: int, causal: bool = True) -> float:
         seq_len: T, tokens of a sequence.
         causal: Count the keys before each query only.
     """
-    pairs = sum(core.flops_per_key * attended_keys(core.window, seq_len, causal) for core in part.attention_cores)
+    pairs = sum(
+        core.flops_per_key * attended_keys(core.window, seq_len, causal, core.chunk) for core in part.attention_cores
+    )
     return pairs + _scan_flops(part, seq_len)
 
 
@@ -39,7 +41,7 @@ def kernel_flops(part: Part, seq_len: int, ranks: int, ulysses: int) -> float:
         (core.flops_per_key + 2 * core.padding)
         / core.heads.units
         * core.heads.units_on_rank(ranks)
-        * attended_keys(core.window, seq_len)
+        * attended_keys(core.window, seq_len, chunk=core.chunk)
         for core in part.attention_cores
     )
     return pairs + _scan_flops(part, seq_len, ranks, ulysses)

@@ -154,7 +154,8 @@ class Norm(Operation):
     """Numbers of a vector: a head, or all of them."""
     eps: float
     """Added to the variance or the mean square."""
-    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    kind: Literal["rmsnorm", "layernorm", "head_layernorm"] = "rmsnorm"
+    """head_layernorm: a layernorm by an rmsnorm of differences from the mean, with a scale of each head."""
     has_offset: bool = False
     """True if the scale is 1 + weight."""
 
@@ -163,6 +164,10 @@ class Norm(Operation):
         """True if the vector of a token is on several tensor-parallel ranks."""
         cut = self.reads[0].cut
         return cut is not None and cut.share == "units" and self.width > cut.unit
+
+
+class Clip(Operation):
+    """A value with limits. Its backward pass needs the value."""
 
 
 class GatedNorm(Norm):
@@ -232,6 +237,8 @@ class AttentionCore(Core):
     """FLOPs of the forward pass for a query and a key that it sees."""
     window: int | None = None
     """Keys that a query sees at most, itself included; None: all earlier ones."""
+    chunk: int | None = None
+    """Tokens of a document that see each other only; None: all of it."""
 
     @property
     def padding(self) -> int:
@@ -270,6 +277,8 @@ class Dispatch(Operation):
     """Copies of tokens for their experts, in the order of the experts."""
 
     num_experts: int
+    weighs: bool = False
+    """True if the copies are multiplied by the weights of their experts, not what these return."""
 
 
 class Combine(Operation):
@@ -324,6 +333,20 @@ class Part:
             parameters[f"{leaf}_bias"] = Parameter((experts, width), "zeros")
         y = replace(x, width=width, cut=cut)
         return self.add(GroupedLinear(name="experts", reads=(x,), writes=y, parameters=parameters))
+
+    def head_norm(self, name: str, x: Value, width: int, eps: float) -> Value:
+        """Append a layernorm of each head, of a width, with a weight for each; return its output."""
+        weight = {"weight": Parameter((x.width // width, width), "ones")}
+        norm = Norm(
+            name=name,
+            reads=(x,),
+            writes=replace(x),
+            parameters=weight,
+            width=width,
+            eps=eps,
+            kind="head_layernorm",
+        )
+        return self.add(norm)
 
     def norm(
         self, name: str, x: Value, width: int, eps: float, has_offset: bool = False, has_weight: bool = True

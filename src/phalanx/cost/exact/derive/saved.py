@@ -15,8 +15,10 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch
 from phalanx.spec.parts.operations import (
     AttentionCore,
+    Clip,
     Combine,
     Core,
+    Dispatch,
     Gate,
     GatedNorm,
     GroupedLinear,
@@ -56,6 +58,8 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += norm_bytes(operation, shape) - (shape.value_bytes(x) if is_saved else 0)
                 normalized.add(x)
                 copied_weights += _copied_scales(operation, shape)
+            case Clip(reads=values):
+                tensors |= {(value, ""): shape.operand_bytes(value) for value in values}
             case Core():
                 tensors |= kept_by_core(operation, shape)
                 if isinstance(operation, AttentionCore):
@@ -65,6 +69,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
             case Gate(reads=(value, logit)):
                 tensors[value, ""] = shape.operand_bytes(value)
                 other_bytes += shape.operand_bytes(logit)
+            case Dispatch(writes=rows, weighs=True):
+                # Copies before they are multiplied are counted as outputs of experts, which are not kept then.
+                other_bytes += shape.num_tokens(rows) * INDEX_BYTES
             case Combine():
                 other_bytes += _weighted_sum_bytes(operation, shape)
     saved: Counter[str] = Counter({part.kind: sum(tensors.values()) + other_bytes})
@@ -149,7 +156,7 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
     """Return the numbers of a norm's scale that are cast to the precision of products."""
     if norm.crosses_ranks and shape.tp > 1:
         return shape.width(norm.reads[0])
-    return norm.width if shape.on_cuda and norm.parameters else 0
+    return norm.width if shape.on_cuda and norm.parameters and norm.kind != "head_layernorm" else 0
 
 
 def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
@@ -173,7 +180,7 @@ def state_bytes(scan: ScanCore, shape: ForwardShape) -> int:
 
 def _softmax_bytes(spec: ModelSpec, core: AttentionCore, shape: ForwardShape) -> int:
     """Return the log-sum-exps that attention saves, and its mask of documents unless it computes by document."""
-    has_mask = shape.has_dense_mask(spec, core.heads.unit)
+    has_mask = shape.has_dense_mask(spec, core.heads.unit, core.chunk)
     mask_bytes = shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
     return mask_bytes + shape.tokens * core.heads.units_on_rank(shape.tp) * shape.high_precision_bytes
 
