@@ -39,6 +39,7 @@ LATENT = {
     "head_dim": 12,
     "mixer": {"kind": "latent_attention", "latent_rank": 20, "rope_dim": 4, "value_dim": 6},
 }
+INDEXER = {"num_heads": 3, "head_dim": 8, "top_k": 64}
 GATED_DELTA = {
     "kind": "gated_delta",
     "num_key_heads": 4,
@@ -93,7 +94,7 @@ MODELS = {
     "convolution and experts": SPARSE.replace(mixer=CONVOLUTION),
     "latent attention": DENSE.replace(**LATENT),
     "latent attention with a latent of queries": DENSE.replace(
-        **{**LATENT, "mixer": LATENT["mixer"] | {"query_rank": 24, "value_dim": 12}},
+        **{**LATENT, "mixer": LATENT["mixer"] | {"query_rank": 24, "value_dim": 12, "indexer": INDEXER}},
         attention_bias="all",
         query_temperature={"scale": 0.2, "interval": 4},
     ),

@@ -8,6 +8,8 @@ from tests.helpers.model_specs import model_specs
 
 PUBLISHED_TOTALS = {
     "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
+    "glm-5": 743_911_199_232,
     "mistral-small-4": 118_972_826_624,
     "kimi-k2": 1_026_408_209_408,
     "kimi-linear-48b-a3b": 49_133_074_464,
@@ -57,6 +59,8 @@ def test_count_parameters_matches_published_totals(preset):
 
 ACTIVE_PARAMETERS = {
     "deepseek-v3": 37_552_282_624,
+    "deepseek-v3.2": 38_403_807_488,
+    "glm-5": 41_784_709_632,
     "mistral-small-4": 6_632_588_288,
     "kimi-k2": 32_861_477_888,
     "kimi-linear-48b-a3b": 3_494_852_640,

@@ -48,6 +48,7 @@ SIGMOID_EXPERTS = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+INDEXER = {"index_topk": 64, "index_n_heads": 3, "index_head_dim": 8}
 NO_PREDICTION = {"num_nextn_predict_layers": 0}
 DELTA = {
     **SHAPE,
@@ -66,6 +67,15 @@ GATED_EXPERTS = {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermed
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 KINDS = {
     "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, **NO_PREDICTION, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "deepseek_v32": {**LATENT, **SIGMOID_EXPERTS, **INDEXER, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {
+        **LATENT,
+        **SIGMOID_EXPERTS,
+        **INDEXER,
+        "num_hidden_layers": 3,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+    },
     "glm4_moe_lite": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "v_head_dim": 12},
     "youtu": LATENT,
     "mistral4": {
@@ -347,6 +357,12 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_of_a_family_equals_transformers(tmp_path, name):
     assert_logits_equal(save_random_model(tmp_path, name.partition(" ")[0], **VARIANTS[name]))
+
+
+def test_more_tokens_than_an_indexer_chooses_are_refused(tmp_path):
+    model = load_model(save_random_model(tmp_path, "deepseek_v32", index_topk=32))
+    with pytest.raises(UserError, match=r"tokens = 64 exceeds model\.mixer\.indexer\.top_k \(32\)"):
+        model(TOKENS)
 
 
 def test_type_of_kimi_k2_is_that_of_deepseek_v3_with_another_name(tmp_path):

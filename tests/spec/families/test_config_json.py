@@ -45,7 +45,7 @@ ROPES = [
 @pytest.mark.parametrize(
     ("model_type", "field", "value"),
     [
-        ("deepseek_v32", "index_topk", 2048),
+        ("mistral_large4", "index_topk", 2048),
         ("qwen2_5_vl", "vision_config", {"a": 1}),
     ],
 )
@@ -160,6 +160,9 @@ UNSUPPORTED_SETTINGS = [
     ("model_type", {"model_type": "bert"}),
     ("decoder_sparse_step", {"model_type": "qwen3_moe", "decoder_sparse_step": 2}),
     ("mlp_only_layers", {"model_type": "qwen3_moe", "mlp_only_layers": [1]}),
+    ("indexer_types", {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}),
+    ("index_topk_pattern", {"model_type": "glm_moe_dsa", "index_topk_pattern": "FS"}),
+    ("index_topk_freq", {"model_type": "glm_moe_dsa", "index_topk_freq": 4}),
 ]
 
 

@@ -16,6 +16,7 @@ from phalanx.spec.families.family import Fixed, Read, SameAs
 from phalanx.spec.families.registry import EXPORTED_FIRST, families
 from phalanx.spec.model import ModelSpec, MoESpec, QueryTemperatureSpec, RopeSpec
 from phalanx.spec.parts.mixers import MixerSpec
+from phalanx.spec.parts.mixers.latent_attention import IndexerSpec
 from tests.helpers.altered_fields import altered_fields
 
 SMALL = (
@@ -119,6 +120,7 @@ def test_dial_is_set_by_one_field_or_constant(kind):
         table, _, name = dial.rpartition(".")
         inner = ".".join(table.split(".")[2:]) if table.startswith("kinds.") else table
         tables = {"": (ModelSpec,), "rope": (RopeSpec,), "moe": (MoESpec,), "mixer": MIXERS}
+        tables["mixer.indexer"] = (IndexerSpec,)
         tables["query_temperature"] = (QueryTemperatureSpec,)
         assert any(name in table.model_fields for table in tables[inner])
 
@@ -159,6 +161,8 @@ HUB_FIELDS = {
         "rotary_dim": 64,
     },
     "deepseek_v3": {"topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001},
+    "deepseek_v32": {"topk_method": "noaux_tc", "ep_size": 1, "first_k_dense_replace": 3, "moe_layer_freq": 1},
+    "glm_moe_dsa": {"indexer_rope_interleave": True, "rope_interleave": True, "index_topk_pattern": None},
     "kimi_k2": {"topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
     "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "quantization_config": {}},
     "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0},

@@ -15,7 +15,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, RowOrder, Rows
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.model import model_parameters
+from phalanx.spec.parts.model import carried_tensors, model_parameters
 
 ROUTER_BIAS = ".router.bias"
 """End of the name of a router's bias, which not all families store."""
@@ -84,7 +84,8 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         names = tuple(f"blocks.{{i}}.{name}" if "{i}" in hf_name else name for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
     layers = layer_specs(spec)
-    precise = {name for name, parameter in model_parameters(spec).items() if parameter.is_precise}
+    parameters = model_parameters(spec) | carried_tensors(spec)
+    precise = {name for name, parameter in parameters.items() if parameter.is_precise}
     sources: dict[str, TensorSource] = {}
     for name, shape in parameter_shapes(spec).items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""

@@ -252,13 +252,16 @@ class LayerWindow(SwitchedWindow):
         return table
 
 
-class FullAttention(Field):
-    """List of the types of layers, of which all have full attention."""
+@dataclass(frozen=True)
+class EqualLayers(Field):
+    """List of the types of layers, of which all have one."""
+
+    layer_type: str = "full_attention"
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return no dials. Raises UserError for another type."""
         for layer_type in config.get(name) or ():
-            require_supported(name, layer_type, ["full_attention"])
+            require_supported(name, layer_type, [self.layer_type])
         return {}
 
 
