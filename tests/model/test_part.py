@@ -123,7 +123,8 @@ MODELS = {
     ),
     "balance per micro-batch": DENSE.replace(moe=SHARED | {"balance_loss_scope": "micro_batch", "top_k": 1}),
     "groups of experts": SPARSE.replace(
-        moe=SIX_EXPERTS | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5}
+        moe=SIX_EXPERTS
+        | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5, "weight_eps": 1e-6}
     ),
     "router with a norm and factors of experts": SPARSE.replace(
         moe=SIX_EXPERTS | {"dense_branch": True, "router_norm": True, "expert_scales": True}, norm_position="both"

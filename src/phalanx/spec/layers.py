@@ -18,12 +18,14 @@ def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
 
     Equal layers are one object. A layer has no experts if its `moe` is None, and no window if that is None."""
     kinds = {kind.name: kind for kind in spec.kinds}
+    leading = spec.moe.num_leading_dense_layers if spec.moe else 0
     if spec.layers is not None:
         of_kind = cache(lambda name: spec.layer_of_kind(kinds.get(name)))
+        dense = cache(lambda layer: layer.model_copy(update={"moe": None}))
         names = islice(cycle(parse_layers(spec.layers)), spec.num_layers)
-        return tuple(of_kind(name) for name in names)
+        layers = [of_kind(name) for name in names]
+        return (*map(dense, layers[:leading]), *layers[leading:])
     full = set(spec.full_attention_layers)
-    leading = spec.moe.num_leading_dense_layers if spec.moe else 0
     of_form = cache(
         lambda has_window, has_experts: spec.one_layer(
             sliding_window=spec.sliding_window if has_window else None,

@@ -13,6 +13,7 @@ PUBLISHED_TOTALS = {
     "mistral-small-4": 118_972_826_624,
     "kimi-k2": 1_026_408_209_408,
     "kimi-linear-48b-a3b": 49_133_074_464,
+    "granite-4-h-small": 32_207_337_984,
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
     "lfm2-1.2b": 1_170_340_608,
@@ -86,6 +87,7 @@ def test_active_parameters_equal_those_of_transformers(preset):
     ("preset", "billions"),
     [
         ("mixtral-8x7b", 12.9),
+        ("granite-4-h-small", 8.8),
         ("olmoe-1b-7b", 1.3),
         ("qwen3-30b-a3b", 3.35),
         ("spes-1b", 0.375),

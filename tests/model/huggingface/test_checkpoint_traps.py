@@ -107,6 +107,44 @@ KINDS = {
         "num_expert_group": 4,
         "topk_group": 2,
     },
+    "dots1": {**SHAPE, **SIGMOID_EXPERTS, "n_shared_experts": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "hy_v3": {
+        **SHAPE,
+        **EXPERTS,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 24,
+        "router_scaling_factor": 2.5,
+    },
+    "solar_open": {
+        **{name: size for name, size in SHAPE.items() if name != "intermediate_size"},
+        **SIGMOID_EXPERTS,
+        "head_dim": 8,
+    },
+    "flex_olmo": {**SHAPE, **EXPERTS, "pad_token_id": 0},
+    "ernie4_5_moe": {
+        **SHAPE,
+        "num_hidden_layers": 3,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+    },
+    "exaone_moe": {
+        **SHAPE,
+        **{name: value for name, value in SIGMOID_EXPERTS.items() if name != "n_routed_experts"},
+        "num_experts": 8,
+        "num_hidden_layers": 5,
+        "sliding_window": WINDOW,
+    },
+    "lfm2_moe": {
+        **SHAPE,
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 24,
+        "conv_L_cache": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
     "llama": SHAPE,
     "mistral": {**SHAPE, "sliding_window": None},
     "ministral3": {
@@ -255,9 +293,8 @@ def save_random_model(directory: Path, kind: str, seed: int = 0, **config) -> Pa
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**KINDS[kind], **config})).double()
-    biases = [
-        buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "layer_scalar"))
-    ]
+    carried = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith(carried)]
     for parameter in (*model.parameters(), *biases):
         parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(directory)
@@ -347,6 +384,12 @@ VARIANTS = {
     "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
     "gemma4_text": {"attention_k_eq_v": False, "attention_bias": True, "rope_parameters": None},
     "gemma4_text with experts": GEMMA4_EXPERTS,
+    "dots1": {"sliding_window": WINDOW, "max_window_layers": 2, "attention_bias": True},
+    "hy_v3": {"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    "solar_open": {"attention_bias": True},
+    "ernie4_5_moe": {"moe_num_shared_experts": 0},
+    "exaone_moe": {"first_k_dense_replace": 2},
+    "lfm2_moe": {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"attention_bias": True, "no_rope_layers": [0, 1, 1, 0]},

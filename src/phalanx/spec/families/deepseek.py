@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import (
     Field,
     Fixed,
@@ -20,7 +19,7 @@ from phalanx.spec.families.family import (
     pairs_of_halves,
     require_supported,
 )
-from phalanx.spec.families.forms import EqualLayers, Rope
+from phalanx.spec.families.forms import EqualLayers, LayersWithExperts, Rope
 from phalanx.spec.families.glm4_moe import GLM4_MOE
 from phalanx.spec.families.llama import LLAMA
 from phalanx.spec.model import ModelSpec, yarn_mscale
@@ -87,35 +86,6 @@ class GroupLimit(Field):
         assert spec.moe
         method = "group_limited_greedy" if spec.moe.num_groups > 1 else "greedy"
         return {name: method, "n_group": spec.moe.num_groups, "topk_group": spec.moe.top_groups}
-
-
-@dataclass(frozen=True)
-class LayersWithExperts(Field):
-    """List of the types of layers' MLPs, of which the leading ones may be dense."""
-
-    default: int = 1
-    """Dense layers if config.json has no list."""
-    other_names: tuple[str, ...] = ()
-    """Field that has their number in files without a list."""
-    dials = any_value("moe.num_leading_dense_layers")
-
-    def read(self, name: str, config: Table, dials: Table) -> Table:
-        """Return the number of dense layers. Raises UserError for a dense layer after one with experts."""
-        num_layers = dials["num_layers"]
-        types = config.get(name)
-        counts = (config[other] for other in self.other_names if config.get(other) is not None)
-        num_dense = min(next(counts, self.default), num_layers) if types is None else types.count("dense")
-        expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
-        if types is not None and types != expected:
-            fix = "use a model whose dense layers are the first ones"
-            raise UserError(f"config.json {name}", types, "is not supported", fix)
-        return {"moe.num_leading_dense_layers": num_dense}
-
-    def write(self, name: str, spec: ModelSpec) -> Table:
-        """Return the list."""
-        assert spec.moe
-        num_dense = spec.moe.num_leading_dense_layers
-        return {name: ["dense"] * num_dense + ["sparse"] * (spec.num_layers - num_dense)}
 
 
 class IndexerTypes(Field):

@@ -282,6 +282,35 @@ class LeadingLayers(Field):
 
 
 @dataclass(frozen=True)
+class LayersWithExperts(Field):
+    """List of the types of layers' MLPs, of which the leading ones may be dense."""
+
+    default: int = 1
+    """Dense layers if config.json has no list."""
+    other_names: tuple[str, ...] = ()
+    """Field that has their number in files without a list."""
+    dials = any_value("moe.num_leading_dense_layers")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the number of dense layers. Raises UserError for a dense layer after one with experts."""
+        num_layers = dials["num_layers"]
+        types = config.get(name)
+        counts = (config[other] for other in self.other_names if config.get(other) is not None)
+        num_dense = min(next(counts, self.default), num_layers) if types is None else types.count("dense")
+        expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+        if types is not None and types != expected:
+            fix = "use a model whose dense layers are the first ones"
+            raise UserError(f"config.json {name}", types, "is not supported", fix)
+        return {"moe.num_leading_dense_layers": num_dense}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the list."""
+        assert spec.moe
+        num_dense = spec.moe.num_leading_dense_layers
+        return {name: ["dense"] * num_dense + ["sparse"] * (spec.num_layers - num_dense)}
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """A kind of layers in a family."""
 
