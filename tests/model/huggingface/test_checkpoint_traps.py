@@ -16,6 +16,7 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.registry import families
+from phalanx.spec.families.wrappers import PLAIN_TEXT_TYPES
 from phalanx.spec.files.load import load_model_spec
 from tests.helpers.altered_fields import altered_fields
 from tests.helpers.random_models import load_model
@@ -541,16 +542,27 @@ WRAPPERS = {
     "gemma4": (VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}, {}),
     "mistral3": (VISION | {"model_type": "pixtral"}, {}),
     "kimi_k25": (KIMI_VISION, {"tie_word_embeddings": False}),
+    "qwen2_5_vl": (TOWER, {}),
+    "qwen3_vl": (TOWER | {"deepstack_visual_indexes": [0]}, {}),
+    "qwen3_vl_moe": (TOWER | {"deepstack_visual_indexes": [0]}, {}),
 }
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+TEXT_KINDS = {
+    **{name: family.wrapper for name, family in families().items() if family.wrapper},
+    **{table["model_type"]: wrapper for wrapper, table in PLAIN_TEXT_TYPES.items()},
+}
+"""Wrappers by the type of their text model."""
 
 
-@pytest.mark.parametrize("text_kind", [name for name, family in families().items() if family.wrapper])
+@pytest.mark.parametrize("text_kind", TEXT_KINDS)
 def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, text_kind):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = families()[text_kind].wrapper
+    kind = TEXT_KINDS[text_kind]
     vision, fields = WRAPPERS[kind]
     text = {**KINDS[text_kind], "model_type": text_kind}
+    if kind in PLAIN_TEXT_TYPES:
+        text |= {"model_type": f"{kind}_text", **MROPE}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
     torch.manual_seed(0)
     with fp64_by_default(), fp32_as_fp64(), torch.no_grad():
@@ -568,9 +580,27 @@ def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, text_kin
     torch.testing.assert_close(exported(TOKENS).logits.double(), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_of_qwen3_vl_are_read_in_both_forms(tmp_path, transposed):
+    save_random_model(tmp_path, "qwen3_moe")
+    expected = phalanx_logits(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        for name, stack in (("gate_up_proj", torch.cat((gate, up), dim=1)), ("down_proj", down)):
+            tensors[f"{experts}.{name}"] = stack.mT.contiguous() if transposed else stack
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(phalanx_logits(tmp_path), expected)
+
+
 def test_logits_of_every_family_are_compared():
     assert KINDS.keys() == families().keys()
-    assert WRAPPERS.keys() == {family.wrapper for family in families().values() if family.wrapper}
+    assert WRAPPERS.keys() == set(TEXT_KINDS.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,11 +47,14 @@ class TensorSource(NamedTuple):
             tensor = tensor.unsqueeze(axis)
         return tensor.T if self.rows.transposed else tensor
 
-    def with_axes(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has."""
+    def with_axes(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has.
+
+        `shape` is that of the parameters."""
         if self.rows.unit_axes:
             return tensor.squeeze(self.rows.unit_axes)
-        return tensor.T if self.rows.transposed else tensor
+        transposed = self.rows.transposed
+        return tensor.T if transposed or (transposed is None and tensor.shape != shape) else tensor
 
     def loaded(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the axes of the model as the model has it."""
