@@ -225,7 +225,7 @@ class LayerWindow(SwitchedWindow):
     """Window that use_sliding_window switches on, in the layers of layer_types, or from max_window_layers on."""
 
     dials = any_value("sliding_window", "full_attention_layers")
-    other_names = ("sliding_window", "max_window_layers", "layer_types")
+    other_names: tuple[str, ...] = ("sliding_window", "max_window_layers", "layer_types")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the window and the layers without it, if it is on in some layers."""
