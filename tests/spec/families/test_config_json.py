@@ -280,7 +280,6 @@ UNEXPORTABLE_FIELDS = {
     "model.attention_sinks": {"attention_sinks": True},
     "model.mixer.kind": {"mixer": {"kind": "short_convolution"}},
     "model.layers": {**GPT2, **HYBRID, "qk_norm": "none"},
-    "model.norm_offset": {"norm_offset": True, **HYBRID},
 }
 
 
