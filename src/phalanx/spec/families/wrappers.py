@@ -21,7 +21,7 @@ VISION_FIELDS = frozenset(
         *("vision_start_token_id", "vision_end_token_id"),
     }
 )
-"""Fields of images in files of a wrapper that have the fields of the text model beside them."""
+"""Fields of images in files of a wrapper that have those of the text model too."""
 PLAIN_TEXT_TYPES: dict[str, Table] = {
     "qwen2_5_vl": {
         "model_type": "qwen2",
@@ -78,7 +78,7 @@ def text_config(config: Table) -> Table:
 def _plain_text_config(config: Table) -> Table:
     """Return the config.json of a text model that is a plain one but for positions, which are equal in text.
 
-    Older files have no text_config: its fields are beside those of images."""
+    Older files have no text_config, but its fields and those of images together."""
     wrapper = str(config["model_type"])
     text = config.get("text_config") or {name: value for name, value in config.items() if name not in VISION_FIELDS}
     defaults = PLAIN_TEXT_TYPES[wrapper]
