@@ -36,6 +36,17 @@ KINDS: Table = {
 """Layers of four kinds."""
 UNEQUAL: Table = {**DENSE, "layers": "wide narrow*3", "kinds": [{"name": "wide", "ffn_hidden_size": 6000}]}
 """A wide layer, whose backward pass comes last, before narrow ones."""
+INDEXERS: Table = {
+    **DENSE,
+    "mixer": {
+        "kind": "latent_attention",
+        "query_rank": 64,
+        "latent_rank": 32,
+        "rope_dim": 8,
+        "value_dim": 24,
+        "indexer": {"num_heads": 8, "head_dim": 32, "top_k": 128},
+    },
+}
 BASE_SETTINGS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
 
 
@@ -88,6 +99,7 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(2, WINDOWS, cp=2, cp_method="ulysses"),
     dry_run_case(4, WINDOWS, tp=2, data_parallel="zero1"),
     dry_run_case(2, KINDS, data_parallel="zero3", activation_checkpointing="norms"),
+    dry_run_case(4, INDEXERS, tp=2, data_parallel="zero3"),
     dry_run_case(4, KINDS, pp=2, schedule="1f1b"),
     dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="zero3"),
     dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="ddp"),

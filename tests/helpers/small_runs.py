@@ -41,6 +41,19 @@ DENSE: Table = {
     "max_seq_len": 64,
     "qk_norm": "head",
 }
+INDEXERS: Table = {
+    **DENSE,
+    "num_kv_heads": 4,
+    "qk_norm": "none",
+    "mixer": {
+        "kind": "latent_attention",
+        "query_rank": 24,
+        "latent_rank": 16,
+        "rope_dim": 4,
+        "value_dim": 8,
+        "indexer": {"num_heads": 3, "head_dim": 8, "top_k": 64},
+    },
+}
 MOE: Table = {
     **DENSE,
     "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "bias_update_rate": 0.01},

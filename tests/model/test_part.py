@@ -39,6 +39,7 @@ LATENT = {
     "head_dim": 12,
     "mixer": {"kind": "latent_attention", "latent_rank": 20, "rope_dim": 4, "value_dim": 6},
 }
+INDEXER = {"num_heads": 3, "head_dim": 8, "top_k": 64}
 GATED_DELTA = {
     "kind": "gated_delta",
     "num_key_heads": 4,
@@ -103,7 +104,7 @@ MODELS = {
     "convolution and experts": SPARSE.replace(mixer=CONVOLUTION),
     "latent attention": DENSE.replace(**LATENT),
     "latent attention with a latent of queries": DENSE.replace(
-        **{**LATENT, "mixer": LATENT["mixer"] | {"query_rank": 24, "value_dim": 12}},
+        **{**LATENT, "mixer": LATENT["mixer"] | {"query_rank": 24, "value_dim": 12, "indexer": INDEXER}},
         attention_bias="all",
         query_temperature={"scale": 0.2, "interval": 4},
     ),
@@ -136,7 +137,8 @@ MODELS = {
     ),
     "balance per micro-batch": DENSE.replace(moe=SHARED | {"balance_loss_scope": "micro_batch", "top_k": 1}),
     "groups of experts": SPARSE.replace(
-        moe=SIX_EXPERTS | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5}
+        moe=SIX_EXPERTS
+        | {"num_groups": 3, "top_groups": 2, "choice_bias": True, "routed_scale": 2.5, "weight_eps": 1e-6}
     ),
     "router with a norm and factors of experts": SPARSE.replace(
         moe=SIX_EXPERTS | {"dense_branch": True, "router_norm": True, "expert_scales": True}, norm_position="both"

@@ -64,6 +64,12 @@ def test_kinds_replace_values_of_the_model_in_their_layers() -> None:
     assert len(distinct_layers(spec)) == 3
 
 
+def test_leading_layers_of_any_kind_may_be_dense() -> None:
+    spec = model(layers="window full*2", sliding_window=8, kinds=[], moe=MOE | {"num_leading_dense_layers": 2})
+    assert [layer.moe is not None for layer in layer_specs(spec)] == [False, False, True]
+    assert {layer.sliding_window for layer in layer_specs(spec)} == {8}
+
+
 def test_pattern_repeats_up_to_the_number_of_layers() -> None:
     windows = [layer.sliding_window for layer in layer_specs(model(**KINDS, num_layers=7))]
     assert windows == [8, 8, None, 8, 8, 8, None]
@@ -128,8 +134,12 @@ def test_a_layer_of_one_branch_has_neither_fields_nor_parameters_of_the_other() 
             "full_attention_layers .*cannot be combined with model.layers",
         ),
         (
-            {"layers": "a b", "moe": MOE | {"num_leading_dense_layers": 1}},
-            "num_leading_dense_layers = 1 cannot be combined with model.layers",
+            {
+                "layers": "a b",
+                "moe": MOE | {"num_leading_dense_layers": 1},
+                "kinds": [{"name": "b", "moe": False}],
+            },
+            "layers = 'a b' leaves no layer with experts",
         ),
     ],
 )

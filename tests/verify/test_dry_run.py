@@ -20,6 +20,7 @@ from tests.helpers.dry_run_cases import (
     DENSE,
     FEW_EXPERTS,
     FEW_HEADS,
+    INDEXERS,
     KINDS,
     LAYOUTS,
     MOE,
@@ -41,6 +42,7 @@ def _case_id(value: object) -> str:
         ("tied", TIED),
         ("few-heads", FEW_HEADS),
         ("windows", WINDOWS),
+        ("indexers", INDEXERS),
         ("kinds", KINDS),
         ("unequal", UNEQUAL),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.model import model_parameters
+from phalanx.spec.parts.model import carried_tensors, model_parameters
 
 BLOCK_NUMBERS = 2**20
 """Approximate number of values that are drawn from one seed, in complete rows."""
@@ -43,7 +43,7 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     residual stream are divided by sqrt(2 L) (GPT-2); S taps of a convolution have std 1 / sqrt(S), norms are 1, biases
     and sinks 0, rates of decay uniform up to 16, and steps from 0.001 to 0.1 (Mamba-2), as the parts declare. With
     `rows`, other rows are uninitialized and use no memory."""
-    init = model_parameters(spec)[name].init
+    init = (model_parameters(spec).get(name) or carried_tensors(spec)[name]).init
     if init in ("zeros", "ones"):
         return torch.zeros(shape) if init == "zeros" else torch.ones(shape)
     std = shape[1] ** -0.5 if init == "taps" else math.sqrt(2 / (5 * spec.hidden_size))

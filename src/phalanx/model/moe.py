@@ -79,7 +79,7 @@ class Router(PartModule):
         chosen = self.choose(score.detach())
         weights = score.gather(-1, chosen)
         if self.moe.normalize_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.moe.weight_eps)
         if self.moe.routed_scale != 1:
             weights = weights * self.moe.routed_scale
         if self.moe.expert_scales:

@@ -67,6 +67,8 @@ class PartModule(nn.Module):
             else:
                 for name, parameter in operation.parameters.items():
                     self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+        for name, tensor in part.carried.items():
+            self.register_buffer(name, torch.empty(tensor.shape))
 
     def declare(self, part: Part) -> None:
         """Set the declaration, and what layouts may replace."""

@@ -22,7 +22,7 @@ from phalanx.model.norm import identity, make_norm, rms_norm
 from phalanx.model.part import PartModule
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.spec.attention_backend import has_sinks, has_softcap, has_window
-from phalanx.spec.layers import distinct_layers, layer_specs
+from phalanx.spec.layers import check_sequence, distinct_layers, layer_specs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Branch, blocks, describe_norm
 from phalanx.spec.parts.operations import Norm, Part
@@ -224,7 +224,8 @@ class Transformer(nn.Module):
         return self.apply_head(x_BTD, auxiliary, context, head, ahead, embeddings)
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        """Return the input of the first block, [B, T, D]."""
+        """Return the input of the first block, [B, T, D]. Raises UserError for more tokens than mixers compute."""
+        check_sequence(self.spec, "tokens", tokens_BT.shape[1])
         self.wait_for_parameters(self.embedding)
         x_BTD = self.embedding(tokens_BT)
         if self.spec.embedding_scale != 1:

@@ -53,6 +53,7 @@ from phalanx.schedule.registry import layout_compiles_whole_blocks, layout_sched
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import replica_strategy, strategy_on_ranks
+from phalanx.spec.parts.model import carried_tensors
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp8": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -161,7 +162,7 @@ def apply_layout(
         init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
     else:
         init_parameters(strategy, weights)
-    if (spec.moe is not None and spec.moe.choice_bias) or spec.layer_scalars:
+    if (spec.moe is not None and spec.moe.choice_bias) or spec.layer_scalars or carried_tensors(spec):
         init_buffers(strategy, weights)
     strategy.sync_model_weights()
     return strategy

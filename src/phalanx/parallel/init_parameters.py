@@ -11,6 +11,7 @@ from phalanx.model.init import DrawnWeights
 from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
 from phalanx.parallel.module_tensors import named_buffers
 from phalanx.parallel.strategy import Strategy
+from phalanx.spec.parts.model import carried_tensors
 
 WeightInitializer = Callable[[str, torch.Size], Tensor]
 """Returns the value of a full parameter, by its name and shape."""
@@ -23,9 +24,9 @@ def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
 
 
 def init_buffers(strategy: Strategy, weights: WeightInitializer) -> None:
-    """Initialize biases of routers and scalars of layers, which are no parameters; new ones are 0 and 1."""
+    """Initialize carried tensors, and biases of routers and scalars of layers, of which new ones are 0 and 1."""
     for name, buffer in named_buffers(strategy.module):
-        if not isinstance(weights, DrawnWeights):
+        if not isinstance(weights, DrawnWeights) or name in carried_tensors(weights.spec):
             buffer.copy_(weights(name, buffer.shape))
         elif name.endswith(".layer_scalar"):
             buffer.fill_(1)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.part import PartModule
 from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
@@ -270,11 +271,17 @@ class Strategy:
         A recorder of memory reads them after every collective; a search through all modules takes far longer."""
         return [submodule._parameters for submodule in self.module.modules() if submodule._parameters]
 
+    @cached_property
+    def carried_tensors(self) -> list[Tensor]:
+        """Tensors that are loaded and saved with the model, and not trained."""
+        parts = (module for module in self.module.modules() if isinstance(module, PartModule))
+        return [part.get_buffer(name) for part in parts for name in part.part.carried]
+
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank keeps between steps, by part."""
         parameters = [p for table in self._parameter_tables for p in table.values() if p is not None]
         return {
-            "parameters": [*parameters, *self.trainable_parameters.values()],
+            "parameters": [*parameters, *self.trainable_parameters.values(), *self.carried_tensors],
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer": optimizer_state_tensors(optimizers),
         }

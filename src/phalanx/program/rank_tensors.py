@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parameter_shapes import Shapes, parameter_shapes, strip_block_index
+from phalanx.spec.parts.model import carried_tensors
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
@@ -27,7 +28,9 @@ class RankTensors:
     expert_shards: int
     """Ranks that shard the rows of `expert`."""
     names: tuple[str, ...]
-    """Names of all tensors, in the model's order."""
+    """Names of all tensors of `dense` and `expert`, in the model's order."""
+    carried: Shapes = field(default_factory=dict)
+    """Tensors of its layers that are loaded and saved with the model, and not trained; ranks have copies."""
     embedding_copy: Shape | None = None
     """Shape of the copy of an embedding that another rank trains (`parallel.pipeline.shared_embedding`)."""
 
@@ -47,6 +50,7 @@ class RankTensors:
         return (
             tuple(map(strip_block_index, self.dense)),
             tuple(map(strip_block_index, self.expert)),
+            tuple(map(strip_block_index, self.carried)),
             self.embedding_copy,
         )
 
@@ -69,17 +73,19 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
         name: local_shape(layout, sharding, full_shapes[name], tp_rank=tp_rank) for name, sharding in shardings.items()
     }
     expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
+    carried = {name: tensor.shape for name, tensor in carried_tensors(spec).items()}
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
-            dense={name: shapes[name] for name in names if name not in expert_names},
+            dense={name: shapes[name] for name in names if name in shapes and name not in expert_names},
             shards=resolved.data_dims.dp_shard,
             expert={name: shapes[name] for name in names if name in expert_names},
             expert_shards=expert_shards,
-            names=tuple(names),
+            carried={name: carried[name] for name in names if name in carried},
+            names=tuple(name for name in names if name in shapes),
             embedding_copy=shapes["embedding.weight"] if has_copy else None,
         )
-        for names, has_copy in _stage_tensor_names(run, list(shapes))
+        for names, has_copy in _stage_tensor_names(run, [*shapes, *carried])
     ]
 
 

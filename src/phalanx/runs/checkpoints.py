@@ -103,6 +103,7 @@ EXPERT_SHAPE_FIELDS = (
     "bias",
     "choice_bias",
     "routed_scale",
+    "weight_eps",
     "num_groups",
     "top_groups",
     "group_scores",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from itertools import cycle, islice
 
+from phalanx.spec.errors import UserError
 from phalanx.spec.layer_pattern import parse_layers
 from phalanx.spec.model import ModelSpec
 
@@ -27,12 +28,14 @@ def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
 
 def _model_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
     kinds = {kind.name: kind for kind in spec.kinds}
+    leading = spec.moe.num_leading_dense_layers if spec.moe else 0
     if spec.layers is not None:
         of_kind = cache(lambda name: spec.layer_of_kind(kinds.get(name)))
+        dense = cache(lambda layer: layer.model_copy(update={"moe": None}))
         names = islice(cycle(parse_layers(spec.layers)), spec.num_layers)
-        return tuple(of_kind(name) for name in names)
+        layers = [of_kind(name) for name in names]
+        return (*map(dense, layers[:leading]), *layers[leading:])
     full = set(spec.full_attention_layers)
-    leading = spec.moe.num_leading_dense_layers if spec.moe else 0
     of_form = cache(
         lambda has_window, has_experts: spec.one_layer(
             sliding_window=spec.sliding_window if has_window else None,
@@ -52,3 +55,21 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
 def expert_layers(spec: ModelSpec) -> tuple[int, ...]:
     """Return the layers (from 0) that have experts in place of an MLP."""
     return tuple(index for index, layer in enumerate(layer_specs(spec)) if layer.moe is not None)
+
+
+def longest_sequence(spec: ModelSpec) -> int:
+    """Return the tokens of the longest sequence for which a model is made, and which its mixers compute."""
+    limits = [layer.mixer.max_tokens for layer in distinct_layers(spec) if layer.mixer]
+    return min([spec.max_seq_len, *filter(None, limits)])
+
+
+def check_sequence(spec: ModelSpec, field: str, tokens: int) -> None:
+    """Raise UserError if a model cannot compute sequences of some tokens, which `field` has."""
+    if spec.position_embedding == "learned" and tokens > spec.max_seq_len:
+        problem = f"is longer than the model's learned positions (model.max_seq_len = {spec.max_seq_len})"
+        raise UserError(field, tokens, problem, f"use at most {spec.max_seq_len}")
+    for layer in distinct_layers(spec):
+        limit = layer.mixer.max_tokens if layer.mixer else None
+        if limit and tokens > limit:
+            problem = f"exceeds model.mixer.indexer.top_k ({limit}): of more tokens, sparse attention skips some"
+            raise UserError(field, tokens, f"{problem}, which Phalanx does not compute", f"use at most {limit}")

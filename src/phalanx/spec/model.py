@@ -125,6 +125,8 @@ class MoESpec(Spec):
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
     """Normalize the weights of the selected experts to sum to one."""
+    weight_eps: float = Field(0.0, ge=0)
+    """Added to the sum by which weights are divided to normalize them (LFM2-MoE)."""
     routed_scale: float = Field(1.0, gt=0)
     """Factor of these weights (DeepSeek-V3)."""
     weighs_inputs: bool = False
@@ -500,16 +502,11 @@ class ModelSpec(Spec):
         return layer.model_copy(update={field: NO_ATTENTION[field] for field in unused})
 
     def _check_kinds(self) -> None:
-        """Check that `layers` names the kinds, and the values of each. The short forms are not used with it."""
-        if self.layers is not None:
-            if self.full_attention_layers:
-                problem = "cannot be combined with model.layers"
-                fix = "give a kind of layers sliding_window = false instead"
-                raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
-            if self.moe and self.moe.num_leading_dense_layers:
-                problem = "cannot be combined with model.layers"
-                fix = "give a kind of layers moe = false instead"
-                raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
+        """Check that `layers` names the kinds, and the values of each."""
+        if self.layers is not None and self.full_attention_layers:
+            problem = "cannot be combined with model.layers"
+            fix = "give a kind of layers sliding_window = false instead"
+            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
         names = parse_layers(self.layers) if self.layers is not None else []
         kinds: dict[str, KindSpec] = {}
         for kind in self.kinds:
@@ -521,7 +518,8 @@ class ModelSpec(Spec):
                 raise UserError("kinds", name, problem, f'name it in model.layers, such as layers = "{name}*2 other"')
             kinds[name] = kind
             self._check_kind(kind)
-        used = [kinds.get(name) for name in islice(cycle(names), self.num_layers)]
+        leading = self.moe.num_leading_dense_layers if self.moe else 0
+        used = [kinds.get(name) for name in islice(cycle(names), leading, self.num_layers)]
         if self.moe and used and all(kind and (kind.moe is False or kind.branches == "mixer") for kind in used):
             problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
             raise UserError("layers", self.layers, problem, "name a kind without moe = false, or remove model.moe")

@@ -11,6 +11,7 @@ from phalanx.spec.base import LocalPath, Spec, TextSource, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.errors import UserError
+from phalanx.spec.layers import check_sequence
 from phalanx.spec.layout import Layout
 from phalanx.spec.learning_rate import default_learning_rate
 from phalanx.spec.model import ModelSpec
@@ -345,9 +346,7 @@ class RunSpec(Spec):
             nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
             problem = f"is not a multiple of training.seq_len ({training.seq_len})"
             raise UserError("training.tokens_per_step", training.tokens_per_step, problem, f"use {nearest_multiple}")
-        if self.model.position_embedding == "learned" and training.seq_len > self.model.max_seq_len:
-            problem = f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})"
-            raise UserError("training.seq_len", training.seq_len, problem, f"use at most {self.model.max_seq_len}")
+        check_sequence(self.model, "training.seq_len", training.seq_len)
         if self.layout.max_staleness is not None:
             problem = "cannot be combined with layout.max_staleness, because ranks are at different steps"
             max_rollbacks = self.recovery.max_rollbacks

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from phalanx.spec.base import Spec
 from phalanx.spec.components import named_components
 from phalanx.spec.errors import UserError
+from phalanx.spec.parts.model import carried_tensors
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
@@ -190,6 +191,9 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
         field = "bias_update_rate" if moe.bias_update_rate else "choice_bias"
         problem = "is not supported in a swarm, because nodes do not exchange the router's biases"
         raise UserError(f"model.moe.{field}", getattr(moe, field), problem, "remove it")
+    if carried_tensors(run.model):
+        problem = "is not supported in a swarm, because nodes do not exchange its tensors"
+        raise UserError("model.mixer.indexer", None, problem, "remove it")
     if swarm.sends_gradients and run.optimizer.name != "adamw":
         problem = 'is not supported with swarm.method = "ddp", whose coordinator runs AdamW'
         fix = 'set optimizer.name = "adamw", or swarm.method = "fedavg"'

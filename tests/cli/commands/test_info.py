@@ -72,6 +72,7 @@ def test_info_accepts_run_file_and_hugging_face_config(tmp_path):
         ([], "MODEL is missing"),
         (["llama3-8"], "did you mean 'llama3-8b'"),
         (["gpt2-124m", "--sequence", "2048"], "--sequence = 2048 is longer than the model's learned positions"),
+        (["glm-5", "--sequence", "2049"], r"--sequence = 2049 exceeds model\.mixer\.indexer\.top_k \(2048\)"),
     ],
 )
 def test_info_raises_user_error_for_invalid_arguments(arguments, message):

@@ -8,10 +8,13 @@ from tests.helpers.model_specs import model_specs
 
 PUBLISHED_TOTALS = {
     "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
+    "glm-5": 743_911_199_232,
     "mistral-small-4": 118_972_826_624,
     "kimi-k2": 1_026_408_209_408,
     "kimi-linear-48b-a3b": 49_133_074_464,
     "llama4-scout": 107_769_861_120,
+    "granite-4-h-small": 32_207_337_984,
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
     "lfm2-1.2b": 1_170_340_608,
@@ -58,6 +61,8 @@ def test_count_parameters_matches_published_totals(preset):
 
 ACTIVE_PARAMETERS = {
     "deepseek-v3": 37_552_282_624,
+    "deepseek-v3.2": 38_403_807_488,
+    "glm-5": 41_784_709_632,
     "mistral-small-4": 6_632_588_288,
     "kimi-k2": 32_861_477_888,
     "kimi-linear-48b-a3b": 3_494_852_640,
@@ -67,6 +72,7 @@ ACTIVE_PARAMETERS = {
     "qwen3.5-397b-a17b": 17_349_040_896,
     "glm-4.5": 33_632_251_904,
     "minimax-m2": 11_030_537_216,
+    "granite-4-h-small": 8_803_121_664,
     "gpt-oss-20b": 4_187_440_704,
     "gpt-oss-120b": 5_711_982_912,
     "nemotron-3-nano-30b-a3b": 3_580_073_408,

@@ -52,7 +52,17 @@ ODD_SHAPES_MOE = {
         "num_shared_experts": 1,
         "num_leading_dense_layers": 1,
     },
+    "num_kv_heads": 2,
+    "mixer": {
+        "kind": "latent_attention",
+        "query_rank": 14,
+        "latent_rank": 10,
+        "rope_dim": 4,
+        "value_dim": 6,
+        "indexer": {"num_heads": 3, "head_dim": 5, "top_k": 256},
+    },
 }
+"""A model with tensors that are not trained: those of indexers."""
 
 
 def make_run(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
@@ -148,7 +158,8 @@ def measure_allocated_state(run: RunSpec) -> dict[str, int]:
     strategy.reduce = reduce  # type: ignore[method-assign]
     trainer.train_step(batches)
     copies = HostCopies().copy(checkpoint_tensors(strategy, trainer.optimizers))
-    buffers = {f"model.{name}" for name, _ in strategy.module.named_buffers()}
+    carried = {*map(id, strategy.carried_tensors)}
+    buffers = {f"model.{name}" for name, buffer in strategy.module.named_buffers() if id(buffer) not in carried}
     copied = [copy for name, copy in copies.items() if copy.ndim and name not in buffers]
     return {**state_bytes, "checkpoint_copy": storage_bytes(copied)}
 

@@ -16,6 +16,7 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.registry import families
+from phalanx.spec.families.wrappers import PLAIN_TEXT_TYPES
 from phalanx.spec.files.load import load_model_spec
 from tests.helpers.altered_fields import altered_fields
 from tests.helpers.random_models import load_model
@@ -48,6 +49,7 @@ SIGMOID_EXPERTS = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+INDEXER = {"index_topk": 64, "index_n_heads": 3, "index_head_dim": 8}
 NO_PREDICTION = {"num_nextn_predict_layers": 0}
 DELTA = {
     **SHAPE,
@@ -66,6 +68,15 @@ GATED_EXPERTS = {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermed
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 KINDS = {
     "deepseek_v3": {**LATENT, **SIGMOID_EXPERTS, **NO_PREDICTION, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "deepseek_v32": {**LATENT, **SIGMOID_EXPERTS, **INDEXER, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {
+        **LATENT,
+        **SIGMOID_EXPERTS,
+        **INDEXER,
+        "num_hidden_layers": 3,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+    },
     "glm4_moe_lite": {**LATENT, **SIGMOID_EXPERTS, "num_hidden_layers": 3, "v_head_dim": 12},
     "youtu": LATENT,
     "mistral4": {
@@ -96,6 +107,44 @@ KINDS = {
         "moe_intermediate_size": 24,
         "num_expert_group": 4,
         "topk_group": 2,
+    },
+    "dots1": {**SHAPE, **SIGMOID_EXPERTS, "n_shared_experts": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "hy_v3": {
+        **SHAPE,
+        **EXPERTS,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 24,
+        "router_scaling_factor": 2.5,
+    },
+    "solar_open": {
+        **{name: size for name, size in SHAPE.items() if name != "intermediate_size"},
+        **SIGMOID_EXPERTS,
+        "head_dim": 8,
+    },
+    "flex_olmo": {**SHAPE, **EXPERTS, "pad_token_id": 0},
+    "ernie4_5_moe": {
+        **SHAPE,
+        "num_hidden_layers": 3,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+    },
+    "exaone_moe": {
+        **SHAPE,
+        **{name: value for name, value in SIGMOID_EXPERTS.items() if name != "n_routed_experts"},
+        "num_experts": 8,
+        "num_hidden_layers": 5,
+        "sliding_window": WINDOW,
+    },
+    "lfm2_moe": {
+        **SHAPE,
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 24,
+        "conv_L_cache": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
     },
     "llama": SHAPE,
     "arcee": SHAPE,
@@ -287,9 +336,8 @@ def save_random_model(directory: Path, kind: str, seed: int = 0, **config) -> Pa
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**KINDS[kind], **config})).double()
-    biases = [
-        buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "layer_scalar"))
-    ]
+    carried = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith(carried)]
     for parameter in (*model.parameters(), *biases):
         parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(directory)
@@ -406,6 +454,12 @@ VARIANTS = {
     "cohere2_moe with normalized sigmoids": {"expert_selection_fn": "sigmoid", "layer_norm_eps": 1e-3},
     "gemma4_text": {"attention_k_eq_v": False, "attention_bias": True, "rope_parameters": None},
     "gemma4_text with experts": GEMMA4_EXPERTS,
+    "dots1": {"sliding_window": WINDOW, "max_window_layers": 2, "attention_bias": True},
+    "hy_v3": {"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    "solar_open": {"attention_bias": True},
+    "ernie4_5_moe": {"moe_num_shared_experts": 0},
+    "exaone_moe": {"first_k_dense_replace": 2},
+    "lfm2_moe": {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"attention_bias": True, "no_rope_layers": [0, 1, 1, 0]},
@@ -416,6 +470,12 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_of_a_family_equals_transformers(tmp_path, name):
     assert_logits_equal(save_random_model(tmp_path, name.partition(" ")[0], **VARIANTS[name]))
+
+
+def test_more_tokens_than_an_indexer_chooses_are_refused(tmp_path):
+    model = load_model(save_random_model(tmp_path, "deepseek_v32", index_topk=32))
+    with pytest.raises(UserError, match=r"tokens = 64 exceeds model\.mixer\.indexer\.top_k \(32\)"):
+        model(TOKENS)
 
 
 def test_type_of_kimi_k2_is_that_of_deepseek_v3_with_another_name(tmp_path):
@@ -552,16 +612,27 @@ WRAPPERS = {
     "llama4": (VISION, {}),
     "mistral3": (VISION | {"model_type": "pixtral"}, {}),
     "kimi_k25": (KIMI_VISION, {"tie_word_embeddings": False}),
+    "qwen2_5_vl": (TOWER, {}),
+    "qwen3_vl": (TOWER | {"deepstack_visual_indexes": [0]}, {}),
+    "qwen3_vl_moe": (TOWER | {"deepstack_visual_indexes": [0]}, {}),
 }
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+TEXT_KINDS = {
+    **{name: family.wrapper for name, family in families().items() if family.wrapper},
+    **{table["model_type"]: wrapper for wrapper, table in PLAIN_TEXT_TYPES.items()},
+}
+"""Wrappers by the type of their text model."""
 
 
-@pytest.mark.parametrize("text_kind", [name for name, family in families().items() if family.wrapper])
+@pytest.mark.parametrize("text_kind", TEXT_KINDS)
 def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, text_kind):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = families()[text_kind].wrapper
+    kind = TEXT_KINDS[text_kind]
     vision, fields = WRAPPERS[kind]
     text = {**KINDS[text_kind], "model_type": text_kind}
+    if kind in PLAIN_TEXT_TYPES:
+        text |= {"model_type": f"{kind}_text", **MROPE}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
     torch.manual_seed(0)
     with fp64_by_default(), fp32_as_fp64(), torch.no_grad():
@@ -580,9 +651,27 @@ def test_text_model_of_a_multimodal_model_equals_transformers(tmp_path, text_kin
     torch.testing.assert_close(exported(TOKENS).logits.double(), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_of_qwen3_vl_are_read_in_both_forms(tmp_path, transposed):
+    save_random_model(tmp_path, "qwen3_moe")
+    expected = phalanx_logits(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        for name, stack in (("gate_up_proj", torch.cat((gate, up), dim=1)), ("down_proj", down)):
+            tensors[f"{experts}.{name}"] = stack.mT.contiguous() if transposed else stack
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(phalanx_logits(tmp_path), expected)
+
+
 def test_logits_of_every_family_are_compared():
     assert KINDS.keys() == families().keys()
-    assert WRAPPERS.keys() == {family.wrapper for family in families().values() if family.wrapper}
+    assert WRAPPERS.keys() == set(TEXT_KINDS.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ import pytest
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.config_json import hf_config, merge_hf_config, model_table
+from phalanx.spec.families.config_json import hf_config, merge_hf_config, model_table, require_known_fields
 from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
@@ -45,14 +45,26 @@ ROPES = [
 @pytest.mark.parametrize(
     ("model_type", "field", "value"),
     [
-        ("deepseek_v32", "index_topk", 2048),
-        ("qwen2_5_vl", "vision_config", {"a": 1}),
+        ("mistral_large4", "index_topk", 2048),
+        ("internvl", "vision_config", {"a": 1}),
     ],
 )
 def test_unknown_part_of_a_family_is_refused_by_its_field(model_type, field, value):
     with pytest.raises(UserError, match=rf"config\.json {field} .*neither trains nor plans") as error:
         model_table({"model_type": model_type, field: value})
     assert "gpt_oss" in error.value.fix
+
+
+def test_text_of_qwen2_5_vl_may_be_beside_images_and_is_a_plain_model():
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    text = {"hidden_size": 2048, "num_attention_heads": 16, "rope_scaling": rope, "tie_word_embeddings": True}
+    images = {"vision_config": {"depth": 32}, "image_token_id": 5, "vision_start_token_id": 6}
+    table = model_table({"model_type": "qwen2_5_vl", **text, **images})
+    assert table == model_table({"model_type": "qwen2_5_vl", "text_config": text, **images})
+    assert (table["rope"], table["num_kv_heads"]) == ({"theta": 1e6, "scaling": "none"}, 8)
+    assert hf_config(parse_table(ModelSpec, table))["model_type"] == "qwen2"
+    with pytest.raises(UserError, match="audio_token_id"):
+        require_known_fields({"model_type": "qwen2_5_vl", **text, **images, "audio_token_id": 7})
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -160,6 +172,9 @@ UNSUPPORTED_SETTINGS = [
     ("model_type", {"model_type": "bert"}),
     ("decoder_sparse_step", {"model_type": "qwen3_moe", "decoder_sparse_step": 2}),
     ("mlp_only_layers", {"model_type": "qwen3_moe", "mlp_only_layers": [1]}),
+    ("indexer_types", {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}),
+    ("index_topk_pattern", {"model_type": "glm_moe_dsa", "index_topk_pattern": "FS"}),
+    ("index_topk_freq", {"model_type": "glm_moe_dsa", "index_topk_freq": 4}),
 ]
 
 
@@ -265,7 +280,6 @@ UNEXPORTABLE_FIELDS = {
     "model.attention_sinks": {"attention_sinks": True},
     "model.mixer.kind": {"mixer": {"kind": "short_convolution"}},
     "model.layers": {**GPT2, **HYBRID, "qk_norm": "none"},
-    "model.norm_offset": {"moe": MOE, **HYBRID},
 }
 
 

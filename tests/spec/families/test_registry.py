@@ -16,6 +16,7 @@ from phalanx.spec.families.family import Fixed, Read, SameAs
 from phalanx.spec.families.registry import EXPORTED_FIRST, families
 from phalanx.spec.model import ModelSpec, MoESpec, QueryTemperatureSpec, RopeSpec
 from phalanx.spec.parts.mixers import MixerSpec
+from phalanx.spec.parts.mixers.latent_attention import IndexerSpec
 from tests.helpers.altered_fields import altered_fields
 
 SMALL = (
@@ -42,6 +43,8 @@ SUPPORTED = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "kimi_linear": {"num_expert_group": 4},
+    "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
 }
 """Values in place of defaults that are refused or absent. GLM's heads have an odd half."""
 
@@ -78,7 +81,8 @@ def test_defaults_equal_those_of_transformers(kind, theirs):
     defaults.setdefault("head_dim")  # not a field of Qwen3-MoE and OLMoE, but their attention reads it
     for name, field in families()[kind].fields.items():
         if isinstance(field, Read):
-            assert field.default == defaults[name], name
+            known = next(other for other in (name, *field.other_names) if other in defaults)
+            assert field.default == defaults[known], name
     for name, field in (FIXED_FIELDS | families()[kind].fields).items():
         if isinstance(field, Fixed):
             default = defaults.get(name, field.value)
@@ -100,9 +104,13 @@ def test_export_import_export_is_the_identity(kind):
 def test_altered_field_changes_one_dial_and_is_exported(kind):
     transformers = pytest.importorskip("transformers")
     fields = families()[kind].fields
-    given = SMALL[kind == "gpt2"].items()
-    sizes = {name: size for name, size in given if not isinstance(fields.get(name), SameAs | Fixed)}
-    small = sizes | {"model_type": kind}
+    other_names = {name for field in fields.values() if isinstance(field, Read) for name in field.other_names}
+    sizes = {
+        name: size
+        for name, size in SMALL[kind == "gpt2"].items()
+        if not isinstance(fields.get(name), SameAs | Fixed) and name not in other_names
+    }
+    small = SUPPORTED.get(kind, {}) | sizes | {"model_type": kind}
     before = parse_table(ModelSpec, model_table(small))
     for name, value in altered_fields(kind, small).items():
         spec = parse_table(ModelSpec, model_table(small | {name: value}))
@@ -121,6 +129,7 @@ def test_dial_is_set_by_one_field_or_constant(kind):
         table, _, name = dial.rpartition(".")
         inner = ".".join(table.split(".")[2:]) if table.startswith("kinds.") else table
         tables = {"": (ModelSpec,), "rope": (RopeSpec,), "moe": (MoESpec,), "mixer": MIXERS}
+        tables["mixer.indexer"] = (IndexerSpec,)
         tables["query_temperature"] = (QueryTemperatureSpec,)
         assert any(name in table.model_fields for table in tables[inner])
 
@@ -161,6 +170,8 @@ HUB_FIELDS = {
         "rotary_dim": 64,
     },
     "deepseek_v3": {"topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001},
+    "deepseek_v32": {"topk_method": "noaux_tc", "ep_size": 1, "first_k_dense_replace": 3, "moe_layer_freq": 1},
+    "glm_moe_dsa": {"indexer_rope_interleave": True, "rope_interleave": True, "index_topk_pattern": None},
     "kimi_k2": {"topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
     "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "quantization_config": {}},
     "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0},

@@ -19,15 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.data.loader import prefetch
 from phalanx.launch.preflight import preflight
+from phalanx.model.init import initial_weight
 from phalanx.runs import checkpoints as manifest
 from phalanx.runs.checkpoints import checkpoints, find_damage, latest_valid, require_valid_checkpoint
 from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.parts.model import carried_tensors
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -37,6 +40,7 @@ from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
 from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import (
+    INDEXERS,
     MOE,
     TWO_EXPERTS,
     make_trainer,
@@ -183,6 +187,19 @@ def test_resume_across_layouts_matches_for_optimizers_recomputation_and_few_expe
     rank_pool(before[0]).run(train_first_half, small_run(text, tmp_path, {**common, **before[1]}))
     result = rank_pool(after[0]).run(resume_second_half, small_run(text, tmp_path, {**common, **after[1]}))[0]
     assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
+
+
+def test_carried_tensors_are_saved_as_they_were(text: Path, tmp_path: Path) -> None:
+    layout = {"layout.tp": 2, "layout.data_parallel": "zero3", "training.precision": "bf16"}
+    run = small_run(text, tmp_path, {"model": INDEXERS, **SHORT, **layout})
+    rank_pool(4).run(train_first_half, run)
+    saved = load_full_tensors(tmp_path / "parity" / "checkpoints" / f"step-{HALF:08d}")
+    carried = carried_tensors(run.model)
+    assert len(carried) == 5 * run.model.num_layers
+    for name, tensor in carried.items():
+        expected = initial_weight(run.model, name, torch.Size(tensor.shape), run.training.seed)
+        assert torch.equal(saved[f"model.{name}"], expected), name
+        assert not [other for other in saved if other.startswith("optimizer") and other.endswith(name)]
 
 
 def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model_spec, preset_names
 from phalanx.spec.formatting import COUNT_PREFIXES, GIB, format_si
+from phalanx.spec.layers import check_sequence, longest_sequence
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.terminal import Terminal
 
-PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms", "head")
+PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms", "head", "carried")
 MACHINE_FIELDS = (
     "peak_flops",
     "memory_bytes",
@@ -77,10 +78,9 @@ def info(
     if model is None:
         raise UserError("MODEL", None, "is missing", fix="give a model, such as phalanx info llama3-8b, or use --list")
     spec = load_model_spec(model)
-    if spec.position_embedding == "learned" and sequence is not None and sequence > spec.max_seq_len:
-        problem = f"is longer than the model's learned positions ({spec.max_seq_len})"
-        raise UserError("--sequence", sequence, problem, fix=f"use at most {spec.max_seq_len}")
-    tokens = sequence or spec.max_seq_len
+    if sequence is not None:
+        check_sequence(spec, "--sequence", sequence)
+    tokens = sequence or longest_sequence(spec)
     if json_:
         print(json.dumps(model_info(spec, tokens), indent=2))
     else:

@@ -61,15 +61,16 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
 def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:
     """Return the bytes of a full model's state.
 
-    With "muon", AdamW trains all parameters except matrices inside blocks.
+    With "muon", AdamW trains all parameters except matrices inside blocks. Carried tensors have no gradients.
 
     Args:
         count: Parameters of the model.
     """
+    carried = StateBytes(STATE_BYTES[precision] * count.carried, 0, 0)
     if optimizer != "muon":
-        return state_bytes(optimizer, precision) * count.total
-    adamw_parameters = count.total - count.block_matrices
-    return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * adamw_parameters
+        return state_bytes(optimizer, precision) * count.trained + carried
+    adamw = state_bytes("adamw", precision) * (count.trained - count.block_matrices)
+    return state_bytes("muon", precision) * count.block_matrices + adamw + carried
 
 
 def checkpoint_bytes(run: RunSpec) -> int:

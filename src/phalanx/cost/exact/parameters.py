@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks, describe_norm
+from phalanx.spec.parts.model import carried_tensors
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Norm, Operation, Part
 
 
@@ -39,6 +40,8 @@ class ParameterCount:
     """Biases of attention, MLPs and experts, and sinks; part of these counts."""
     inactive_biases: int
     """Part of `biases` that one token does not use."""
+    carried: int
+    """Tensors that are loaded and saved with the model, and not trained: indexers of sparse attention."""
     tied_head: int
     """Embedding parameters that a tied head reuses in its product."""
 
@@ -46,7 +49,12 @@ class ParameterCount:
     def total(self) -> int:
         """Number of parameters, each counted once."""
         blocks = self.attention + self.mlp + self.experts + self.shared_experts + self.router + self.merge
-        return self.embedding + blocks + self.norms + self.head
+        return self.embedding + blocks + self.norms + self.head + self.carried
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        return self.total - self.carried
 
     @property
     def active(self) -> int:
@@ -61,12 +69,12 @@ class ParameterCount:
         here, although it has no parameters of its own.
         """
         active_biases = self.biases - self.inactive_biases
-        return self.active - self.embedding - self.norms - active_biases + self.tied_head
+        return self.active - self.embedding - self.norms - active_biases - self.carried + self.tied_head
 
     @property
     def block_matrices(self) -> int:
         """Two-dimensional parameters inside blocks, active or not, which Muon trains."""
-        return self.total - self.embedding - self.head - self.norms - self.biases
+        return self.trained - self.embedding - self.head - self.norms - self.biases
 
 
 @lru_cache
@@ -97,6 +105,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         inactive_experts=count["inactive_experts"],
         biases=count["biases"],
         inactive_biases=count["inactive_biases"],
+        carried=sum(tensor.numbers for tensor in carried_tensors(spec).values()),
         tied_head=table if spec.tie_embeddings else 0,
     )
 

@@ -24,7 +24,13 @@ from phalanx.cost.exact.fsdp_cuda_buffers import fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
-from phalanx.cost.exact.rank_state import checkpoint_copy_bytes, owned_counts, rank_model_state, resident_and_offloaded
+from phalanx.cost.exact.rank_state import (
+    carried_bytes,
+    checkpoint_copy_bytes,
+    owned_counts,
+    rank_model_state,
+    resident_and_offloaded,
+)
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
@@ -210,6 +216,7 @@ def _largest_server(resolved: ResolvedRun) -> RankMemory:
     owner = assign_parameters_to_servers(
         {name: num_elements(shape) for name, shape in shapes.items()}, layout.num_servers
     )
+    carried = carried_bytes(run, rank_tensors(resolved)[0])
     servers = []
     for server in range(layout.num_servers):
         owned, states = owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
@@ -217,7 +224,10 @@ def _largest_server(resolved: ResolvedRun) -> RankMemory:
         buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
         servers.append(
             RankMemory(
-                parameters=state.parameters, gradients=state.gradients, optimizer=state.optimizer, communication=buffers
+                parameters=state.parameters + carried,
+                gradients=state.gradients,
+                optimizer=state.optimizer,
+                communication=buffers,
             )
         )
     return max(servers, key=lambda server: server.total)

@@ -43,7 +43,13 @@ def rank_model_state(resolved: ResolvedRun, rank: RankTensors) -> StateBytes:
             total += StateBytes(0, 0, STATE_BYTES[precision] * owned_counts(strided, run, shards)[0])
     bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
     copied_bytes = 0 if rank.embedding_copy is None else bytes_per_element * num_elements(rank.embedding_copy)
-    return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)
+    parameters = total.parameters + copied_bytes + carried_bytes(run, rank)
+    return StateBytes(parameters, total.gradients, total.optimizer)
+
+
+def carried_bytes(run: RunSpec, rank: RankTensors) -> int:
+    """Return the bytes of a rank's tensors that are not trained, which no strategy divides, casts or offloads."""
+    return STATE_BYTES[run.training.precision] * sum(map(num_elements, rank.carried.values()))
 
 
 def resident_and_offloaded(resolved: ResolvedRun, rank: RankTensors) -> tuple[StateBytes, int, int]:
@@ -54,14 +60,16 @@ def resident_and_offloaded(resolved: ResolvedRun, rank: RankTensors) -> tuple[St
         return state, 0, 0
     owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
     row_bytes = 0 if run.training.precision in BF16_PRECISIONS else STATE_BYTES[run.training.precision] * owned
+    carried = StateBytes(carried_bytes(run, rank), 0, 0)
+    state = StateBytes(state.parameters - carried.parameters, state.gradients, state.optimizer)
     resident, offloaded = _split_offloaded(resolved.strategy, state, row_bytes)
     # FSDP2 keeps parameters and gradients in CPU memory; Phalanx can store only the optimizer state in files.
     on_disk = state.optimizer if resolved.strategy in FSDP_STRATEGIES else offloaded
-    return resident, offloaded, on_disk if run.layout.offload == "nvme" else 0
+    return resident + carried, offloaded, on_disk if run.layout.offload == "nvme" else 0
 
 
 def checkpoint_copy_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
-    """Return the bytes of CPU memory for a rank's copy of its trained parameters and optimizer state.
+    """Return the bytes of CPU memory for a rank's copy of its parameters and optimizer state.
 
     Checkpoints are written from this copy while training continues (`train.checkpoint.host_copies`). A rank has one
     copy, because a save waits for the previous save. The copy of GPU tensors is page-locked and reused by the next
@@ -69,11 +77,13 @@ def checkpoint_copy_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     """
     run = resolved.run
     strategy = resolved.strategy
-    if run.layout.offload == "nvme" or strategy == "parameter_server":
+    if run.layout.offload == "nvme":
         return 0
+    if strategy == "parameter_server":  # servers have the rest
+        return carried_bytes(run, rank)
     owners = ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
     counts = [owned_counts(shapes, run, 1 if strategy == "ddp" else shards) for shapes, shards in owners]
-    return STATE_BYTES[run.training.precision] * sum(owned + states for owned, states in counts)
+    return STATE_BYTES[run.training.precision] * sum(map(sum, counts)) + carried_bytes(run, rank)
 
 
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:

@@ -69,7 +69,13 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
             hf_names[name].append(hf_name)
     num_layers = int(config.get("num_hidden_layers", spec.num_layers))
     stored_names = _stored_names(
-        family, list(sources), weights, num_layers, tied=spec.tie_embeddings, directory=directory
+        family,
+        list(sources),
+        weights,
+        num_layers,
+        tied=spec.tie_embeddings,
+        is_wrapped=whole_config["model_type"] != config["model_type"],
+        directory=directory,
     )
     opened = cache(_open_safetensors)
 
@@ -88,9 +94,8 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
             first_row = sum(num_rows[: source.names.index(name)])
             joined_shape = torch.Size((sum(num_rows), *own_shape[1:]))
             for expert in range(shape[0]) if source.rows.stacked else [None]:
-                joined = _check_shape(
-                    source.with_axes(read_tensor(stored_names[hf_name], expert)), hf_name, joined_shape
-                )
+                tensor = source.with_axes(read_tensor(stored_names[hf_name], expert), joined_shape)
+                joined = _check_shape(tensor, hf_name, joined_shape)
                 tensors.append(source.loaded(joined)[first_row:][: own_shape[0]])
         return torch.stack(tensors) if has_experts else tensors[0]
 
@@ -107,7 +112,13 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
 
 
 def _stored_names(
-    family: Family, hf_names: list[str], weights: Collection[str], num_layers: int, tied: bool, directory: Path
+    family: Family,
+    hf_names: list[str],
+    weights: Collection[str],
+    num_layers: int,
+    tied: bool,
+    is_wrapped: bool,
+    directory: Path,
 ) -> dict[str, str]:
     """Return the name in the files of each tensor of the model, by its Hugging Face name.
 
@@ -118,13 +129,13 @@ def _stored_names(
         inner_name = hf_name.removeprefix(family.prefix)
         alternatives = [hf_name, inner_name, *(f"{prefix}{inner_name}" for prefix in PREFIXES)]
         # transformers 5.24 saves Kimi K2.5 so.
-        alternatives += [name.replace(".layers.", ".blocks.") for name in alternatives if family.wrapper]
+        alternatives += [name.replace(".layers.", ".blocks.") for name in alternatives if is_wrapped]
         name = next((name for name in alternatives if name in weights), None)
         if name is None:
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)
         names[hf_name] = name
     other = sorted(set(weights) - set(names.values()) - ({HEAD} if tied else set()))
-    patterns = (*family.ignored_tensors, *(OTHER_TENSORS if family.wrapper else ()))
+    patterns = (*family.ignored_tensors, *(OTHER_TENSORS if is_wrapped else ()))
     ignored = [pattern.replace("{L}", str(num_layers)) for pattern in patterns]
     unread = [name for name in other if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if unread:

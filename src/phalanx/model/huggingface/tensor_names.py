@@ -15,7 +15,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, RowOrder, Rows
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.model import model_parameters
+from phalanx.spec.parts.model import carried_tensors, model_parameters
 
 ROUTER_BIAS = ".router.bias"
 """End of the name of a router's bias, which not all families store."""
@@ -47,11 +47,14 @@ class TensorSource(NamedTuple):
             tensor = tensor.unsqueeze(axis)
         return tensor.T if self.rows.transposed else tensor
 
-    def with_axes(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has."""
+    def with_axes(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has.
+
+        `shape` is that of the parameters."""
         if self.rows.unit_axes:
             return tensor.squeeze(self.rows.unit_axes)
-        return tensor.T if self.rows.transposed else tensor
+        transposed = self.rows.transposed
+        return tensor.T if transposed or (transposed is None and tensor.shape != shape) else tensor
 
     def loaded(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the axes of the model as the model has it."""
@@ -87,7 +90,8 @@ def hf_sources(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
         names = tuple(f"blocks.{{mtp}}.{name}" for name in rows.names)
         tensors |= dict.fromkeys(names, (hf_name, names, rows))
     layers = layer_specs(spec)
-    precise = {name for name, parameter in model_parameters(spec).items() if parameter.is_precise}
+    parameters = model_parameters(spec) | carried_tensors(spec)
+    precise = {name for name, parameter in parameters.items() if parameter.is_precise}
     sources: dict[str, TensorSource] = {}
     for name, shape in parameter_shapes(spec).items():
         layer = match[1] if (match := re.match(r"blocks\.(\d+)\.", name)) else ""

@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Whether no document starts between two times of a chunk."""
+    """Masks of pairs of times of a chunk between which no document starts."""
 
     before: Tensor
     """From the start of the chunk to a token, [B, N, 1, C, 1]."""
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     state: Tensor
     """The state, [B, G, K, R, V]."""
     reads: Tensor
-    """What queries and keys read of it, one after the other, [B, G, R, 2C, V]."""
+    """Values that queries and keys read from it, one after the other, [B, G, R, 2C, V]."""
     errors: Tensor
     """Values less what the state has in their place."""
     written: Tensor
@@ -70,7 +70,7 @@ class Gradients(NamedTuple):
     """Gradients of the inputs, and of what is computed of them."""
 
     inputs: Inputs
-    """Those of queries and keys as readers, until the others are added."""
+    """Gradients of inputs; of queries and keys as readers only, until the others are added."""
     stored: Tensor
     """Gradients of keys as those under which values are stored, [B, N, G, C, K]."""
     scores: Tensor
@@ -336,7 +336,8 @@ class ChannelRule(Rule):
 
     def store_backward(self, n: int, step: Step, grad_state: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]:
         """Give the last sum of g the products of what decays to the end and its gradient."""
-        keys, after = self.keys[:, n], self.after[:, n]
+        keys = self.keys[:, n]
+        after = self.after[:, n]
         grads.stored[:, n] = einsum("bgrcv,bgkrv->bgck", step.written, grad_state).mul_(after)
         grad_written = einsum("bgck,bgkrv->bgrcv", keys * after, grad_state)
         grad_state = grad_state * self._whole(n)

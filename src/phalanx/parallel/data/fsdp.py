@@ -219,9 +219,10 @@ class FSDP(Strategy):
         resident = super().resident_tensors(optimizers)
         # Full parameters are gathered buffers, which `all_gather_buffers` returns.
         resident["parameters"] = list(self.trainable_parameters.values())
-        if self.offload is None:
-            return resident
-        return {"offloaded": [tensor for tensors in resident.values() for tensor in tensors]}
+        if self.offload is not None:
+            resident = {"offloaded": [tensor for tensors in resident.values() for tensor in tensors], "parameters": []}
+        resident["parameters"] += self.carried_tensors
+        return resident
 
 
 def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:

@@ -260,7 +260,7 @@ class ParameterServer(Strategy):
         received = [pair.vector for posted in self._posted_receives.values() for pair in posted]
         staging_buffers = [] if self._receive_buffer is None else [self._receive_buffer]
         return {
-            "parameters": [self.weights],
+            "parameters": [self.weights, *self.carried_tensors],
             "gradients": [self.sum],
             "optimizer": optimizer_state_tensors(optimizers),
             "communication": [*staging_buffers, *received, *(pair.vector for pair in self._pending_sends)],

@@ -278,7 +278,9 @@ class ZeRO(Strategy):
         master_rows = [owned.rows for owned in parameters if not owned.is_aliased]
         row_gradients = [owned.gradient for owned in parameters if owned.gradient is not None]
         full_gradients = [owned.full_gradient for owned in parameters if owned.full_gradient is not None]
-        resident: dict[str, list[Tensor]] = {"parameters": [owned.parameter for owned in parameters]}
+        resident: dict[str, list[Tensor]] = {
+            "parameters": [*(owned.parameter for owned in parameters), *self.carried_tensors]
+        }
         if self.offload is None:
             return resident | {
                 "gradients": row_gradients + full_gradients,

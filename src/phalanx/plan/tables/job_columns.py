@@ -50,7 +50,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "top_k": moe.top_k if moe else 0,
         "expert_ffn": moe.expert_ffn_size if moe else 0,
         "shared_ffn": _shared_width(moe, spec) if moe else 0,
-        "parameters": count.total,
+        "parameters": count.trained,
         "expert_parameters": count.experts,
         "sequence": sequence,
     }

@@ -17,7 +17,7 @@ from phalanx.spec.model import ModelSpec
 class NormOrRmsNorm(Field):
     """Epsilons of LayerNorm and of RMSNorm, which the model has if the latter is given."""
 
-    dials = any_value("norm", "norm_eps")
+    dials = {"norm": ("layernorm", "rmsnorm")} | any_value("norm_eps")
     other_names: tuple[str, ...] = ("rms_norm_eps",)
 
     def read(self, name: str, config: Table, dials: Table) -> Table:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import (
     Field,
     Fixed,
@@ -20,7 +19,7 @@ from phalanx.spec.families.family import (
     pairs_of_halves,
     require_supported,
 )
-from phalanx.spec.families.forms import Rope
+from phalanx.spec.families.forms import EqualLayers, LayersWithExperts, Rope
 from phalanx.spec.families.glm4_moe import GLM4_MOE
 from phalanx.spec.families.llama import LLAMA
 from phalanx.spec.model import ModelSpec, yarn_mscale
@@ -89,27 +88,19 @@ class GroupLimit(Field):
         return {name: method, "n_group": spec.moe.num_groups, "topk_group": spec.moe.top_groups}
 
 
-class LayersWithExperts(Field):
-    """List of the types of layers' MLPs, of which the leading ones may be dense."""
+class IndexerTypes(Field):
+    """List of layers with an indexer of their own. In others, queries would see the keys that one before has chosen."""
 
-    dials = any_value("moe.num_leading_dense_layers")
+    other_names = ("index_topk_pattern", "index_topk_freq")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
-        """Return the number of dense layers. Raises UserError for a dense layer after one with experts."""
-        num_layers = dials["num_layers"]
-        types = config.get(name)
-        num_dense = 1 if types is None else types.count("dense")
-        expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
-        if types is not None and types != expected:
-            fix = "use a model whose dense layers are the first ones"
-            raise UserError(f"config.json {name}", types, "is not supported", fix)
-        return {"moe.num_leading_dense_layers": num_dense}
-
-    def write(self, name: str, spec: ModelSpec) -> Table:
-        """Return the list."""
-        assert spec.moe
-        num_dense = spec.moe.num_leading_dense_layers
-        return {name: ["dense"] * num_dense + ["sparse"] * (spec.num_layers - num_dense)}
+        """Return no dials. Raises UserError for a layer without an indexer."""
+        if config.get(name) is None and config.get("index_topk_pattern") is None:
+            require_supported("index_topk_freq", config.get("index_topk_freq", 1), (1,))
+        for field in (name, "index_topk_pattern"):
+            for layer in config.get(field) or ():
+                require_supported(field, layer, ("full", "F"))
+        return {}
 
 
 def rotated_last(layer: ModelSpec, rows: int) -> Iterator[int]:
@@ -147,6 +138,13 @@ LATENT_TENSORS: StoredTensors = {
     },
     f"{ATTENTION}kv_a_layernorm.weight": "attention.latent_norm.weight",
     f"{ATTENTION}kv_b_proj.weight": Rows("attention.wk_b.weight", "attention.wv_b.weight", order=keys_and_values),
+}
+INDEXER_TENSORS: StoredTensors = {
+    f"{ATTENTION}indexer.wq_b.weight": "attention.indexer_queries",
+    f"{ATTENTION}indexer.wk.weight": "attention.indexer_keys",
+    f"{ATTENTION}indexer.k_norm.weight": "attention.indexer_key_norm",
+    f"{ATTENTION}indexer.k_norm.bias": "attention.indexer_key_bias",
+    f"{ATTENTION}indexer.weights_proj.weight": "attention.indexer_weights",
 }
 LATENT_FIELDS: dict[str, Field] = {
     "vocab_size": Read("vocab_size", 129280),
@@ -195,6 +193,50 @@ DEEPSEEK_V3 = replace(
     },
     constants=GLM4_MOE.constants | LATENT,
     tensors=GLM4_MOE.tensors | LATENT_TENSORS,
+)
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    other_types=(),
+    wrapper=None,
+    fields={name: field for name, field in DEEPSEEK_V3.fields.items() if name != "first_k_dense_replace"}
+    | {
+        "max_position_embeddings": Read("max_seq_len", 163840),
+        **dict.fromkeys(("head_dim", "qk_head_dim"), Field()),  # not read: they follow from the parts
+        "n_routed_experts": Read("moe.num_experts", 256, other_names=("num_experts", "num_local_experts")),
+        "mlp_layer_types": LayersWithExperts(3, other_names=("first_k_dense_replace",)),
+        "index_topk": Read("mixer.indexer.top_k", 2048),
+        "index_n_heads": Read("mixer.indexer.num_heads", 64),
+        "index_head_dim": Read("mixer.indexer.head_dim", 128),
+        "layer_types": EqualLayers("indexed_attention"),
+    },
+    tensors=DEEPSEEK_V3.tensors | INDEXER_TENSORS,
+)
+
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    fields=DEEPSEEK_V32.fields
+    | {
+        "vocab_size": Read("vocab_size", 154880),
+        "hidden_size": Read("hidden_size", 6144),
+        "num_hidden_layers": Read("num_layers", 78),
+        "num_attention_heads": Read("num_heads", 64),
+        "q_lora_rank": Read("mixer.query_rank", 2048),
+        "qk_nope_head_dim": WidthWithoutRotation("head_dim", 192),
+        "v_head_dim": Read("mixer.value_dim", 256),
+        "intermediate_size": Read("ffn_hidden_size", 12288),
+        "max_position_embeddings": Read("max_seq_len", 202752),
+        "rms_norm_eps": Read("norm_eps", 1e-5),
+        "n_group": Read("moe.num_groups", 1),
+        "topk_group": Read("moe.top_groups", 1),
+        "index_n_heads": Read("mixer.indexer.num_heads", 32),
+        "indexer_types": IndexerTypes(),
+        **dict.fromkeys(("indexer_rope_interleave", "index_skip_topk_offset"), Field()),
+    },
 )
 
 DEEPSEEK_V2 = replace(

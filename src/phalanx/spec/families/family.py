@@ -130,15 +130,16 @@ the index of the row in the parameters, one after another along the output axis.
 class Rows:
     """Parameters in one tensor, one after another along the output axis, or their rows in another order.
 
-    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D. `unit_axes` of a tensor have length 1 and are none of
-    the parameter, such as the middle one of a convolution of each channel. A `stacked` one has that of each expert.
+    `transposed` tensors are stored as [in, out]: GPT-2's Conv1D; None: where their shape says so, as in transformers.
+    `unit_axes` of a tensor have length 1 and are none of the parameter, such as the middle one of a convolution of each
+    channel. A `stacked` one has that of each expert.
     """
 
     def __init__(
         self,
         *names: str,
         stacked: bool = False,
-        transposed: bool = False,
+        transposed: bool | None = False,
         unit_axes: tuple[int, ...] = (),
         order: RowOrder | None = None,
     ) -> None:

@@ -225,7 +225,7 @@ class LayerWindow(SwitchedWindow):
     """Window that use_sliding_window switches on, in the layers of layer_types, or from max_window_layers on."""
 
     dials = any_value("sliding_window", "full_attention_layers")
-    other_names = ("sliding_window", "max_window_layers", "layer_types")
+    other_names: tuple[str, ...] = ("sliding_window", "max_window_layers", "layer_types")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the window and the layers without it, if it is on in some layers."""
@@ -252,13 +252,16 @@ class LayerWindow(SwitchedWindow):
         return table
 
 
-class FullAttention(Field):
-    """List of the types of layers, of which all have full attention."""
+@dataclass(frozen=True)
+class EqualLayers(Field):
+    """List of the types of layers, of which all have one."""
+
+    layer_type: str = "full_attention"
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return no dials. Raises UserError for another type."""
         for layer_type in config.get(name) or ():
-            require_supported(name, layer_type, ["full_attention"])
+            require_supported(name, layer_type, [self.layer_type])
         return {}
 
 
@@ -276,6 +279,35 @@ class LeadingLayers(Field):
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return the list."""
         return {name: list(range(attrgetter("moe.num_leading_dense_layers")(spec)))}
+
+
+@dataclass(frozen=True)
+class LayersWithExperts(Field):
+    """List of the types of layers' MLPs, of which the leading ones may be dense."""
+
+    default: int = 1
+    """Dense layers if config.json has no list."""
+    other_names: tuple[str, ...] = ()
+    """Field that has their number in files without a list."""
+    dials = any_value("moe.num_leading_dense_layers")
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the number of dense layers. Raises UserError for a dense layer after one with experts."""
+        num_layers = dials["num_layers"]
+        types = config.get(name)
+        counts = (config[other] for other in self.other_names if config.get(other) is not None)
+        num_dense = min(next(counts, self.default), num_layers) if types is None else types.count("dense")
+        expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+        if types is not None and types != expected:
+            fix = "use a model whose dense layers are the first ones"
+            raise UserError(f"config.json {name}", types, "is not supported", fix)
+        return {"moe.num_leading_dense_layers": num_dense}
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the list."""
+        assert spec.moe
+        num_dense = spec.moe.num_leading_dense_layers
+        return {name: ["dense"] * num_dense + ["sparse"] * (spec.num_layers - num_dense)}
 
 
 @dataclass(frozen=True)

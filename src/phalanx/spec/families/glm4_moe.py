@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6."""
+"""GLM-4.5 and 4.6, and Solar Open."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from phalanx.spec.families.llama import (
     LLAMA,
     QK_NORM_TENSORS,
     SHARED_EXPERT_TENSORS,
+    even_head_dim,
     query_heads,
 )
 
@@ -61,4 +62,24 @@ GLM4_MOE = replace(
             "model.layers.{i}.shared_head.norm.weight": "stream_after.weight",
         },
     ),
+)
+
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    fields={name: field for name, field in GLM4_MOE.fields.items() if name != "partial_rotary_factor"}
+    | {
+        "vocab_size": Read("vocab_size", 196608),
+        "num_hidden_layers": Read("num_layers", 48),
+        "num_attention_heads": Read("num_heads", 64),
+        "head_dim": Read("head_dim", 128, unset=even_head_dim),
+        "intermediate_size": Field(),
+        "moe_intermediate_size": Read("moe.expert_ffn_size", 1280),
+        "rope_parameters": Rope(theta=1_000_000.0),
+        "use_qk_norm": Fixed(False),
+        "first_k_dense_replace": Fixed(0),
+    },
+    constants=GLM4_MOE.constants | {"qk_norm": "none", "moe.num_leading_dense_layers": 0},
+    unused=("ffn_hidden_size", *GLM4_MOE.unused),
 )

@@ -1,6 +1,8 @@
-"""LFM2: short convolutions in most layers."""
+"""LFM2: short convolutions in most layers, and experts in LFM2-MoE."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from phalanx.spec.families.family import Family, Field, Read, Rows, Table, any_value
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind, Rope
@@ -106,5 +108,33 @@ LFM2 = Family(
         "model.layers.{i}.feed_forward.w1.weight": "mlp.gate.weight",
         "model.layers.{i}.feed_forward.w3.weight": "mlp.up.weight",
         "model.layers.{i}.feed_forward.w2.weight": "mlp.down.weight",
+    },
+)
+
+LFM2_MOE = replace(
+    LFM2,
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    fields=LFM2.fields
+    | {
+        "hidden_size": Read("hidden_size", 2048),
+        "intermediate_size": Read("ffn_hidden_size", 7168),
+        "moe_intermediate_size": Read("moe.expert_ffn_size", 1792),
+        "num_experts": Read("moe.num_experts", 32),
+        "num_experts_per_tok": Read("moe.top_k", 4),
+        "num_dense_layers": Read("moe.num_leading_dense_layers", 2),
+        "use_expert_bias": Read("moe.choice_bias", True),
+        "norm_topk_prob": Read("moe.normalize_top_k", True),
+        "routed_scaling_factor": Read("moe.routed_scale", 1.0),
+    },
+    constants=LFM2.constants | {"moe.router_score": "sigmoid", "moe.weight_eps": 1e-6, "moe.z_loss_coef": 0.0},
+    unused=("moe.balance_loss_coef", "moe.bias_update_rate"),
+    tensors=LFM2.tensors
+    | {
+        "model.layers.{i}.feed_forward.gate.weight": "mlp.router.gate.weight",
+        "model.layers.{i}.feed_forward.expert_bias": "mlp.router.bias",
+        "model.layers.{i}.feed_forward.experts.{e}.w1.weight": "mlp.experts.gate",
+        "model.layers.{i}.feed_forward.experts.{e}.w3.weight": "mlp.experts.up",
+        "model.layers.{i}.feed_forward.experts.{e}.w2.weight": "mlp.experts.down",
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Field, Fixed, Read, StoredTensors
-from phalanx.spec.families.forms import FullAttention, LeadingLayers
+from phalanx.spec.families.forms import EqualLayers, LeadingLayers
 from phalanx.spec.families.llama import EXPERT_FIELDS, EXPERT_TENSORS, query_heads
 from phalanx.spec.families.qwen2 import QWEN2
 
@@ -32,7 +32,7 @@ QWEN2_MOE = replace(
         "qkv_bias": Read("attention_bias", True, words={True: "qkv", False: "none"}),
         "use_sliding_window": Fixed(False),
         "sliding_window": Field(),
-        "layer_types": FullAttention(),
+        "layer_types": EqualLayers(),
     }
     | EXPERT_FIELDS
     | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.families.family import Fixed, Read
+from phalanx.spec.families.family import Fixed, Read, Rows
 from phalanx.spec.families.forms import LeadingLayers, SwitchedWindow
 from phalanx.spec.families.llama import (
     ATTENTION_BIAS,
@@ -46,4 +46,11 @@ QWEN3_MOE = replace(
     },
     constants={"qk_norm": "head", "moe.z_loss_coef": 0.0},
     tensors=QWEN3.tensors | EXPERT_TENSORS,
+    # Those of Qwen3-VL-MoE, which its files have as [E, in, out], and transformers 5 writes as [E, out, in].
+    other_tensors={
+        "model.layers.{i}.mlp.experts.gate_up_proj": Rows(
+            "mlp.experts.gate", "mlp.experts.up", stacked=True, transposed=None
+        ),
+        "model.layers.{i}.mlp.experts.down_proj": Rows("mlp.experts.down", stacked=True, transposed=None),
+    },
 )

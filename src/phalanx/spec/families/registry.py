@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Family, Table, require_supported
 
-EXPORTED_FIRST = ("llama", "mistral", "qwen3", "qwen3_next", "mixtral")
+EXPORTED_FIRST = ("llama", "mistral", "qwen2", "qwen3", "qwen3_next", "mixtral")
 """Families that export prefers where several can express a model. The others follow in the order of their names."""
 COUNTED_FAMILIES = {"phi3": "factors of long contexts"}
 """Families that are planned but not trained, with what a plan leaves out of them: it changes neither time nor memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.spec.families.family import Field, Fixed, Read, Table
-from phalanx.spec.families.forms import NOPE, ROTARY, FullAttention, LayerTypes, Rope
+from phalanx.spec.families.forms import NOPE, ROTARY, EqualLayers, LayerTypes, Rope
 from phalanx.spec.families.llama import LLAMA, query_heads
 
 
@@ -32,6 +32,6 @@ SMOLLM3 = replace(
         "no_rope_layers": LayerTypes({1: ROTARY, 0: NOPE}, rotary_layers, ("no_rope_layer_interval",)),
         "use_sliding_window": Fixed(False),
         "sliding_window": Field(),
-        "layer_types": FullAttention(),
+        "layer_types": EqualLayers(),
     },
 )

@@ -19,6 +19,7 @@ from phalanx.spec.families.counted import counted_model_table, has_long_context_
 from phalanx.spec.families.registry import COUNTED_FAMILIES
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
+from phalanx.spec.layers import longest_sequence
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.local_paths import check_local_path
 from phalanx.spec.model import ModelSpec
@@ -177,7 +178,7 @@ def _run_of_model(table: Table) -> RunSpec:
     model = parse_table(ModelSpec, resolve_model(table["model"]), "model")
     defaults: Table = {}
     if isinstance(training := table.setdefault("training", {}), dict):
-        defaults["seq_len"] = min(model.max_seq_len, MAX_SEQ_LEN)
+        defaults["seq_len"] = min(longest_sequence(model), MAX_SEQ_LEN)
         seq_len = training.get("seq_len", defaults["seq_len"])
         if isinstance(seq_len, int) and seq_len > 1:
             # Data-parallel ranks can divide a power of two.

@@ -1,4 +1,4 @@
-"""The trained tensors of a whole model."""
+"""The trained tensors of a whole model, and the carried ones."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ def model_parameters(spec: ModelSpec) -> dict[str, Parameter]:
             parameters |= {f"blocks.{layer}.{name}": parameter for name, parameter in branch.parameters.items()}
     parameters |= describe_norm(spec, "norm").named_parameters
     return parameters if spec.tie_embeddings else parameters | {"head.weight": table}
+
+
+@lru_cache
+def carried_tensors(spec: ModelSpec) -> dict[str, Parameter]:
+    """Return the tensors by name that are loaded and saved with a model, but have no effect on training.
+
+    Why: `docs/design/decisions/carried-tensors.md`."""
+    return {
+        f"blocks.{layer}.{branch.part.name}.{name}": tensor
+        for layer, block in enumerate(blocks(spec))
+        for branch in block
+        for name, tensor in branch.part.carried.items()
+    }

@@ -295,6 +295,8 @@ class Part:
     """attention: any mixer of tokens. merge: the input of a layer for multi-token prediction."""
     input: Value
     operations: list[Operation] = field(default_factory=list)
+    carried: dict[str, Parameter] = field(default_factory=dict)
+    """Tensors that are loaded and saved with the model, without use in training, by their names in the part."""
 
     def linear(
         self,

@@ -96,11 +96,12 @@ def delta_rule(
     `score_flops` are those of the scores of queries and keys; the others are those of reads of a state by both, their
     corrections, outputs, and updates of the state."""
     q, k, v, *_ = inputs
-    keys, values = k.cut, v.cut
+    keys = k.cut
+    values = v.cut
     assert keys
     assert values
-    K, V = keys.unit, values.unit
-    state = replace(values, unit=K * V)
+    state_size = keys.unit * values.unit
+    state = replace(values, unit=state_size)
     return ScanCore(
         reads=inputs,
         writes=Value(values.width, values),
@@ -110,7 +111,7 @@ def delta_rule(
         segment_values=segment_values,
         chunk_values=chunk_values,
         pair_values=pair_values,
-        flops=(score_flops, ScanFlops(values, per_token=6 * K * V, per_pair=4 * V)),
+        flops=(score_flops, ScanFlops(values, per_token=6 * state_size, per_pair=4 * values.unit)),
         parameters={
             "query_taps": Parameter((q.width, kernel_size), "taps", cut=keys),
             "key_taps": Parameter((k.width, kernel_size), "taps", cut=keys),

@@ -7,15 +7,30 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.parts.mixers.mixer import Mixer
-from phalanx.spec.parts.operations import AttentionCore, Cut, GatherTokens, Part, Value
+from phalanx.spec.parts.operations import AttentionCore, Cut, GatherTokens, Parameter, Part, Value
 
 if TYPE_CHECKING:
     from phalanx.spec.model import ModelSpec
 
 LATENT_NORM_EPS = 1e-6
 """Added to the mean square of a latent, whatever the other norms add, as in the released code."""
+
+
+class IndexerSpec(Spec):
+    """The indexer of sparse attention, which chooses the keys that a query sees (DeepSeek-V3.2-Exp, section 2.1).
+
+    Up to `top_k` tokens it chooses all of them, and attention is dense. Phalanx trains such sequences only. The tensors
+    of the indexer are then loaded and saved with the model, and not trained."""
+
+    num_heads: int = Field(gt=0, examples=[64])
+    """Heads of its queries, which have one key together."""
+    head_dim: int = Field(gt=0, examples=[128])
+    """Width of a head."""
+    top_k: int = Field(gt=0, examples=[2048])
+    """Keys that a query sees at most."""
 
 
 class LatentAttention(Mixer):
@@ -40,6 +55,13 @@ class LatentAttention(Mixer):
     """Channels of a head that are rotated, and have one key for all heads. The others of `head_dim` do not."""
     value_dim: int = Field(gt=0, examples=[128])
     """Width of a head's values."""
+    indexer: IndexerSpec | None = Field(None, examples=[{"num_heads": 64, "head_dim": 128, "top_k": 2048}])
+    """Indexer of sparse attention (DeepSeek-V3.2, GLM-5)."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens up to which sparse attention is dense."""
+        return self.indexer.top_k if self.indexer else None
 
     @property
     def rotary_width(self) -> int:
@@ -57,6 +79,9 @@ class LatentAttention(Mixer):
         if self.value_dim > layer.head_dim:
             problem = f"exceeds head_dim ({layer.head_dim}), the width of queries and keys"
             raise UserError("mixer.value_dim", self.value_dim, problem, "use a smaller value_dim")
+        if self.indexer and not self.query_rank:
+            problem = "requires the latent of queries, of which its queries are products"
+            raise UserError("mixer.indexer", None, problem, "set mixer.query_rank")
         if layer.rope.fraction != 1:
             raise UserError("rope.fraction", layer.rope.fraction, "has no effect with mixer.rope_dim", "remove it")
 
@@ -94,4 +119,16 @@ class LatentAttention(Mixer):
             )
         )
         part.linear("wo", out, bias=layer.attention_bias == "all", init="output")
+        if self.indexer and self.query_rank:
+            num_heads = self.indexer.num_heads
+            width = self.indexer.head_dim
+            tensors = {
+                "indexer_queries": Parameter((num_heads * width, self.query_rank)),
+                "indexer_keys": Parameter((width, layer.hidden_size)),
+                "indexer_key_norm": Parameter((width,), "ones"),
+                "indexer_key_bias": Parameter((width,), "zeros"),
+                # transformers keeps it in fp32 (`deepseek_v32:DeepseekV32PreTrainedModel`).
+                "indexer_weights": Parameter((num_heads, layer.hidden_size), is_precise=True),
+            }
+            part.carried.update(tensors)
         return part

@@ -25,6 +25,11 @@ class Mixer(Spec):
         """Number of a head's channels that are rotated."""
         return 0
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a sequence up to which the mixer is computed exactly; None: any number."""
+        return None
+
     def check(self, layer: ModelSpec) -> None:
         """Raise UserError if a layer (`spec.layers`) with these fields cannot have the mixer."""
 
