@@ -218,10 +218,38 @@ class Transformer(nn.Module):
         # One call, because FSDP2 would gather the first blocks again in another.
         tokens = tokens_BT if ahead is None else torch.cat([tokens_BT, *ahead.tokens])
         x_BTD, *embeddings = self.embed(tokens, documents).split(len(tokens_BT))
+        return self.finish(list(self.blocks)[: self.spec.num_layers], x_BTD, documents, head, ahead, embeddings)
+
+    def finish(
+        self,
+        blocks: Iterable[nn.Module],
+        x_BTD: Tensor,
+        documents: Documents | None,
+        head: HeadFunction | None,
+        ahead: Ahead | None,
+        embeddings: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits after the last blocks of the model, and the auxiliary loss of these.
+
+        `embeddings` are those of the tokens of `ahead`, [B, T, D]."""
         context = self.sequence_context(x_BTD, documents)
-        model_blocks = list(self.blocks)[: self.spec.num_layers]
-        x_BTD, auxiliary = self.run_blocks(model_blocks, x_BTD, context)
-        return self.apply_head(x_BTD, auxiliary, context, head, ahead, embeddings)
+        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, context)
+        self.wait_for_parameters(self)
+        x_BTD = self.norm(x_BTD)
+        inputs = [x_BTD]
+        for block, embedding in zip(self._prediction_blocks if ahead else (), embeddings, strict=True):
+            x_BTD, block_auxiliary = self.run_blocks([block], x_BTD, context, embedding_BTD=embedding)
+            auxiliary = auxiliary + block_auxiliary
+            inputs.append(x_BTD)
+        del context  # its positions
+        out, *losses = self.apply_head(inputs, [head or self.logits, *(ahead.losses if ahead else ())])
+        auxiliary = sum(losses, self.sum_auxiliary(auxiliary))
+        return (out if head else cap_logits(out, self.spec.logits_softcap)), auxiliary
+
+    @property
+    def _prediction_blocks(self) -> list[nn.Module]:
+        """The blocks for multi-token prediction, which are the last ones."""
+        return list(self.blocks.children())[-(self.spec.num_logits - 1) :]
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         """Return the input of the first block, [B, T, D]. Raises UserError for more tokens than mixers compute."""
@@ -252,36 +280,13 @@ class Transformer(nn.Module):
                 auxiliary = auxiliary + block_auxiliary
         return x_BTD, auxiliary
 
-    def apply_head(
-        self,
-        x_BTD: Tensor,
-        auxiliary: Tensor,
-        context: SequenceContext,
-        head: HeadFunction | None,
-        ahead: Ahead | None,
-        embeddings: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logits of the last block's output, [B, T, V], and the auxiliary loss of all blocks.
-
-        The result of `head`, which caps them itself, replaces the logits. `embeddings` are those of the tokens of
-        `ahead`, and `auxiliary` is the loss of the blocks so far."""
-        self.wait_for_parameters(self)
-        x_BTD = self.norm(x_BTD)
-        inputs = [x_BTD]
-        functions = [head or self.logits]
-        if ahead is not None:
-            predicting = list(self.blocks.children())[-len(ahead.losses) :]
-            for block, embedding, loss in zip(predicting, embeddings, ahead.losses, strict=True):
-                x_BTD, block_auxiliary = self.run_blocks([block], x_BTD, context, embedding_BTD=embedding)
-                auxiliary = auxiliary + block_auxiliary
-                inputs.append(x_BTD)
-                functions.append(loss)
+    def apply_head(self, inputs: Sequence[Tensor], functions: Sequence[HeadFunction]) -> list[Tensor]:
+        """Return the result of each input's function of it, [B, T, D], and the head's matrix."""
         if self.spec.logits_divisor != 1:
             inputs = [x / self.spec.logits_divisor for x in inputs]
-        multiply = partial(multiply_with, self.head_weight) if self.spec.tie_embeddings else self.head
-        out, *losses = multiply(inputs, functions)
-        auxiliary = sum(losses, self.sum_auxiliary(auxiliary))
-        return (out if head else cap_logits(out, self.spec.logits_softcap)), auxiliary
+        if self.spec.tie_embeddings:
+            return multiply_with(self.head_weight, inputs, functions)
+        return cast(list[Tensor], self.head(inputs, functions))
 
     @property
     def head_weight(self) -> Tensor:

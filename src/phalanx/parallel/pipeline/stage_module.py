@@ -62,11 +62,10 @@ class StageModule(Transformer):
 
         The input is [B, T, D], for the first stage the tokens, [B, T]. The result of `head` replaces the logits."""
         x_BTD = self.embed(x, documents) if stage == 0 else x
-        context = self.sequence_context(x_BTD, documents)
         layers = (layer for layer in self.layers[stage] if layer < self.spec.num_layers)
         blocks = [self.blocks[str(layer)] for layer in layers]  # type: ignore[call-overload]
-        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, context)
-        if stage < self.last:
-            return x_BTD, self.sum_auxiliary(auxiliary)
-        embeddings = () if ahead is None else self.embed(torch.cat([*ahead.tokens]), documents).split(len(x_BTD))
-        return self.apply_head(x_BTD, auxiliary, context, head, ahead, embeddings)
+        if stage == self.last:
+            embeddings = () if ahead is None else self.embed(torch.cat([*ahead.tokens]), documents).split(len(x_BTD))
+            return self.finish(blocks, x_BTD, documents, head, ahead, embeddings)
+        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, self.sequence_context(x_BTD, documents))
+        return x_BTD, self.sum_auxiliary(auxiliary)
