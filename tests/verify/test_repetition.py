@@ -194,5 +194,16 @@ def test_traced_actions_precede_their_repetitions_and_are_of_their_kind(schedule
         assert micros["B"] | micros["I"] <= micros["F"]
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_pass_in_which_the_sum_of_an_embedding_of_both_ends_becomes_fp32_is_traced(schedule: Any) -> None:
+    actions = list(layout_schedule(Layout(pp=4, schedule=schedule), 32).actions(0))
+    ends = {min(action.stage for action in actions), max(action.stage for action in actions)}
+    traced = traced_actions(actions, ends)
+    of_embedding = [action for action in actions if action.stage in ends and action.kind in "BI"]
+    widening = of_embedding[MAX_BF16_SUMS]
+    assert traced[widening] == widening
+    assert widening not in [model for action, model in traced.items() if action != widening]
+
+
 def _is_traced(item: tuple[Action, Action]) -> bool:
     return item[0] == item[1]

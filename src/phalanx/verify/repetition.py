@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -49,45 +49,63 @@ def few_chunks() -> Iterator[None]:
         yield
 
 
-def phases(kinds: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the phase of each pass of a step. Passes of a phase are equal from the third one on."""
-    bounds = sorted([MAX_BF16_SUMS, MAX_BF16_SUMS + 1, len(kinds) - 1])
+def phases(kinds: Sequence[str], unlike_others: int | None = None) -> list[tuple[str, int]]:
+    """Return the phase of each pass of a step. Passes of a phase are equal from the third one on.
+
+    `unlike_others` is the position of a pass that is a phase of its own."""
+    of_its_own = [MAX_BF16_SUMS] if unlike_others is None else [MAX_BF16_SUMS, unlike_others]
+    bounds = sorted([*of_its_own, *(position + 1 for position in of_its_own), len(kinds) - 1])
     return [(kind, bisect_right(bounds, position)) for position, kind in enumerate(kinds)]
 
 
-def first_of_phases(kinds: Sequence[str]) -> set[int]:
-    """Return the positions of passes that need to be traced."""
+def first_of_phases(kinds: Sequence[str], unlike_others: int | None = None) -> set[int]:
+    """Return the positions of passes that need to be traced. The arguments are those of `phases`."""
     earlier = Counter[tuple[str, int]]()
     positions = set()
-    for position, phase in enumerate(phases(kinds)):
+    for position, phase in enumerate(phases(kinds, unlike_others)):
         if earlier[phase] < NUM_TRACED:
             positions.add(position)
         earlier[phase] += 1
     return positions
 
 
-def traced_actions(actions: Sequence[Action]) -> dict[Action, Action]:
+def traced_actions(actions: Sequence[Action], embedding_stages: Collection[int] = ()) -> dict[Action, Action]:
     """Return for each action of a rank the action that is traced in its place: itself, or an equal one before it.
 
     Either all actions of a stage and micro-batch are traced, or none. Weight halves and full backward passes form one
-    sequence, because both change the sums of gradients. Forward passes and input halves are sequences of their own.
+    sequence, because both change the sums of gradients. Forward passes and input halves are sequences of their own. If
+    several `embedding_stages` add to the gradient of one embedding, its sum becomes fp32 in an earlier pass.
     """
+    of_embedding = [action for action in actions if action.stage in embedding_stages and action.kind in "BI"]
+    widening = of_embedding[MAX_BF16_SUMS] if len(of_embedding) > MAX_BF16_SUMS else None
     sequences = defaultdict[tuple[int, str], list[Action]](list)
     for action in actions:
         sequences[action.stage, "BW" if action.kind in "BW" else action.kind].append(action)
     needed = {
         (stage, sequence[position].micro)
         for (stage, _), sequence in sequences.items()
-        for position in first_of_phases([action.kind for action in sequence])
+        for position in first_of_phases([action.kind for action in sequence], _index(sequence, widening))
     }
     traced: dict[Action, Action] = {}
     for (stage, _), sequence in sequences.items():
         newest: dict[tuple[str, int], Action] = {}
-        for action, phase in zip(sequence, phases([action.kind for action in sequence]), strict=True):
+        kinds = [action.kind for action in sequence]
+        for action, phase in zip(sequence, phases(kinds, _index(sequence, widening)), strict=True):
             if (stage, action.micro) in needed:
                 newest[phase] = action
             traced[action] = newest[phase]
     return traced
+
+
+def _index(sequence: list[Action], action: Action | None) -> int | None:
+    return sequence.index(action) if action in sequence else None
+
+
+def embedding_stages(strategy: PipelineStrategy) -> set[int]:
+    """Return the stages of this rank that add to the gradient of the embedding, if there are several."""
+    stages = strategy.stages
+    ends = {0, stages.last}
+    return ends if stages.spec.reuses_embedding and ends <= stages.layers.keys() else set()
 
 
 def num_traced_micro_batches(learner: Learner, count: int) -> int:
@@ -95,7 +113,8 @@ def num_traced_micro_batches(learner: Learner, count: int) -> int:
     strategy = learner.strategy
     if not isinstance(strategy, PipelineStrategy):
         return len(first_of_phases(["FB"] * count))
-    traced = traced_actions(list(strategy.schedule_of(count).actions(strategy.rank)))
+    actions = list(strategy.schedule_of(count).actions(strategy.rank))
+    traced = traced_actions(actions, embedding_stages(strategy))
     return len({action.micro for action, traced_action in traced.items() if action == traced_action})
 
 
@@ -107,7 +126,8 @@ def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], record
     strategy = learner.strategy
     if isinstance(strategy, PipelineStrategy):
         schedule = strategy.schedule_of(len(micros))
-        passes = RepeatedPasses(strategy.passes, list(schedule.actions(strategy.rank)), recorders)
+        actions = traced_actions(list(schedule.actions(strategy.rank)), embedding_stages(strategy))
+        passes = RepeatedPasses(strategy.passes, actions, recorders)
         with mock.patch.object(strategy, "passes", passes):
             return learner.forward_backward(micros)
     repeated = RepeatedMicroBatches(learner, micros, recorders)
@@ -161,9 +181,11 @@ class RepeatedPasses(StagePasses):
     are only counted.
     """
 
-    def __init__(self, passes: StagePasses, actions: Sequence[Action], recorders: StepRecorders | None) -> None:
+    def __init__(
+        self, passes: StagePasses, traced_action: Mapping[Action, Action], recorders: StepRecorders | None
+    ) -> None:
         super().__init__(passes.data_parallel, passes.stages, passes.forward_context)
-        self._traced_action = traced_actions(actions)
+        self._traced_action = traced_action
         self._meter = None if recorders is None else recorders.memory
         self._work = RepeatedWork(passes.data_parallel, recorders)
         self._traced: dict[Action, _TracedPass] = {}
