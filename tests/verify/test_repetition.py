@@ -71,7 +71,7 @@ CASES: dict[str, tuple[int, RunSpec]] = {
     "ddp-cp": (4, repeated_run(4, 14, cp=2, data_parallel="ddp")),
     "offload": (2, repeated_run(2, 14, data_parallel="zero2", offload="cpu")),
     "1f1b-zero1": (4, repeated_run(4, 20, pp=4, data_parallel="zero1")),
-    "gpipe": (2, repeated_run(2, 14, {**SMALL, "num_layers": 2}, pp=2, schedule="gpipe")),
+    "gpipe": (2, repeated_run(2, 14, pp=2, schedule="gpipe")),
     "interleaved": (2, repeated_run(2, 16, EIGHT_LAYERS, pp=2, schedule="interleaved", virtual_stages=2)),
     "zb-h2-zero3": (4, repeated_run(4, 16, pp=2, schedule="zb-h2", data_parallel="zero3")),
     "zb-v-tied": (4, repeated_run(4, 16, {**EIGHT_LAYERS, "tie_embeddings": True}, pp=2, schedule="zb-v")),
