@@ -47,17 +47,16 @@ def read_rules() -> list[Rule]:
 def thorough_items(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the tests that `make test` leaves out."""
     thorough: set[pytest.Item] = set()
-    ids = {item: item_id(item) for item in items}
     # "covering" chooses among the tests that the other rules leave.
     for rule in sorted(read_rules(), key=lambda rule: rule.stands_for_them == "covering"):
-        matching = [item for item, name in ids.items() if name.startswith(rule.tests) and item not in thorough]
+        matching = [item for item in items if item_id(item).startswith(rule.tests) and item not in thorough]
         if rule.stands_for_them == "covering" and matching:
             features = [list(item_features(item)) for item in matching]
             chosen = covering_subset(features, [2 + item_ranks(item) for item in matching])
             thorough |= {item for index, item in enumerate(matching) if index not in chosen}
         elif rule.kept:
             beginnings = tuple(f"[{start}" for start in rule.kept)
-            thorough |= {item for item in matching if not ids[item].removeprefix(rule.tests).startswith(beginnings)}
+            thorough |= {item for item in matching if not item_id(item).removeprefix(rule.tests).startswith(beginnings)}
         else:
             thorough |= set(matching)
     return thorough
