@@ -68,6 +68,8 @@ class PeakLiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[StorageWeakRef, int] = {}
+        self.bytes = 0
+        """Bytes of these storages, some of which may have been freed."""
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,9 +78,14 @@ class PeakLiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in input_storages:
                 storage = tensor.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        self.sizes = {reference: size for reference, size in self.sizes.items() if not reference.expired()}
-        self.peak = max(self.peak, sum(self.sizes.values()))
+                reference = StorageWeakRef(storage)
+                self.bytes += storage.nbytes() - self.sizes.get(reference, 0)
+                self.sizes[reference] = storage.nbytes()
+        # Without freed storages these may be a new peak: looking for them after each call would take most of the time.
+        if self.bytes > self.peak:
+            self.sizes = {reference: size for reference, size in self.sizes.items() if not reference.expired()}
+            self.bytes = sum(self.sizes.values())
+            self.peak = max(self.peak, self.bytes)
         return outputs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -84,6 +85,12 @@ def compute(attend: Callable[..., Tensor], case: AttentionCase, dtype: torch.dty
     sinks = leaves[3] if case.sinks else None
     out = attend(*leaves[:3], case.starts, case.window, sinks, case.softcap)
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+
+
+@cache
+def compute_from_all_scores(case: AttentionCase) -> Sequence[Tensor]:
+    """Return the output and the gradients of `attend_to_all_scores` in fp64, for comparisons in several dtypes."""
+    return compute(attend_to_all_scores, case)
 
 
 def max_relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

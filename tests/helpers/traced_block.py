@@ -190,8 +190,8 @@ def trace_block(case: BlockCase) -> BlockNumbers:
         for module in strategy.module.modules():
             if isinstance(module, Router):
                 module.gate.register_forward_hook(lambda gate, args, logits: balanced_router_logits(logits))
-        # Blocks of usual sizes have many chunks of rows.
-        with mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", 1):
+        # Blocks of usual sizes have many chunks of rows, this one a hundred.
+        with mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", case.spec.hidden_size * max(1, case.sequence // 48)):
             return _trace(case, strategy)
     finally:
         if case.world_size > 1:

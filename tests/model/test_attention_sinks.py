@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.model import attention_sinks
 from phalanx.model.attention_sinks import attend_varlen_with_sinks
 from tests.helpers.batches import locate_documents
-from tests.helpers.reference_attention import CASES, attend_to_all_scores, compute, max_relative_error
+from tests.helpers.reference_attention import CASES, compute, compute_from_all_scores, max_relative_error
 
 
 def scores_of_packed(q: Tensor, k: Tensor, bounds: Tensor, window: int) -> Tensor:
@@ -64,5 +64,5 @@ def test_varlen_with_sinks_equals_all_scores(monkeypatch: pytest.MonkeyPatch) ->
 
     for case in CASES:
         if case.sinks:
-            error = max_relative_error(compute(attend, case), compute(attend_to_all_scores, case))
+            error = max_relative_error(compute(attend, case), compute_from_all_scores(case))
             assert error < 1e-14, case

@@ -66,16 +66,19 @@ def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, .
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=lambda value: _case_id(value) if value else "")
 def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
-    world_size: int, changes: Table, text: Path, tmp_path: Path
+    world_size: int, changes: Table, text: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """Collectives of traced and real ranks, and collectives and state of traced ranks and the plan, are equal
     on every rank; peaks of memory are within 5 %.
 
     Experts are not balanced in the first steps of a real run: with expert parallelism, sums over ranks are compared.
-    With four or more ranks and no expert parallelism, only corner ranks are traced."""
+    With four or more ranks and no expert parallelism, only corner ranks are traced, and in `make test` only the last
+    rank, whose shards have the remainders, unless ranks have other stages."""
     run = small_run(text, tmp_path, changes)
     balanced = run.layout.ep == 1
     ranks = corner_ranks(ResolvedRun(run, world_size)) if world_size >= 4 and balanced else range(world_size)
+    if balanced and run.layout.pp == 1 and not pytestconfig.getoption("all"):
+        ranks = [world_size - 1]
     traced = list(trace_ranks(ResolvedRun(run, world_size), ranks))
     real = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
     for trace in traced:

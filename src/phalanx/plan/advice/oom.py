@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -34,13 +35,21 @@ NEGLIGIBLE_FRACTION = 0.001
 class RunFootprint:
     """Cost of a run: bytes of its fullest rank, and the seconds of its step."""
 
+    run: RunSpec
     memory: RankMemory
     p_oom: float
-    step_seconds: float | None
-    """Step time; None if the planner cannot predict it.
 
-    Unknown are machines without speeds, precisions without calibration, and unsupported options.
-    """
+    @cached_property
+    def step_seconds(self) -> float | None:
+        """Step time; None if the planner cannot predict it.
+
+        Unknown are machines without speeds, precisions without calibration, and unsupported options.
+        """
+        resolved = ResolvedRun.on_cluster(self.run)
+        try:
+            return evaluate(resolved, [candidate_from_run(resolved)])[0].step_seconds
+        except UserError:
+            return None
 
     @property
     def fits(self) -> bool:
@@ -144,16 +153,7 @@ def run_footprint(run: RunSpec) -> RunFootprint:
     rank_memories = worker_memories(ResolvedRun.on_cluster(run))
     _require_known_memory(run)
     p_oom = ranks_oom_probability(run.cluster, rank_memories)
-    return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.device), p_oom, step_seconds(run))
-
-
-def step_seconds(run: RunSpec) -> float | None:
-    """Return the planner's step time, or None if it cannot predict it."""
-    resolved = ResolvedRun.on_cluster(run)
-    try:
-        return evaluate(resolved, [candidate_from_run(resolved)])[0].step_seconds
-    except UserError:
-        return None
+    return RunFootprint(run, max(rank_memories, key=lambda rank_memory: rank_memory.device), p_oom)
 
 
 def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
