@@ -49,7 +49,7 @@ def pack_rows(
 def tokens_ahead(batch: Batch, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens 1 to `count` positions after each token, and the targets of these, int64 [count, B, T].
 
-    There is no target (-100) after the end of a row or of the token's document. Tokens there repeat the row's last."""
+    Targets after the end of a row, or of the token's document, are -100. Tokens there repeat the row's last."""
     tokens = np.stack([_shift(batch.tokens, distance, "edge") for distance in range(1, count + 1)])
     targets = np.stack([_shift(batch.targets, distance, IGNORE_INDEX) for distance in range(1, count + 1)])
     if batch.document_starts is not None:

@@ -33,7 +33,7 @@ HeadFunction = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ahead:
-    """What multi-token prediction needs of a micro-batch, for each of its layers."""
+    """Inputs and losses of the layers for multi-token prediction in a micro-batch."""
 
     tokens: Tensor
     """The token after the last one that the layer before has read, [layers, B, T]."""

@@ -243,7 +243,7 @@ class Family:
     def of_mtp_layers(self, count: int) -> Family:
         """Return the family with the tensors of its layers for multi-token prediction.
 
-        Raises UserError if a checkpoint cannot have so many."""
+        Raises UserError if a checkpoint cannot have this number of them."""
         if self.mtp is None or count > (self.mtp.maximum or count):
             problem = f"is not supported by checkpoints of type {self.model_type}"
             fix = "remove model.mtp" if self.mtp is None else f"use at most {self.mtp.maximum}"
