@@ -12,7 +12,7 @@ def test_transformer_parameter_count_matches_cost_model(preset):
     spec = load_model_spec(preset)
     with torch.device("meta"):
         model = Transformer(spec)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).total
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).trained
 
 
 def test_transformer_with_tied_head_uses_embedding_weights(build_model, tokens):
