@@ -129,7 +129,9 @@ def _make_part(layer: ModelSpec, part: Part) -> PartModule:
 
 
 class Merge(PartModule):
-    """The input of a layer for multi-token prediction, W [norm e; norm x] (arXiv 2412.19437, eq. 21)."""
+    """The input of a layer for multi-token prediction, W [norm e; norm x] (arXiv 2412.19437, eq. 21).
+
+    The order is that of released weights; the paper has the stream first."""
 
     embedding_norm: nn.Module
     stream_norm: nn.Module
@@ -137,8 +139,8 @@ class Merge(PartModule):
 
     def forward(self, x_BTD: Tensor, embedding_BTD: Tensor) -> Tensor:
         """Return the product of the norms of the residual stream and of the embedding of another token, [B, T, D]."""
-        both = torch.cat([self.embedding_norm(embedding_BTD), self.stream_norm(x_BTD)], dim=-1)
-        return cast(Tensor, self.projection(both)).to(x_BTD.dtype)  # autocast would return bf16
+        normalized = torch.cat([self.embedding_norm(embedding_BTD), self.stream_norm(x_BTD)], dim=-1)
+        return cast(Tensor, self.projection(normalized)).to(x_BTD.dtype)  # autocast would return bf16
 
 
 class Embedding(nn.Embedding):

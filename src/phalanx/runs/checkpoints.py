@@ -114,6 +114,8 @@ EXPERT_SHAPE_FIELDS = (
     "latent_size",
     "router_norm",
     "expert_scales",
+    "weighs_inputs",
+    "normalize_top_k",
 )
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
@@ -464,7 +466,7 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     saved_moe = _defaults(MoESpec) | saved_model["moe"] if saved_model["moe"] else {}
     pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
     saved_mtp, current_mtp = (table["mtp"] or {} for table in (saved_model, current_model))
-    pairs += [("model.mtp.layers", saved_mtp.get("layers"), current_mtp.get("layers"))]
+    pairs += [(f"model.mtp.{name}", saved_mtp.get(name), current_mtp.get(name)) for name in ("layers", "kind")]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     saved_paths = manifest.get("implementations", {})

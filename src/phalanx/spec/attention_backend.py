@@ -102,11 +102,11 @@ def describe_attention(run: RunSpec) -> str:
     parts = ["ring of keys and values" if is_ring else str(backend)]
     if has_window(spec, seq_len):
         windows = [layer.sliding_window for layer in layer_specs(spec) if hides_keys(layer, seq_len)]
-        layers = f" in {len(windows)} of {spec.num_layers} layers" if len(windows) < spec.num_layers else ""
+        layers = f" in {len(windows)} of {spec.num_blocks} layers" if len(windows) < spec.num_blocks else ""
         parts.append(f"window {' or '.join(map(str, dict.fromkeys(windows)))}{layers}")
     chunked = [layer.attention_chunk for layer in layer_specs(spec) if has_chunks(layer, seq_len)]
     if chunked:
-        layers = f" in {len(chunked)} of {spec.num_layers} layers" if len(chunked) < spec.num_layers else ""
+        layers = f" in {len(chunked)} of {spec.num_blocks} layers" if len(chunked) < spec.num_blocks else ""
         parts.append(f"chunks of {' or '.join(map(str, dict.fromkeys(chunked)))}{layers}")
     if has_sinks(spec):
         parts.append("sinks")

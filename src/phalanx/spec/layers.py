@@ -22,8 +22,8 @@ def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
     if spec.mtp is None:
         return layers
     kind = next((kind for kind in spec.kinds if kind.name == spec.mtp.kind), None)
-    like = spec.layer_of_kind(kind) if spec.mtp.kind else layers[-1]
-    return layers + (like.model_copy(update={"mtp": spec.mtp, "layer_scalars": False}),) * spec.mtp.layers
+    layer = spec.layer_of_kind(kind) if spec.mtp.kind else layers[-1]
+    return layers + (layer.model_copy(update={"mtp": spec.mtp, "layer_scalars": False}),) * spec.mtp.layers
 
 
 def _model_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:

@@ -1,4 +1,4 @@
-"""Description of a transformer: GPT-2/3, Llama 2/3, Qwen3 and their mixtures of experts."""
+"""Description of a decoder-only transformer, dense or with experts."""
 
 from __future__ import annotations
 
@@ -488,8 +488,7 @@ class ModelSpec(Spec):
     def one_layer(self, **values: object) -> ModelSpec:
         """Return the description of one layer with some values, which are not checked."""
         one_layer: dict[str, object] = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
-        of_whole_model: dict[str, object] = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0}
-        one_layer["mtp"] = None
+        of_whole_model = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0, "mtp": None}
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
         layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
         if layer.branches == "mixer":

@@ -13,7 +13,8 @@ from torch import Tensor
 from phalanx.model.huggingface.export import export_hf
 from phalanx.model.transformer import Ahead
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model_spec
+from phalanx.spec.families.registry import families
+from phalanx.spec.files.load import load_model_spec, run_from_table
 from tests.helpers.random_models import build_model, load_model
 from tests.model.huggingface.test_checkpoint_traps import (
     EAGER,
@@ -83,15 +84,34 @@ def transformers_logits(directory: Path, ahead: Tensor) -> list[Tensor]:
         return logits
 
 
-def test_family_whose_names_have_one_layer_refuses_two(tmp_path: Path) -> None:
-    original = save_random_model(tmp_path, "qwen3_5_text", num_hidden_layers=2)
-    with pytest.raises(UserError, match=r"model\.mtp\.layers = 2 is not supported by checkpoints of type qwen3_5_text"):
-        load_model(original, mtp={"layers": 2})
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_5_text", 2), ("llama", 1)])
+def test_initial_weights_without_such_layers_are_refused_when_the_run_is_read(
+    tmp_path: Path, family: str, layers: int
+) -> None:
+    save_random_model(tmp_path, family)
+    model = {"from_hf": str(tmp_path), "mtp": {"layers": layers}}
+    with pytest.raises(UserError, match=rf"model\.mtp\.layers = {layers} is not supported by checkpoints of type {family}"):
+        run_from_table({"model": model, "data": {"tokenizer": "bytes"}})
 
 
-def test_family_without_such_layers_exports_the_others(tmp_path: Path) -> None:
+def test_checkpoint_without_its_layers_is_refused(tmp_path: Path) -> None:
+    original = save_random_model(tmp_path, "glm4_moe")
+    with pytest.raises(UserError, match=r"has no tensor model\.layers\.3[^ ]* *\n? *fix: .*remove model\.mtp"):
+        load_model(original, mtp={})
+
+
+def test_families_with_such_layers() -> None:
+    """The names of GLM and DeepSeek, which other families do not have, are not inherited."""
+    assert {name for name, family in families().items() if family.mtp} == {
+        *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3"),
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    }
+
+
+def test_family_without_such_layers_exports_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build_model(mtp={})
     export_hf(model.spec, dict(model.state_dict()), tmp_path / "exported")
+    assert "type llama cannot have 1 layer for multi-token prediction" in caplog.text
     again = load_model(tmp_path / "exported")
     state = model.state_dict()
     assert len(again.state_dict()) < len(state)

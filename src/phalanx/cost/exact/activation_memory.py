@@ -282,13 +282,12 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     temperatures = {layer.query_temperature for layer in layers if layer.query_temperature}
     table_bytes += len(temperatures) * num_positions * shape.high_precision_bytes
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    has_dense_mask = any(
-        shape.has_dense_mask(spec, layer.head_dim, layer.attention_chunk) for layer in layers if layer.attends
-    )
-    mask_bytes = shape.batch * shape.sequence**2 if has_dense_mask and recomputes else 0
-    if spec.embedding_norm and stage.first:
+    masks = {(layer.head_dim, layer.attention_chunk) for layer in layers if layer.attends}
+    num_masks = sum(shape.has_dense_mask(spec, *mask) for mask in masks)
+    mask_bytes = num_masks * shape.batch * shape.sequence**2 if recomputes else 0
+    if spec.embedding_norm:
         # Its input, and a statistic of each token.
         numbers = spec.hidden_size * shape.residual_bytes + shape.high_precision_bytes
-        token_bytes += shape.residual_tokens * numbers
+        token_bytes += stage.num_embedded(spec) * shape.residual_tokens * numbers
     saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
     return saved_bytes + token_bytes + mask_bytes

@@ -108,8 +108,9 @@ def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:
             f"use layout.schedule = {quote_names(V_SCHEDULES)}, which have both on one rank, or "
             'layout.data_parallel = "zero1"'
         )
-        field = "model.tie_embeddings" if run.model.tie_embeddings else "model.mtp.layers"
-        raise UserError(field, run.model.mtp.layers if run.model.mtp else True, problem, fix)
+        mtp = run.model.mtp
+        field, value = ("model.mtp.layers", mtp.layers) if mtp else ("model.tie_embeddings", True)
+        raise UserError(field, value, problem, fix)
 
 
 def check_divisibility(resolved: ResolvedRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,7 +23,10 @@ from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tok
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config
 from phalanx.spec.families.registry import family_of
+from phalanx.spec.formatting import plural
 from phalanx.spec.model import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 PRECISIONS = ("fp32", "bf16")
 """Precisions that can be exported."""
@@ -44,7 +48,7 @@ def export_hf(
 ) -> list[str]:
     """Write a directory for transformers' AutoModelForCausalLM and AutoTokenizer, complete or not at all.
 
-    Layers for multi-token prediction are left out if checkpoints of the model's family have none.
+    Layers for multi-token prediction are left out if checkpoints of the model's family cannot have them, with a warning.
 
     Args:
         tensors: Full parameters by Phalanx's names.
@@ -69,14 +73,18 @@ def export_hf(
         raise UserError("dtype", dtype, "is not supported", fix=f"use one of {', '.join(PRECISIONS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")
-    config = hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
+    config = _build_config(spec, source)
+    family = family_of(config)
+    if spec.mtp and (family.mtp is None or spec.mtp.layers > (family.mtp.maximum or spec.mtp.layers)):
+        layers = plural(spec.mtp.layers, "layer")
+        text = "checkpoints of type %s cannot have %s for multi-token prediction: the export leaves them out"
+        logger.warning(text, family.model_type, layers)
+        spec = spec.model_copy(update={"mtp": None})
+        config = _build_config(spec, source)
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
     source_files = {} if source is None else _list_files(source)
     texts, kept_names = _settle_files(config, spec, tokenizer, eos_id=eos_id, source=source, source_files=source_files)
-    family = family_of(config)
-    if family.mtp is None:
-        spec = spec.model_copy(update={"mtp": None})
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
@@ -97,6 +105,11 @@ def export_hf(
     finally:
         shutil.rmtree(partial_directory, ignore_errors=True)
     return [name for name in source_files if name not in kept_names and name not in GIVEN_FILES]
+
+
+def _build_config(spec: ModelSpec, source: Path | None) -> dict[str, Any]:
+    """Return the config.json of a model, with the other fields of its source."""
+    return hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
 
 
 def _list_files(folder: Path) -> dict[str, Path]:

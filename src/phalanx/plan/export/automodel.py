@@ -27,10 +27,13 @@ from phalanx.spec.pipeline_schedules import SCHEDULES
 
 unsupported = partial(unsupported_error, "automodel")
 DEGREES: dict[str, tuple[str, ...]] = {
+    "DeepseekV32ForCausalLM": ("pp", "ep"),
     "DeepseekV3ForCausalLM": ("pp", "ep"),
     "Glm4MoeForCausalLM": ("pp", "ep"),
     "Glm4MoeLiteForCausalLM": ("ep",),
+    "GlmMoeDsaForCausalLM": ("pp", "ep"),
     "GptOssForCausalLM": ("ep",),
+    "HYV3ForCausalLM": ("pp", "ep"),
     "LlamaForCausalLM": ("tp", "pp"),
     "MiniMaxM2ForCausalLM": ("pp", "ep"),
     "Ministral3ForCausalLM": ("tp", "pp"),
@@ -55,6 +58,7 @@ SUPPORTED = (
     SupportedOption("training.loss", fix="remove it"),
     SupportedOption("optimizer.name", fix='use "adamw"'),
     SupportedOption("optimizer.lr_schedule", LR_DECAY_STYLES, 'use "cosine"'),
+    SupportedOption("model.mtp", fix="remove it: its models do not train these layers with a weight"),
     SupportedOption("model.moe.capacity_factor", fix="remove it"),
     SupportedOption("model.moe.bias_update_rate", fix="set model.moe.choice_bias instead"),
     SupportedOption("layout.data_parallel", ("zero2", "zero3", "hsdp"), 'use "zero3"', NO_SERVERS),

@@ -77,7 +77,7 @@ EXPRESSED = (
     *("model.mixer.value_dim", "model.attention_scale", "model.rope.attention_factor"),
     *("model.mtp", "model.mtp.layers", "model.mtp.loss_coef"),
 )
-"""Fields that Megatron-LM expresses and other trainers do not."""
+"""Fields that Megatron-LM expresses besides those of each export."""
 
 
 def megatron(job: ExportJob) -> ExportedConfig:

@@ -197,6 +197,7 @@ DEEPSEEK_V3 = replace(
 
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
+    mtp=None,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     other_types=(),
@@ -237,10 +238,12 @@ GLM_MOE_DSA = replace(
         "indexer_types": IndexerTypes(),
         **dict.fromkeys(("indexer_rope_interleave", "index_skip_topk_offset"), Field()),
     },
+    constants=DEEPSEEK_V32.constants | {"mixer.indexer.rotates_neighbors": True},
 )
 
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
+    mtp=None,
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     other_types=(),

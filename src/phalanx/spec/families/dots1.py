@@ -27,6 +27,7 @@ class WindowOfLastLayers(LayerWindow):
 
 DOTS1 = replace(
     GLM4_MOE,
+    mtp=None,
     model_type="dots1",
     architecture="Dots1ForCausalLM",
     fields={

@@ -42,6 +42,7 @@ EXAONE4 = replace(
 
 EXAONE_MOE = replace(
     GLM4_MOE,
+    mtp=None,
     model_type="exaone_moe",
     architecture="ExaoneMoeForCausalLM",
     fields=EXAONE4.fields

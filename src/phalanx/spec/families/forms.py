@@ -384,7 +384,7 @@ class LeadingDense(LayerTypes):
 
     def words(self, name: str, config: Table, dials: Table) -> Sequence[object]:
         """Return the type of each layer."""
-        num_dense = config.get(name, self.default)
+        num_dense = config.get(name, self.default) or 0
         return ["dense" if layer < num_dense else "sparse" for layer in range(dials["num_layers"])]
 
     def write(self, name: str, spec: ModelSpec) -> Table:

@@ -66,6 +66,7 @@ GLM4_MOE = replace(
 
 SOLAR_OPEN = replace(
     GLM4_MOE,
+    mtp=None,
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
     fields={name: field for name, field in GLM4_MOE.fields.items() if name != "partial_rotary_factor"}

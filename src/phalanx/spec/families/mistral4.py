@@ -47,6 +47,7 @@ def _rotated_share(dials: Table) -> float:
 
 MISTRAL4 = replace(
     DEEPSEEK_V3,
+    mtp=None,
     model_type="mistral4",
     architecture="Mistral4ForCausalLM",
     other_types=(),

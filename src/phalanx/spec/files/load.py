@@ -16,7 +16,8 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.families.config_json import model_table
 from phalanx.spec.families.counted import counted_model_table, has_long_context_factors
-from phalanx.spec.families.registry import COUNTED_FAMILIES
+from phalanx.spec.families.registry import COUNTED_FAMILIES, family_of
+from phalanx.spec.families.wrappers import text_config
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layers import longest_sequence
@@ -373,7 +374,10 @@ def resolve_model(table: Table) -> Table:
     if not config.is_file():
         problem = f"has no {config.name}"
         raise UserError("model.from_hf", source, problem, "use a directory that save_pretrained has written")
-    return merge_model(model_table(read_json(config)), table)
+    known = read_json(config)
+    if isinstance(table.get("mtp"), dict):
+        family_of(text_config(known)).of_mtp_layers(table["mtp"].get("layers", 1))
+    return merge_model(model_table(known), table)
 
 
 def merge_model(source: Table, table: Table) -> Table:

@@ -95,8 +95,8 @@ def describe_merge(layer: ModelSpec) -> Part:
     embedding = part.add(LookUp(reads=(), writes=residual_stream(layer)))
     names = {"embedding_norm": embedding, "stream_norm": part.input}
     norms = [part.add(describe_norm(layer, name, x, replace(x))) for name, x in names.items()]
-    both = part.add(Concatenate(reads=tuple(norms), writes=Value(2 * layer.hidden_size, tokens="residual")))
-    part.linear("projection", both)
+    normalized = part.add(Concatenate(reads=tuple(norms), writes=Value(2 * layer.hidden_size, tokens="residual")))
+    part.linear("projection", normalized)
     return part
 
 

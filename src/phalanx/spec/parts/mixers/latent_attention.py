@@ -31,6 +31,8 @@ class IndexerSpec(Spec):
     """Width of a head."""
     top_k: int = Field(gt=0, examples=[2048])
     """Keys that a query sees at most."""
+    rotates_neighbors: bool = False
+    """Neighboring channels of its queries and keys are rotated together, not those of two halves (GLM-5)."""
 
 
 class LatentAttention(Mixer):
