@@ -103,6 +103,7 @@ def test_hf_config_round_trips_model_presets(preset):
     expected = spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
     assert layer_specs(reread) == layer_specs(expected)
     assert reread == expected or spec.layers
+    require_known_fields(hf_config(spec))
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
