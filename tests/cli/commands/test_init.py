@@ -100,10 +100,13 @@ def test_run_file_template_commented_keys_equal_defaults():
     begin = lines.index("# [model.moe]")
     moe = slice(begin, lines.index("", begin))
     temperature = range(lines.index("# [model.query_temperature]"), lines.index("[model.rope]"))
+    first = lines.index("# [model.mtp]")
+    mtp = range(first, lines.index("", first))
     swarm = lines.index("# [swarm]")  # [swarm] and its tables below
     for number, line in enumerate(lines[:swarm]):
         key = re.match(r"# (\w+) = ", line)
-        if key and key[1] not in examples and not moe.start <= number < moe.stop and number not in temperature:
+        is_in_table = moe.start <= number < moe.stop or number in temperature or number in mtp
+        if key and key[1] not in examples and not is_in_table:
             table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
             assert run_from_table(table) == DEFAULTS, line
     # Without shared experts, their width has no effect.

@@ -90,7 +90,9 @@ def test_initial_weights_without_such_layers_are_refused_when_the_run_is_read(
 ) -> None:
     save_random_model(tmp_path, family)
     model = {"from_hf": str(tmp_path), "mtp": {"layers": layers}}
-    with pytest.raises(UserError, match=rf"model\.mtp\.layers = {layers} is not supported by checkpoints of type {family}"):
+    with pytest.raises(
+        UserError, match=rf"model\.mtp\.layers = {layers} is not supported by checkpoints of type {family}"
+    ):
         run_from_table({"model": model, "data": {"tokenizer": "bytes"}})
 
 
