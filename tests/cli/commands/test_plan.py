@@ -405,7 +405,7 @@ def test_plan_reports_written_files_on_stderr(run, tmp_path):
         (("export", "RUN", "--to", "megatrom"), r"--to = 'megatrom' is not known\s+fix: use one of megatron, torchti"),
         (
             ("export", "RUN", "--to", "nanotron", "--set", "model.preset=mixtral-8x7b"),
-            "model.moe cannot be(.|\n)*trainers for the unchanged run: Megatron-LM, torchtitan, NeMo Automodel, DeepSpeed$",
+            "model.moe cannot be(.|\n)*for the unchanged run: Megatron-LM, torchtitan, NeMo Automodel, DeepSpeed$",
         ),
         (("compare", "RUN", "tp=3"), r"layout\.tp = 3"),
         (("compare", "RUN", "tp:3"), "is not of the form KEY=VALUE"),

@@ -48,7 +48,7 @@ def export_hf(
 ) -> list[str]:
     """Write a directory for transformers' AutoModelForCausalLM and AutoTokenizer, complete or not at all.
 
-    Layers for multi-token prediction are left out if checkpoints of the model's family cannot have them, with a warning.
+    Layers for multi-token prediction are left out, with a warning, if checkpoints of the family cannot have them.
 
     Args:
         tensors: Full parameters by Phalanx's names.
