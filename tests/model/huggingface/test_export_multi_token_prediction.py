@@ -96,6 +96,13 @@ def test_initial_weights_without_such_layers_are_refused_when_the_run_is_read(
         run_from_table({"model": model, "data": {"tokenizer": "bytes"}})
 
 
+def test_wrong_number_of_layers_is_refused_by_name(tmp_path: Path) -> None:
+    save_random_model(tmp_path, "qwen3_5_text")
+    model = {"from_hf": str(tmp_path), "mtp": {"layers": "two"}}
+    with pytest.raises(UserError, match=r"model\.mtp\.layers = 'two' must be a valid integer"):
+        run_from_table({"model": model, "data": {"tokenizer": "bytes"}})
+
+
 def test_checkpoint_without_its_layers_is_refused(tmp_path: Path) -> None:
     original = save_random_model(tmp_path, "glm4_moe")
     with pytest.raises(UserError, match=r"has no tensor model\.layers\.3[^ ]* *\n? *fix: .*remove model\.mtp"):

@@ -23,7 +23,7 @@ from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_tab
 from phalanx.spec.layers import longest_sequence
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.local_paths import check_local_path
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, MtpSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec, TrainingSpec
 
 ENVIRONMENT_PREFIX = "PHALANX_"
@@ -376,7 +376,8 @@ def resolve_model(table: Table) -> Table:
         raise UserError("model.from_hf", source, problem, "use a directory that save_pretrained has written")
     known = read_json(config)
     if isinstance(table.get("mtp"), dict):
-        family_of(text_config(known)).of_mtp_layers(table["mtp"].get("layers", 1))
+        mtp = parse_table(MtpSpec, table["mtp"], "model.mtp")
+        family_of(text_config(known)).of_mtp_layers(mtp.layers)
     return merge_model(model_table(known), table)
 
 
