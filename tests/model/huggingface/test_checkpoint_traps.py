@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -528,6 +529,12 @@ def test_published_words_of_kimi_linear_equal_transformers(tmp_path):
     assert_logits_equal(tmp_path)
 
 
+def pop_stacks(tensors: dict[str, torch.Tensor], experts: str) -> Iterator[torch.Tensor]:
+    """Take the matrices of four experts out of the tensors of a checkpoint, and yield the three stacks of them."""
+    for name in ("gate", "up", "down"):
+        yield torch.stack([tensors.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
+
+
 def test_stacked_experts_of_a_multimodal_file_equal_transformers(tmp_path):
     """Published files of Qwen3.5 have stacks of experts, transformers saves each."""
     expected = transformers_logits(save_random_model(tmp_path, "qwen3_5_moe_text"))
@@ -535,10 +542,7 @@ def test_stacked_experts_of_a_multimodal_file_equal_transformers(tmp_path):
     tensors = load_file(file)
     for layer in range(3):
         experts = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
-            for name in ("gate", "up", "down")
-        )
+        gate, up, down = pop_stacks(tensors, experts)
         tensors[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
         tensors[f"{experts}.down_proj"] = down
     renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
@@ -659,10 +663,7 @@ def test_stacked_experts_of_qwen3_vl_are_read_in_both_forms(tmp_path, transposed
     tensors = load_file(file)
     for layer in range(2):
         experts = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
-            for name in ("gate", "up", "down")
-        )
+        gate, up, down = pop_stacks(tensors, experts)
         for name, stack in (("gate_up_proj", torch.cat((gate, up), dim=1)), ("down_proj", down)):
             tensors[f"{experts}.{name}"] = stack.mT.contiguous() if transposed else stack
     save_file(tensors, file, metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -65,19 +66,28 @@ def convolve(x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
     return F.silu(out)
 
 
+def assert_rule_equals_recurrence(
+    inputs: Sequence[Tensor],
+    starts: Tensor | None,
+    parameters: Sequence[Tensor],
+    output_tolerance: float,
+    gradient_tolerance: float,
+) -> None:
+    out, expected = gated_delta(*inputs, starts, *parameters), recurrence(inputs, starts, parameters)
+    torch.testing.assert_close(out, expected, rtol=0, atol=output_tolerance)
+    gradient = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad(each, [*inputs, *parameters], gradient) for each in (out, expected))
+    for grad, expected_grad in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=gradient_tolerance, atol=gradient_tolerance)
+
+
 @pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_rule_and_its_gradients_equal_the_recurrence(tokens: int, masked: bool, by_channel: bool) -> None:
     inputs, parameters = random_arguments(tokens, by_channel)
     starts = random_starts(tokens) if masked else None
-    out = gated_delta(*inputs, starts, *parameters)
-    expected = recurrence(inputs, starts, parameters)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    gradient = torch.randn_like(out)
-    ours, theirs = (torch.autograd.grad(each, [*inputs, *parameters], gradient) for each in (out, expected))
-    for grad, expected_grad in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-11, atol=1e-11)
+    assert_rule_equals_recurrence(inputs, starts, parameters, output_tolerance=1e-13, gradient_tolerance=1e-11)
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
@@ -89,12 +99,7 @@ def test_strong_and_weak_decays_do_not_overflow(by_channel: bool) -> None:
         inputs[3][:, :100, :, 0] = -12.0
         parameters[3].fill_(math.log(16))
         parameters[4].zero_()
-    out, expected = gated_delta(*inputs, None, *parameters), recurrence(inputs, None, parameters)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    gradient = torch.randn_like(out)
-    ours, theirs = (torch.autograd.grad(each, [*inputs, *parameters], gradient) for each in (out, expected))
-    for grad, expected_grad in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-10)
+    assert_rule_equals_recurrence(inputs, None, parameters, output_tolerance=1e-10, gradient_tolerance=1e-10)
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
