@@ -205,5 +205,5 @@ def _make_micro_batches(learner: Learner) -> Iterator[MicroBatch]:
     for begin, end in pairwise([*range(0, rows, batch.micro_batch_size), rows]):
         ids, targets = (torch.empty(end - begin, num_local_tokens, device=learner.device).long() for _ in range(2))
         masked = Documents.whole_rows(end - begin, sequence, learner.device) if run.data.mask_documents else None
-        ahead = torch.empty(run.model.num_logits - 1, *ids.shape, device=learner.device).long()
+        ahead = torch.empty(run.model.num_prediction_layers, *ids.shape, device=learner.device).long()
         yield MicroBatch(ids, targets, masked, ahead, ahead)

@@ -49,20 +49,19 @@ def few_chunks() -> Iterator[None]:
         yield
 
 
-def phases(kinds: Sequence[str], unlike_others: int | None = None) -> list[tuple[str, int]]:
+def phases(kinds: Sequence[str], widening: Sequence[int] = (MAX_BF16_SUMS,)) -> list[tuple[str, int]]:
     """Return the phase of each pass of a step. Passes of a phase are equal from the third one on.
 
-    `unlike_others` is the position of a pass that is a phase of its own."""
-    of_its_own = [MAX_BF16_SUMS] if unlike_others is None else [MAX_BF16_SUMS, unlike_others]
-    bounds = sorted([*of_its_own, *(position + 1 for position in of_its_own), len(kinds) - 1])
+    `widening` are the positions of passes in which sums become fp32, each a phase of its own."""
+    bounds = sorted([*widening, *(position + 1 for position in widening), len(kinds) - 1])
     return [(kind, bisect_right(bounds, position)) for position, kind in enumerate(kinds)]
 
 
-def first_of_phases(kinds: Sequence[str], unlike_others: int | None = None) -> set[int]:
+def first_of_phases(kinds: Sequence[str], widening: Sequence[int] = (MAX_BF16_SUMS,)) -> set[int]:
     """Return the positions of passes that need to be traced. The arguments are those of `phases`."""
     earlier = Counter[tuple[str, int]]()
     positions = set()
-    for position, phase in enumerate(phases(kinds, unlike_others)):
+    for position, phase in enumerate(phases(kinds, widening)):
         if earlier[phase] < NUM_TRACED:
             positions.add(position)
         earlier[phase] += 1
@@ -77,28 +76,28 @@ def traced_actions(actions: Sequence[Action], embedding_stages: Collection[int] 
     several `embedding_stages` add to the gradient of one embedding, its sum becomes fp32 in an earlier pass.
     """
     of_embedding = [action for action in actions if action.stage in embedding_stages and action.kind in "BI"]
-    widening = of_embedding[MAX_BF16_SUMS] if len(of_embedding) > MAX_BF16_SUMS else None
+    widens_embedding = of_embedding[MAX_BF16_SUMS : MAX_BF16_SUMS + 1]
     sequences = defaultdict[tuple[int, str], list[Action]](list)
     for action in actions:
         sequences[action.stage, "BW" if action.kind in "BW" else action.kind].append(action)
+    widening = {
+        key: [MAX_BF16_SUMS, *(sequence.index(action) for action in widens_embedding if action in sequence)]
+        for key, sequence in sequences.items()
+    }
     needed = {
-        (stage, sequence[position].micro)
-        for (stage, _), sequence in sequences.items()
-        for position in first_of_phases([action.kind for action in sequence], _index(sequence, widening))
+        (key[0], sequence[position].micro)
+        for key, sequence in sequences.items()
+        for position in first_of_phases([action.kind for action in sequence], widening[key])
     }
     traced: dict[Action, Action] = {}
-    for (stage, _), sequence in sequences.items():
+    for key, sequence in sequences.items():
         newest: dict[tuple[str, int], Action] = {}
         kinds = [action.kind for action in sequence]
-        for action, phase in zip(sequence, phases(kinds, _index(sequence, widening)), strict=True):
-            if (stage, action.micro) in needed:
+        for action, phase in zip(sequence, phases(kinds, widening[key]), strict=True):
+            if (key[0], action.micro) in needed:
                 newest[phase] = action
             traced[action] = newest[phase]
     return traced
-
-
-def _index(sequence: list[Action], action: Action | None) -> int | None:
-    return sequence.index(action) if action in sequence else None
 
 
 def embedding_stages(strategy: PipelineStrategy) -> set[int]:
