@@ -251,7 +251,7 @@ class Transformer(nn.Module):
     @property
     def _prediction_blocks(self) -> list[nn.Module]:
         """The blocks for multi-token prediction, which are the last ones."""
-        return list(self.blocks.children())[-(self.spec.num_logits - 1) :]
+        return list(self.blocks.children())[-self.spec.num_prediction_layers :]
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         """Return the input of the first block, [B, T, D]. Raises UserError for more tokens than mixers compute."""

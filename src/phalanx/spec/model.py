@@ -552,12 +552,17 @@ class ModelSpec(Spec):
     @property
     def num_blocks(self) -> int:
         """Number of layers in training: those of the model, and those for multi-token prediction."""
-        return self.num_layers + (self.mtp.layers if self.mtp else 0)
+        return self.num_layers + self.num_prediction_layers
+
+    @property
+    def num_prediction_layers(self) -> int:
+        """Number of layers for multi-token prediction."""
+        return self.mtp.layers if self.mtp else 0
 
     @property
     def num_logits(self) -> int:
         """Number of predictions of a token in training: the next one, and those of multi-token prediction."""
-        return 1 + (self.mtp.layers if self.mtp else 0)
+        return 1 + self.num_prediction_layers
 
     @property
     def reuses_embedding(self) -> bool:

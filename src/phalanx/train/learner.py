@@ -187,17 +187,14 @@ class Learner:
             losses = [partial(self._mtp_loss, micro, targets, weight) for targets in micro.targets_ahead]
             ahead = Ahead(micro.tokens_ahead, losses)
         if self.loss is None:
-            return self._compute_cross_entropy(model, micro, ahead)
+            return self.compute_held_out_loss(model, micro, ahead)
         logits, auxiliary = self._run_model(model, micro, ahead=ahead)
         return self.loss(logits, micro.targets, IGNORE_INDEX), auxiliary
 
-    def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
-        return self._compute_cross_entropy(model, micro)
-
-    def _compute_cross_entropy(
+    def compute_held_out_loss(
         self, model: Callable[..., Any], micro: MicroBatch, ahead: Ahead | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
         data_parallel = self.strategy.data_parallel
         head = data_parallel.head_loss(micro.targets, IGNORE_INDEX)
         if head is not None:

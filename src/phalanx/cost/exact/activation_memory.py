@@ -59,7 +59,7 @@ class StageBlocks:
 
     def num_embedded(self, spec: ModelSpec) -> int:
         """Return the number of tokens that the stage embeds for each of its tokens."""
-        return int(self.first) + (spec.num_logits - 1 if self.last else 0)
+        return int(self.first) + (spec.num_prediction_layers if self.last else 0)
 
     def num_offloaded(self, shape: ForwardShape) -> int:
         """Return the number of recomputed blocks, the last ones, whose inputs are in CPU memory.

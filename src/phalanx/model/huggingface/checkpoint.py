@@ -5,7 +5,7 @@ Safetensors and JSON only; transformers itself is not needed."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -133,7 +133,8 @@ def _stored_names(
         alternatives += [name.replace(".layers.", ".blocks.") for name in alternatives if is_wrapped]
         name = next((name for name in alternatives if name in weights), None)
         if name is None:
-            is_of_mtp = family.mtp is not None and hf_name.endswith(tuple(_endings(family.mtp.tensors)))
+            endings = tuple(name.rpartition("{i}")[2] for name in (family.mtp.tensors if family.mtp else ()))
+            is_of_mtp = hf_name.endswith(endings)
             raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", MTP_FIX if is_of_mtp else SHAPE_FIX)
         names[hf_name] = name
     other = sorted(set(weights) - set(names.values()) - ({HEAD} if tied else set()))
@@ -145,11 +146,6 @@ def _stored_names(
         note = " (transformers drops it too, as config.json has no bias)" * unread[0].endswith(".bias")
         raise UserError(FIELD, unread[0], f"is not used by the model{note}{more}", fix=SHAPE_FIX)
     return names
-
-
-def _endings(names: Iterable[str]) -> Iterator[str]:
-    """Yield what follows the layer in names of tensors."""
-    return (name.rpartition("{i}")[2] for name in names)
 
 
 def _read_tensor(file: Any, name: str, expert: int | None) -> Tensor:

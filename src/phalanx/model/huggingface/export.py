@@ -75,7 +75,7 @@ def export_hf(
         raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")
     config = _build_config(spec, source)
     family = family_of(config)
-    if spec.mtp and (family.mtp is None or spec.mtp.layers > (family.mtp.maximum or spec.mtp.layers)):
+    if spec.mtp and not family.has_mtp_layers(spec.mtp.layers):
         layers = plural(spec.mtp.layers, "layer")
         text = "checkpoints of type %s cannot have %s for multi-token prediction: the export leaves them out"
         logger.warning(text, family.model_type, layers)

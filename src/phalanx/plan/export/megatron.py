@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from phalanx.plan.export.common import (
     ACTIVATION_OUTPUTS,
+    LATENT_ATTENTION_FIELDS,
     NO_MUON,
     NO_SERVERS,
     ExportedConfig,
@@ -73,8 +74,7 @@ SUPPORTED = (
 EXPRESSED = (
     *("model.rope.fraction", "model.moe.routed_scale", "model.moe.num_groups", "model.moe.top_groups"),
     *("model.moe.shared_ffn_size", "model.moe.shared_gate", "model.moe.choice_bias"),
-    *("model.mixer", "model.mixer.latent_rank", "model.mixer.query_rank", "model.mixer.rope_dim"),
-    *("model.mixer.value_dim", "model.attention_scale", "model.rope.attention_factor"),
+    *(LATENT_ATTENTION_FIELDS - {"model.rope.truncate"}),
     *("model.mtp", "model.mtp.layers", "model.mtp.loss_coef"),
 )
 """Fields that Megatron-LM expresses besides those of each export."""
@@ -323,7 +323,7 @@ def _model_parallel_flags(job: ExportJob) -> Flags:
     sizes = job.dims
     mtp = job.run.model.mtp
     has_equal_stages = mtp is None and len({len(layers) for layers in job.stages}) == 1
-    letters = "t" * job.run.model.num_layers + "m" * (mtp.layers if mtp else 0)
+    letters = "t" * job.run.model.num_layers + "m" * job.run.model.num_prediction_layers
     pipeline_layout = "|".join(letters[layers.start : layers.stop] for layers in job.stages)
     # core/parallel_state.py: otherwise experts and other parameters need an equal number of data-parallel ranks.
     expert_shards = sizes.ep if sizes.ep > 1 else sizes.tp

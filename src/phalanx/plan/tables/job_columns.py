@@ -27,7 +27,7 @@ from phalanx.spec.formatting import GIB
 from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
-from phalanx.spec.parts.block import Block, blocks
+from phalanx.spec.parts.block import Block, blocks, mixer_branch
 from phalanx.spec.parts.flops import core_flops
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
@@ -109,9 +109,10 @@ class KernelSizes(NamedTuple):
     def of_layer(cls, layer: ModelSpec, block: Block, sequence: int) -> KernelSizes:
         """Return the sizes of a layer, which are 0 for a branch that it does not have."""
         ffn = layer.ffn_hidden_size if any(branch.part.kind in ("mlp", "experts") for branch in block) else 0
-        mixer = next((branch.part for branch in block if branch.part.cores), None)
-        if mixer is None:
+        branch = mixer_branch(block)
+        if branch is None:
             return cls(0, 0, layer.head_dim, layer.head_dim, ffn, False)
+        mixer = branch.part
         (core,) = mixer.cores
         if layer.attends:
             _, kv_heads, value_heads = (value.cut for value in core.reads)

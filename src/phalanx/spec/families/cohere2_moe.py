@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.cohere import COHERE2
 from phalanx.spec.families.family import Field, Read, Table, any_value, require_supported
-from phalanx.spec.families.forms import DENSE, FULL, NOPE, ROTARY, SPARSE, WINDOW, LayerLists, LayerTypes
+from phalanx.spec.families.forms import DENSE, FULL, NOPE, ROTARY, SPARSE, WINDOW, LayerLists, LayerTypes, leading_dense
 from phalanx.spec.families.llama import EXPERT_TENSORS, SHARED_EXPERT_TENSORS
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
@@ -79,8 +79,7 @@ def attention_types(config: Table, dials: Table) -> list[str]:
 
 def mlp_types(config: Table, dials: Table) -> list[str]:
     """Return the types of MLPs, of which leading ones may be dense."""
-    num_dense = config.get("first_k_dense_replace", 0)
-    return ["dense" if layer < num_dense else "sparse" for layer in range(dials["num_layers"])]
+    return leading_dense(config.get("first_k_dense_replace", 0), dials["num_layers"])
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ COHERE2_MOE = replace(
                     attention_types,
                     ("sliding_window_pattern", "first_k_dense_replace"),
                 ),
-                "prefix_dense_sliding_window_pattern": Positions({True: ROTARY, False: NOPE}, lambda *_: ()),
+                "prefix_dense_sliding_window_pattern": Positions({True: ROTARY, False: NOPE}),
                 "mlp_layer_types": LayerTypes({"dense": DENSE, "sparse": SPARSE}, mlp_types),
             }
         ),

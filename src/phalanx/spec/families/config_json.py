@@ -96,7 +96,7 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
-    num_predicting = spec.mtp.layers if spec.mtp else 0
+    num_predicting = spec.num_prediction_layers
     spec = _with_explicit_experts(spec).model_copy(update={"mtp": None})
     first_error: UserError | None = None
     for family in families_for(spec):
@@ -180,8 +180,7 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
     if before["model_type"] != after["model_type"]:
         return after | {field: value for field, value in source.items() if field in SPECIAL_TOKENS}
     changed = {field: value for field, value in after.items() if value != before.get(field)}
-    num_predicting = spec.mtp.layers if spec.mtp else 0
-    changed |= {field: num_predicting for field in PREDICTION_LAYERS if source.get(field)}
+    changed |= {field: spec.num_prediction_layers for field in PREDICTION_LAYERS if source.get(field)}
     if "rope_parameters" in changed:  # transformers would give it precedence
         source = {field: value for field, value in source.items() if field != "original_max_position_embeddings"}
     return source | changed

@@ -60,7 +60,7 @@ class LatentRope(Rope):
         fields = super().write(name, spec)
         if spec.attention_scale is not None and spec.rope.factor > 1:
             square = spec.attention_scale * spec.head_dim**0.5
-            scale = round((math.sqrt(square) - 1) / (0.1 * math.log(spec.rope.factor)), 9)
+            scale = round((math.sqrt(square) - 1) / (yarn_mscale(spec.rope.factor) - 1), 9)
             for table in (fields[name], fields["rope_scaling"]):
                 if table:
                     table["mscale_all_dim"] = scale

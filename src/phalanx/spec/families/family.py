@@ -240,11 +240,15 @@ class Family:
         """Parameters with the name of their tensor, which may occur several times."""
         return [(name, rows) for name, stored in self.tensors.items() for rows in _entries(stored)]
 
+    def has_mtp_layers(self, count: int) -> bool:
+        """Return whether a checkpoint can have this number of layers for multi-token prediction."""
+        return self.mtp is not None and count <= (self.mtp.maximum or count)
+
     def of_mtp_layers(self, count: int) -> Family:
         """Return the family with the tensors of its layers for multi-token prediction.
 
         Raises UserError if a checkpoint cannot have this number of them."""
-        if self.mtp is None or count > (self.mtp.maximum or count):
+        if self.mtp is None or not self.has_mtp_layers(count):
             problem = f"is not supported by checkpoints of type {self.model_type}"
             fix = "remove model.mtp" if self.mtp is None else f"use at most {self.mtp.maximum}"
             raise UserError("model.mtp.layers", count, problem, fix)

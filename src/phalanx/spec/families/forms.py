@@ -297,8 +297,7 @@ class LayersWithExperts(Field):
         types = config.get(name)
         counts = (config[other] for other in self.other_names if config.get(other) is not None)
         num_dense = min(next(counts, self.default), num_layers) if types is None else types.count("dense")
-        expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
-        if types is not None and types != expected:
+        if types is not None and types != leading_dense(num_dense, num_layers):
             fix = "use a model whose dense layers are the first ones"
             raise UserError(f"config.json {name}", types, "is not supported", fix)
         return {"moe.num_leading_dense_layers": num_dense}
@@ -306,8 +305,12 @@ class LayersWithExperts(Field):
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return the list."""
         assert spec.moe
-        num_dense = spec.moe.num_leading_dense_layers
-        return {name: ["dense"] * num_dense + ["sparse"] * (spec.num_layers - num_dense)}
+        return {name: leading_dense(spec.moe.num_leading_dense_layers, spec.num_layers)}
+
+
+def leading_dense(num_dense: int, num_layers: int) -> list[str]:
+    """Return the types of the MLPs of layers, of which the leading ones are dense."""
+    return ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
 
 
 @dataclass(frozen=True)
@@ -339,7 +342,7 @@ class LayerTypes(Field):
 
     kinds: Mapping[Any, LayerKind]
     """Kinds by the words of config.json."""
-    absent: Callable[[Table, Table], Sequence[object]]
+    absent: Callable[[Table, Table], Sequence[object]] = lambda config, dials: ()
     """Function of config.json and the dials so far that returns the list where it is absent."""
     other_names: tuple[str, ...] = ()
     dials = any_value("layers", "kinds")
@@ -379,13 +382,11 @@ class LeadingDense(LayerTypes):
     """Number of leading layers with an MLP in place of experts."""
 
     kinds: Mapping[Any, LayerKind] = field(default_factory=lambda: {"sparse": SPARSE, "dense": DENSE})
-    absent: Callable[[Table, Table], Sequence[object]] = lambda config, dials: ()
     default: int = 1
 
     def words(self, name: str, config: Table, dials: Table) -> Sequence[object]:
         """Return the type of each layer."""
-        num_dense = config.get(name, self.default) or 0
-        return ["dense" if layer < num_dense else "sparse" for layer in range(dials["num_layers"])]
+        return leading_dense(config.get(name, self.default) or 0, dials["num_layers"])
 
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return the number of layers without experts."""

@@ -7,15 +7,19 @@ from dataclasses import replace
 from phalanx.spec.families.family import Field, Read, StoredTensors
 from phalanx.spec.families.forms import LayersWithExperts, Rope
 from phalanx.spec.families.glm4_moe import GLM4_MOE
-from phalanx.spec.families.llama import ATTENTION_BIAS, EXPERT_TENSORS, LLAMA, QK_NORM_TENSORS, even_head_dim
+from phalanx.spec.families.llama import (
+    ATTENTION_BIAS,
+    EXPERT_TENSORS,
+    LLAMA,
+    QK_NORM_TENSORS,
+    even_head_dim,
+    shared_expert_tensors,
+)
 
 ROUTER_AND_SHARED_TENSORS: StoredTensors = {
     "model.layers.{i}.mlp.router.gate.weight": "mlp.router.gate.weight",
     "model.layers.{i}.mlp.expert_bias": "mlp.router.bias",
-    **{
-        f"model.layers.{{i}}.mlp.shared_mlp.{name}_proj.weight": f"mlp.shared.{name}.weight"
-        for name in ("gate", "up", "down")
-    },
+    **shared_expert_tensors("model.layers.{i}.mlp.shared_mlp"),
 }
 
 HY_V3 = replace(

@@ -14,8 +14,8 @@ from phalanx.spec.families.deepseek import (
     rotated_last,
 )
 from phalanx.spec.families.family import Family, Field, Fixed, OneOf, Read, Rows, SameAs, StoredTensors, Table, Written
-from phalanx.spec.families.forms import LayerKind, LayerTypes
-from phalanx.spec.families.llama import ATTENTION_BIAS, LLAMA
+from phalanx.spec.families.forms import LayerKind, LayerTypes, leading_dense
+from phalanx.spec.families.llama import ATTENTION_BIAS, LLAMA, shared_expert_tensors
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 
@@ -53,7 +53,7 @@ def mixer_and_mlp_types(config: Table, dials: Table) -> list[tuple[str | None, s
     """Return the types of the mixer and of the MLP of each layer."""
     num_layers = dials["num_layers"]
     num_dense = config.get("first_k_dense_replace", 1)
-    mlp_types = config.get("mlp_layer_types") or ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    mlp_types = config.get("mlp_layer_types") or leading_dense(num_dense, num_layers)
     return list(zip(mixer_types(config, num_layers), mlp_types, strict=False))
 
 
@@ -191,10 +191,7 @@ KIMI_LINEAR = Family(
             f"{EXPERTS}experts.{{e}}.{word}.weight": f"mlp.experts.{name}"
             for word, name in {"w1": "gate", "w3": "up", "w2": "down"}.items()
         },
-        **{
-            f"{EXPERTS}shared_experts.{name}_proj.weight": f"mlp.shared.{name}.weight"
-            for name in ("gate", "up", "down")
-        },
+        **shared_expert_tensors(f"{EXPERTS}shared_experts"),
     },
     # transformers saves dense layers under the name of experts; published files do not.
     other_tensors={name: stored for name, stored in LLAMA.tensors.items() if ".mlp." in name},

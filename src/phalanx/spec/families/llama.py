@@ -103,10 +103,13 @@ EXPERT_TENSORS: StoredTensors = {
 }
 """Router and experts in most families that have them."""
 
-SHARED_EXPERT_TENSORS: StoredTensors = {
-    f"model.layers.{{i}}.mlp.shared_experts.{name}_proj.weight": f"mlp.shared.{name}.weight"
-    for name in ("gate", "up", "down")
-}
+
+def shared_expert_tensors(prefix: str) -> StoredTensors:
+    """Return the experts of all tokens, whose names in the checkpoint start like this."""
+    return {f"{prefix}.{name}_proj.weight": f"mlp.shared.{name}.weight" for name in ("gate", "up", "down")}
+
+
+SHARED_EXPERT_TENSORS = shared_expert_tensors("model.layers.{i}.mlp.shared_experts")
 """Experts of all tokens in most families that have them."""
 
 EXPERT_FIELDS: dict[str, Field] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Field, Read, Rows, Table, any_value
 from phalanx.spec.families.forms import DENSE, NOPE, ROTARY, SPARSE, LayerKind, LayerLists, LayerTypes, Rope
-from phalanx.spec.families.llama import INTERLEAVED_TENSORS, LLAMA, query_heads
+from phalanx.spec.families.llama import INTERLEAVED_TENSORS, LLAMA, query_heads, shared_expert_tensors
 from phalanx.spec.families.smollm3 import rotary_layers
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
@@ -110,9 +110,7 @@ LLAMA4 = replace(
                     {1: ROTARY, 0: NOPE_WITHOUT_NORMS}, rotary_layers, ("no_rope_layer_interval",)
                 ),
                 "layer_types": LayerTypes({"chunked_attention": CHUNKED, "full_attention": FULL}, chunked_layers),
-                "moe_layers": ExpertLayers(
-                    {True: SPARSE, False: DENSE}, lambda config, dials: (), ("interleave_moe_layer_step",)
-                ),
+                "moe_layers": ExpertLayers({True: SPARSE, False: DENSE}, other_names=("interleave_moe_layer_step",)),
             }
         ),
         # A field of published models that transformers does not read.
@@ -135,9 +133,6 @@ LLAMA4 = replace(
             "mlp.experts.gate", "mlp.experts.up", stacked=True, transposed=True
         ),
         "model.layers.{i}.feed_forward.experts.down_proj": Rows("mlp.experts.down", stacked=True, transposed=True),
-        **{
-            f"model.layers.{{i}}.feed_forward.shared_expert.{name}_proj.weight": f"mlp.shared.{name}.weight"
-            for name in ("gate", "up", "down")
-        },
+        **shared_expert_tensors("model.layers.{i}.feed_forward.shared_expert"),
     },
 )
