@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test test-all test-exports test-ray test-null-gpu gpu docs install lint
+.PHONY: demo test test-all test-exports test-ray test-cloud test-lm-eval test-null-gpu gpu docs install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -15,7 +15,7 @@ demo: install
 test: .venv/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: .venv/dev .venv-ray/installed
+test-all: .venv/dev .venv-ray/installed test-cloud test-lm-eval
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile -m 'not alone'
 	$(BIN)/python -m pytest --all -m alone
 
@@ -26,6 +26,15 @@ test-exports: .venv-exports/installed
 # A run on workers of Ray Train.
 test-ray: .venv-ray/installed
 	$(BIN)/python -m pytest --all tests/integration/test_ray.py
+
+# Object storage, against a local server of S3 (moto). Its packages need another python-dateutil than kubernetes does.
+test-cloud: .venv-cloud/installed
+	PYTHONPATH=src .venv-cloud/bin/python -m pytest -p no:xdist --all tests/data/test_places_stores.py tests/runs/test_checkpoint_store.py \
+	  tests/train/checkpoint/test_stored_reader.py tests/integration/test_object_storage.py
+
+# Scores by lm-eval beside those of transformers. Its packages need another python-dateutil than kubernetes does.
+test-lm-eval: .venv-lm-eval/installed
+	PYTHONPATH=src .venv-lm-eval/bin/python -m pytest -p no:xdist --all tests/train/test_lm_eval_model.py
 
 # The CUDA path over the real ProcessGroupNCCL, on a GPU that computes nothing (docs/contributing/tests.md). Needs a C compiler, and 5 GB
 # for PyTorch's CUDA build.
@@ -79,6 +88,16 @@ endef
 .venv-ray/installed: .venv/dev tests/integration/ray_requirements.txt
 	$(venv_beside)
 	.venv-ray/bin/pip install --quiet --no-deps -r tests/integration/ray_requirements.txt
+	touch $@
+
+.venv-cloud/installed: .venv/dev tests/integration/cloud_requirements.txt
+	$(venv_beside)
+	.venv-cloud/bin/pip install --quiet --no-deps -r tests/integration/cloud_requirements.txt
+	touch $@
+
+.venv-lm-eval/installed: .venv/dev tests/train/lm_eval_requirements.txt
+	$(venv_beside)
+	.venv-lm-eval/bin/pip install --quiet --no-deps -r tests/train/lm_eval_requirements.txt
 	touch $@
 
 .venv-docs/installed: pyproject.toml

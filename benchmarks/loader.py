@@ -57,12 +57,13 @@ def measure(dataset: IndexedDataset, name: str, sequence: int, rows: int, tokens
         dataset.tokens[begins[step] + 1 : begins[step] + size + 1].astype(np.int64)
 
     loader.step(0)  # shuffles the epoch
-    rounds = [(_seconds(loader.step, steps), _seconds(limit, steps)) for _ in range(ROUNDS)]
+    rounds = [(cpu_seconds(loader.step, steps), cpu_seconds(limit, steps)) for _ in range(ROUNDS)]
     ours, least = (statistics.median(times) for times in zip(*rounds, strict=True))
     return Row(name, sequence, rows, steps * size / ours, steps * size / least)
 
 
-def _seconds(work: Callable[[int], object], steps: int) -> float:
+def cpu_seconds(work: Callable[[int], object], steps: int) -> float:
+    """Return the CPU time of a number of steps."""
     # CPU time, because other programs may use the machine, and the loader does not wait.
     start = time.process_time()
     for step in range(steps):

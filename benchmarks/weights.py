@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.pages import write_results
-from phalanx.model.init import DrawnWeights
+from phalanx.model.init import DrawnWeights, Weights
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply_layout
-from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
+from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.files.load import load_model_spec
@@ -48,7 +48,7 @@ def all_weights_seconds(spec: ModelSpec) -> float:
     return spec.num_layers * seconds(of_block) + seconds(others)
 
 
-def init_seconds(strategy: Strategy, weights: WeightInitializer) -> float:
+def init_seconds(strategy: Strategy, weights: Weights) -> float:
     """Return the seconds until this rank's parameters have their values."""
     started_at = time.perf_counter()
     init_parameters(strategy, weights)

@@ -26,6 +26,7 @@ pytest.register_assert_rewrite("tests.helpers")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PHALANX_CHECK_COLLECTIVES", "1")  # in ranks of the pool, and of runs
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # names of the hub are found on stubs only
 paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # ranks find no module in the working directory
 settings.register_profile("shared machine", deadline=None)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phalanx.api.trained_model import load_model
     from phalanx.api.training import TrainResult, run_rank, train_run
     from phalanx.launch.process import init_distributed
-    from phalanx.model.sampling import generate
+    from phalanx.model.generation import generate
     from phalanx.parallel.data.distribute import distribute
     from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.step_result import StepResult
@@ -77,7 +77,7 @@ _PUBLIC_NAMES = {
     "phalanx.api.trained_model": ("load_model",),
     "phalanx.api.training": ("TrainResult", "run_rank", "train_run"),
     "phalanx.launch.process": ("init_distributed",),
-    "phalanx.model.sampling": ("generate",),
+    "phalanx.model.generation": ("generate",),
     "phalanx.parallel.data.distribute": ("distribute",),
     "phalanx.parallel.mesh": ("build_mesh",),
     "phalanx.parallel.step_result": ("StepResult",),

@@ -283,8 +283,8 @@ def test_prepare_uses_cache_entry_finished_by_concurrent_run(make_data_spec, mon
     """The other run finishes while this one writes."""
     write = prepare_module._write_cache_folder
 
-    def write_after_other_run(data, folder, progress):
-        write(data, folder, progress)
+    def write_after_other_run(data, *arguments):
+        write(data, *arguments)
         monkeypatch.setattr(prepare_module, "_write_cache_folder", write)
         prepare(data)
 
@@ -330,7 +330,7 @@ def write_invalid_sources(folder):
     [
         ({"train": ["missing.txt"]}, "data.train", "does not exist"),
         ({"train": []}, "data.train", "is empty"),
-        ({"train": ["empty"]}, "data.train", "matches no file"),
+        ({"train": ["empty"]}, "data.train", "is a directory without a readable file"),
         ({"train": ["empty.txt"]}, "data.train", "has no text"),
         ({"train": ["rows.jsonl"]}, "data.text_key", "is not a field of rows.jsonl:1"),
         ({"held_out": ["missing.txt"]}, "data.held_out", "does not exist"),
@@ -388,3 +388,91 @@ def test_data_package_import_does_not_load_torch_or_tokenizers():
         "print([name for name in ('torch', 'tokenizers', 'pyarrow', 'datasets') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def write_notes(folder):
+    rows = [json.dumps({"content": f"note {number} says hello\n" * 3}) for number in range(60)]
+    (folder / "notes.jsonl").write_text("\n".join(rows))
+    return {"name": "notes", "path": f"{folder}/notes.jsonl", "weight": 1, "text_key": "content"}
+
+
+@pytest.fixture
+def make_mixture(corpus, tmp_path):
+    """A DataSpec of two sources, of code and of records with a field of their own."""
+
+    def build(notes=None, **options):
+        code = {"name": "code", "path": str(corpus), "weight": 3}
+        options = {"tokenizer": "bytes", "cache": str(tmp_path / "cache"), "held_out_fraction": 0.2} | options
+        return DataSpec(source=[code, {**write_notes(tmp_path), **(notes or {})}], **options)
+
+    return build
+
+
+def documents_of(prefix):
+    dataset = IndexedDataset(prefix)
+    return [dataset.document(number).tolist() for number in range(len(dataset))]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_prepare_mixture_equals_each_source_by_itself(make_mixture, make_data_spec, tmp_path, tokenizer):
+    mixture = make_mixture(tokenizer=tokenizer, tokenizer_vocab=300)
+    prepared = prepare(mixture)
+    options = {"tokenizer": "bytes" if tokenizer == "bytes" else prepared.tokenizer, "tokenizer_vocab": 300}
+    alone = [
+        prepare(make_data_spec(train=source.path, text_key=source.text_key, **options)) for source in mixture.source
+    ]
+    assert prepared.train == ""
+    assert prepared.sources == tuple(part.train for part in alone)
+    assert documents_of(prepared.held_out) == [document for part in alone for document in documents_of(part.held_out)]
+    entries = sorted((tmp_path / "cache").iterdir())
+    assert prepare(mixture) == prepared
+    assert sorted((tmp_path / "cache").iterdir()) == entries
+
+
+def test_prepare_trains_tokenizer_on_all_sources(make_mixture):
+    tokenizer = Path(prepare(make_mixture(tokenizer="bpe", tokenizer_vocab=400)).tokenizer).read_text()
+    assert "hello" in tokenizer
+    assert "def" in tokenizer
+
+
+def test_prepare_mixture_holds_nothing_out_with_held_out_text(make_mixture, tmp_path):
+    """The held-out text has the field of data.text_key, whatever the fields of sources."""
+    (tmp_path / "held-out.jsonl").write_text('{"text": "held out"}\n{"text": "as well"}')
+    prepared = prepare(make_mixture(held_out=[str(tmp_path / "held-out.jsonl")]))
+    assert decode_documents(prepared.held_out, prepared.tokenizer) == ["held out", "as well"]
+    assert [len(IndexedDataset(source)) for source in prepared.sources] == [40, 60]
+
+
+def test_prepare_mixes_text_and_pairs(make_mixture, tmp_path):
+    pair = write_indexed_pair(tmp_path / "pair", [[1, 2, 3, 256], [4, 5, 6, 256]])
+    held_out = write_indexed_pair(tmp_path / "held-out", [[7, 8, 256]])
+    prepared = prepare(make_mixture({"path": pair}, held_out=[held_out]))
+    assert prepared.sources[1] == pair
+    assert prepared.held_out == held_out
+    assert len(IndexedDataset(prepared.sources[0])) == 40
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ({"path": "/nowhere"}, r"data.source\[1\].path = '/nowhere' does not exist"),
+        ({"text_key": None}, r"data.source\[1\].text_key = 'text' is not a field .*\n  fix: .*'content'"),
+        ({"text_key": "body"}, r"data.source\[1\].text_key = 'body' is not a field .*\n  fix: .*'content'"),
+    ],
+)
+def test_prepare_names_source_in_errors(make_mixture, notes, message):
+    with pytest.raises(UserError, match=message):
+        prepare(make_mixture(notes))
+
+
+def test_prepare_names_source_with_late_error(make_mixture, tmp_path):
+    """A damaged line after the beginning is found when the text is tokenized."""
+    (tmp_path / "late.jsonl").write_text('{"content": "a"}\n' * 9 + "{")
+    with pytest.raises(UserError, match=r"data.source\[1\].path = '.*late.jsonl:10' is not valid JSON"):
+        prepare(make_mixture({"path": str(tmp_path / "late.jsonl")}))
+
+
+def test_prepare_refuses_pair_of_a_source_as_held_out(make_mixture, tmp_path):
+    pair = write_indexed_pair(tmp_path / "pair", [[1, 2, 3, 256], [4, 5, 6, 256]])
+    with pytest.raises(UserError, match=r"is also in data.source"):
+        prepare(make_mixture({"path": pair}, held_out=[pair]))

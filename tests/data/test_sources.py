@@ -8,7 +8,6 @@ import lzma
 import os
 import shutil
 import sys
-import types
 
 import pyarrow
 import pyarrow.parquet
@@ -17,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data import sources
+from phalanx.data.places import StoredObject
+from phalanx.data.record_formats import TextFormat
 from phalanx.data.sources import Document, documents, is_held_out, list_source_files, read_documents
 from phalanx.spec.errors import UserError
 
@@ -101,7 +102,7 @@ def test_data_sources_read_jsonl_records(tmp_path):
 def test_data_sources_read_parquet_column(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one", "", "two"] * 1000, "n": range(3000)}), path)
-    result = list(documents([str(path)], "body"))
+    result = list(documents([str(path)], TextFormat("body")))
     assert len(result) == 2000
     assert result[-1] == Document("a.parquet:3000", "two")
 
@@ -143,7 +144,7 @@ def test_data_sources_recognize_json_records_and_compression(tmp_path, name, con
 def test_data_sources_read_compressed_text(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"caf\xe9"))
     (tmp_path / "b.bin.gz").write_bytes(gzip.compress(b"\0" * 100))
-    assert list(documents([str(tmp_path)])) == [Document("a.txt.gz", "café")]
+    assert list(documents([str(tmp_path)])) == [Document("a.txt.gz", "café", is_utf8=False)]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,29 @@ def test_data_sources_skip_metadata_of_indexed_pairs(tmp_path):
     assert document_names([tmp_path]) == ["other.meta.json"]
 
 
+def test_data_sources_leave_out_metadata_in_store_as_in_directory(tmp_path, monkeypatch):
+    names = [
+        "b.txt",
+        "a/c.txt",
+        "a/index.json",
+        "a/s.mds",
+        "a/s.mds.zstd",
+        "__pycache__/x.py",
+        "hf/state.json",
+        "hf/x.arrow",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    url = "s3://bucket/folder"
+    objects = [StoredObject(url=f"{url}/{name}", name=name, size=2, version="") for name in sorted(names)]
+    monkeypatch.setattr(sources, "list_objects", lambda source, field: objects)
+    monkeypatch.setattr(sources, "read_object", lambda url: b"{}")
+    for source in (str(tmp_path), url, f"{url}/"):
+        read = [source_file.name for source_file in list_source_files([source])]
+        assert read == ["b.txt", "a/c.txt", "a/s.mds", "hf/x.arrow"]
+
+
 def test_stdlib_source_equals_standard_library_files():
     files = list_source_files(["stdlib"])
     library = {part.name for part in files}
@@ -241,38 +265,6 @@ def test_stdlib_source_equals_standard_library_files():
     (source,) = read_documents(next(part for part in files if part.name == "os.py"))
     with open(os.__file__, encoding="utf-8", newline="") as file:
         assert source.text == file.read()
-
-
-def fake_datasets_module(monkeypatch, **functions):
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**functions))
-
-
-def test_hf_source_reads_hub_dataset(monkeypatch):
-    rows = [{"text": "one"}, {"text": "two"}]
-    fake_datasets_module(
-        monkeypatch, load_dataset=lambda name, split: rows if (name, split) == ("org/set", "train") else []
-    )
-    assert list(documents(["hf:org/set"])) == [Document("hf:org/set:1", "one"), Document("hf:org/set:2", "two")]
-
-
-@pytest.mark.parametrize("kind", ["dataset", "with splits"])
-def test_hf_source_reads_dataset_on_disk(tmp_path, monkeypatch, kind):
-    rows = [{"text": "one"}]
-    saved = {str(tmp_path): rows if kind == "dataset" else {"test": [], "train": rows}}
-    fake_datasets_module(monkeypatch, load_from_disk=saved.__getitem__)
-    assert [document.text for document in documents([f"hf:{tmp_path}"])] == ["one"]
-    before = list_source_files([f"hf:{tmp_path}"])
-    (tmp_path / "data.arrow").write_bytes(b"rows")
-    assert list_source_files([f"hf:{tmp_path}"]) != before
-
-
-def test_hf_source_reports_dataset_that_cannot_be_loaded(monkeypatch):
-    def fail(name, split):
-        raise ConnectionError("offline")
-
-    fake_datasets_module(monkeypatch, load_dataset=fail)
-    with pytest.raises(UserError, match="cannot be loaded: offline"):
-        list(documents(["hf:org/set"]))
 
 
 @pytest.mark.parametrize(
@@ -329,6 +321,7 @@ class MissingPackageFinder:
         ("cut.zst", b"\x28\xb5\x2f\xfd12", "data.train", "cannot be read"),
         ("tar.gz", gzip.compress(b"a\0b", mtime=0), "data.train", "is not text: it contains zero bytes"),
         ("bad.parquet", b"not parquet", "data.train", "is not a valid Parquet file"),
+        ("bad.arrow", b"not arrow", "data.train", "is not an Arrow file"),
     ],
 )
 def test_data_sources_reject_invalid_files(tmp_path, source, content, field, message):
@@ -341,10 +334,8 @@ def test_data_sources_reject_invalid_files(tmp_path, source, content, field, mes
 
 
 CORRECT_RECORD = "correct or remove this record"
-RENDER_CONVERSATIONS = (
-    "conversations (the list 'messages') are not read yet: render each to one text field first, as in "
-    "docs/guides/recipes.md"
-)
+SKIP_RECORDS = "or skip broken records with data.max_bad_records"
+RENDER_CONVERSATIONS = 'set data.format = "chat" for conversations'
 
 
 @pytest.mark.parametrize(
@@ -354,8 +345,8 @@ RENDER_CONVERSATIONS = (
         ([{"text": 5, "body": "a"}], "text", "use one of its text fields: 'body'"),
         ([{"id": 1}], "text", "add a text field 'text' to each record"),
         ([{"text": 5}], "text", CORRECT_RECORD),
-        ([{"text": "a"}, {"text": 5}], "text", CORRECT_RECORD),
-        ([{"text": "a"}, {"body": "b"}], "text", CORRECT_RECORD),
+        ([{"text": "a"}, {"text": 5}], "text", f"{CORRECT_RECORD}; {SKIP_RECORDS}"),
+        ([{"text": "a"}, {"body": "b"}], "text", f"{CORRECT_RECORD}; {SKIP_RECORDS}"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "text", RENDER_CONVERSATIONS),
         ([{"id": "1", "messages": [{"role": "user", "content": "a"}]}], "messages", RENDER_CONVERSATIONS),
     ],
@@ -363,7 +354,7 @@ RENDER_CONVERSATIONS = (
 def test_data_sources_fix_of_record_without_text(tmp_path, rows, text_key, fix):
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(UserError) as caught:
-        list(documents([str(path)], text_key))
+        list(documents([str(path)], TextFormat(text_key)))
     assert caught.value.fix == fix
 
 
@@ -373,6 +364,21 @@ def test_data_sources_invalid_json_line_has_one_line_number(tmp_path):
         list(documents([str(path)]))
     assert caught.value.value == f"{path}:1"
     assert caught.value.problem == "is not valid JSON: Expecting property name enclosed in double quotes"
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_data_sources_read_arrow_column(tmp_path, kind):
+    table = pyarrow.table({"text": ["one", "", "two"] * 1000, "n": range(3000)})
+    path = tmp_path / "a.arrow"
+    new = {"stream": pyarrow.ipc.new_stream, "file": pyarrow.ipc.new_file}[kind]
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    result = list(documents([str(path)]))
+    assert len(result) == 2000
+    assert result[-1] == Document("a.arrow:3000", "two")
+    with pytest.raises(UserError, match=r"data\.text_key = 'body'") as caught:
+        list(documents([str(path)], TextFormat("body")))
+    assert caught.value.fix == "use one of its text fields: 'text'"
 
 
 @pytest.mark.parametrize(
@@ -394,7 +400,7 @@ def test_parquet_source_error_lists_text_columns(tmp_path, columns, fix):
 def test_data_sources_reject_empty_list_and_empty_directory(tmp_path):
     with pytest.raises(UserError, match="is empty"):
         list(documents([]))
-    with pytest.raises(UserError, match="matches no file") as caught:
+    with pytest.raises(UserError, match="is a directory without a readable file") as caught:
         list(documents([str(tmp_path)], field="data.held_out"))
     assert caught.value.field == "data.held_out"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from phalanx.data.loader import prefetch
-from phalanx.data.sources import documents, is_held_out, list_source_files, read_documents
+from phalanx.data.sources import documents, is_held_out, list_source_files, read_documents, read_records
 from phalanx.data.streaming_loader import StreamingLoader
 from phalanx.data.tokenizer import byte_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
@@ -94,8 +94,8 @@ def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
     state = loader.state(4)
     opened = []
     monkeypatch.setattr(
-        "phalanx.data.streaming_loader.read_documents",
-        lambda part, key: opened.append(part) or read_documents(part, key),
+        "phalanx.data.streaming_loader.read_records",
+        lambda part, key, first: opened.append(part) or read_records(part, key, first=first),
     )
     resumed = make_streaming_loader(corpus)
     resumed.resume(state)

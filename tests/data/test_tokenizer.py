@@ -23,6 +23,7 @@ from phalanx.data.tokenizer import (
     train_bpe,
 )
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
 
 # Any code point at all: lone surrogates too, which JSON can spell.
 any_text = st.text(st.characters(), max_size=60)
@@ -197,4 +198,63 @@ def test_load_tokenizer_rejects_invalid_files(tmp_path, content, message):
 def test_load_tokenizer_rejects_file_without_end_token(tmp_path):
     with pytest.raises(UserError, match="has no end-of-text token") as caught:
         load_tokenizer(write_external_tokenizer(tmp_path / "tokenizer.json", ["a"], ["<pad>"]))
+    assert "data.end_token" in caught.value.fix
     assert "<|im_end|>" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<stop>"}}, "<stop>"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<stop>", "special": True}}}, "<stop>"),
+        ({"special_tokens_map.json": {"eos_token": "<stop>"}, "tokenizer_config.json": {"eos_token": None}}, "<stop>"),
+        ({"generation_config.json": {"eos_token_id": 3}}, "<stop>"),
+        ({"generation_config.json": {"eos_token_id": [3, 2]}, "tokenizer_config.json": {}}, "<stop>"),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}, "generation_config.json": {"eos_token_id": 3}}, "</s>"),
+        ({"tokenizer_config.json": {"eos_token": "<unknown>"}, "generation_config.json": {"eos_token_id": 99}}, "</s>"),
+        ({}, "</s>"),
+    ],
+)
+def test_documents_end_with_the_eos_token_of_the_files_next_to_the_tokenizer(tmp_path, files, end):
+    path = write_external_tokenizer(tmp_path / "tokenizer.json", ["a"], ["<pad>", "</s>", "<stop>"])
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.model.id_to_token(tokenizer.end) == end
+    # Also where only our copy of it is.
+    (tmp_path / "copy").mkdir()
+    tokenizer.save(tmp_path / "copy" / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "copy").fingerprint() == tokenizer.fingerprint()
+
+
+def test_end_token_of_the_run_file_replaces_that_of_the_tokenizer(tmp_path):
+    path = write_external_tokenizer(tmp_path / "tokenizer.json", ["a"], ["</s>", "<stop>"])
+    assert load_tokenizer(path, "<stop>").end == 2
+    assert load_tokenizer(path, "<stop>").fingerprint() != load_tokenizer(path).fingerprint()
+    with pytest.raises(
+        UserError, match=r"data.end_token = '<stopp>' is not a token of .*\n  fix: did you mean '<stop>'"
+    ):
+        load_tokenizer(path, "<stopp>")
+    for content in ("[1]", "{"):
+        (tmp_path / "special_tokens_map.json").write_text(content)
+        with pytest.raises(UserError, match=r"special_tokens_map.json' is not "):
+            load_tokenizer(path)
+    for tokenizer in ("bpe", "bytes"):
+        with pytest.raises(UserError, match=r"data.end_token = '<stop>' has no effect with data.tokenizer"):
+            run_from_table({"data": {"tokenizer": tokenizer, "end_token": "<stop>"}})
+
+
+def test_end_token_of_documents_and_of_the_template_are_saved_apart(tmp_path):
+    """A template's end of a turn is often another token than the end of a document."""
+    vocabulary = {"<|endoftext|>": 0, "<|im_end|>": 1, "a": 2}
+    model = Model(models.WordLevel(vocabulary, unk_token="a"))
+    (tmp_path / "tokenizer.json").write_text(model.to_str())
+    config = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content + eos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path, end_token="<|endoftext|>")
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved" / "tokenizer.json")
+    saved = load_tokenizer(tmp_path / "saved")
+    assert saved.end == tokenizer.end == 0
+    assert saved.chat == tokenizer.chat
+    assert saved.chat.render([{"role": "user", "content": "b"}]) == "b<|im_end|>"

@@ -8,15 +8,17 @@ from typing import Literal, get_args, get_origin
 from phalanx.spec.base import S, Spec
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.model import KindSpec
-from phalanx.spec.parts.mixers import MixerSpec
+from phalanx.spec.parts.mixers import Mamba2, MixerSpec
 from phalanx.spec.parts.mixers.short_convolution import ShortConvolution
 
 
 def choice_fields(spec_class: type[Spec], path: str) -> Iterator[str]:
     """Yield the paths of all fields of a table, and of the tables in it, that are a `Literal` or a custom component."""
     for name, info in spec_class.model_fields.items():
+        if info.exclude:
+            continue
         types = [info.annotation, *get_args(info.annotation)]
-        if KindSpec in types or MixerSpec in types:
+        if KindSpec in types or MixerSpec in types or Mamba2 in types:
             yield f"{path}.{name}"
             continue
         if ComponentSpec in types or any(get_origin(type_) is Literal for type_ in types):
@@ -32,6 +34,8 @@ def with_unknown_value(table: S, path: str) -> S:
     value: object = with_unknown_value(getattr(table, name), rest) if rest else "unknown"
     if name == "mixer":
         value = ShortConvolution(kind="short_convolution")
+    if name == "side_mixer":
+        value = Mamba2(kind="mamba2", num_heads=4)
     if isinstance(getattr(table, name), tuple):
         value = (KindSpec(name="unknown"),)
     return table.model_copy(update={name: value})  # unvalidated, like a value of a later version

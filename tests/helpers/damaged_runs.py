@@ -316,13 +316,14 @@ READERS: dict[str, Callable[[Path], str]] = {
     "debug --json": lambda directory: _invoke("debug", directory, "--json"),
     "experts": lambda directory: _invoke("experts", directory, "--ep", 2),
     "calibrate": _read_by_calibration,
+    "data step": lambda directory: _invoke("data", "step", directory, "--step", 2),
     "resume": _read_by_resume,
     "model": _read_by_model,
     "serve": _read_by_coordinator,
 }
 """Programs that read a run directory, and their output."""
 NOT_FOR = {
-    "lead": ("report --trace", "experts", "calibrate", "resume"),
+    "lead": ("report --trace", "experts", "calibrate", "data step", "resume"),
     "node": ("experts", "resume", "model", "serve"),
     "finished": ("serve",),
     "hung": ("serve",),

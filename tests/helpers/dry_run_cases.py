@@ -34,8 +34,28 @@ KINDS: Table = {
     ],
 }
 """Layers of four kinds."""
+SIDE_BY_SIDE: Table = {
+    **DENSE,
+    "value_scale": 0.7,
+    "gate_scale": 0.6,
+    "side_mixer": {"kind": "mamba2", "num_heads": 4, "head_dim": 32, "state_size": 16, "chunk_size": 32},
+}
+"""Attention and Mamba-2 in each layer."""
 UNEQUAL: Table = {**DENSE, "layers": "wide narrow*3", "kinds": [{"name": "wide", "ffn_hidden_size": 6000}]}
 """A wide layer, whose backward pass comes last, before narrow ones."""
+SHARED_KEYS: Table = {
+    **DENSE,
+    "num_layers": 4,
+    "layers": "window full",
+    "sliding_window": 40,
+    "kinds": [{"name": "full", "sliding_window": False, "head_dim": 64}],
+    "num_shared_kv_layers": 2,
+    "shared_kv_ffn_size": 512,
+    "per_layer_input_size": 32,
+    "norm_position": "both",
+    "layer_scalars": True,
+}
+"""Layers that read the keys and values of others, and inputs of each layer."""
 INDEXERS: Table = {
     **DENSE,
     "mixer": {
@@ -73,6 +93,8 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 BF16 = {"training.precision": "bf16"}
 SGD = {"optimizer.name": "sgd"}
 MUON = {"optimizer.name": "muon"}
+FROZEN: Table = {"training.freeze": ["embedding.*", "blocks.0.*", "*norm.weight"]}
+ADAPTER: Table = {"adapter.rank": 8, "adapter.alpha": 16.0}
 LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "norms", "selective", "full", "offload")],
     dry_run_case(1, activation_checkpointing="full", recomputed_blocks=1),
@@ -100,7 +122,13 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(4, WINDOWS, tp=2, data_parallel="zero1"),
     dry_run_case(2, KINDS, data_parallel="zero3", activation_checkpointing="norms"),
     dry_run_case(4, INDEXERS, tp=2, data_parallel="zero3"),
+    *[dry_run_case(2, SHARED_KEYS, data_parallel=data) for data in ("ddp", "zero3")],
+    dry_run_case(1, SHARED_KEYS, activation_checkpointing="full"),
+    dry_run_case(2, SHARED_KEYS, tp=2),
+    dry_run_case(2, {**SHARED_KEYS, "tie_embeddings": True}, data_parallel="zero3", fsdp_unit="sublayer"),
     dry_run_case(4, KINDS, pp=2, schedule="1f1b"),
+    dry_run_case(2, SIDE_BY_SIDE, data_parallel="zero1", activation_checkpointing="selective"),
+    dry_run_case(2, SIDE_BY_SIDE, cp=2, cp_method="ulysses", fsdp_unit="sublayer", data_parallel="zero3"),
     dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="zero3"),
     dry_run_case(2, {**UNEQUAL, "num_layers": 4}, data_parallel="ddp"),
     dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2"),
@@ -126,4 +154,8 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(8, pp=2, tp=2, data_parallel="zero1", rank_order="pipeline_outer"),
     dry_run_case(8, pp=4, tp=2, schedule="zb-h1", **BF16),
     dry_run_case(8, MOE, pp=2, ep=2, data_parallel="zero1"),
+    dry_run_case(2, data_parallel="zero3", **FROZEN),
+    dry_run_case(2, MOE, data_parallel="zero2", **ADAPTER),
+    dry_run_case(4, tp=2, data_parallel="zero3", **ADAPTER),
+    dry_run_case(2, pp=2, schedule="zb-h1", **ADAPTER),
 ]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from phalanx.model.huggingface.checkpoint import open_hf_weights
+from phalanx.model.init import Weights
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.init_parameters import WeightInitializer, init_buffers, init_parameters
+from phalanx.parallel.init_parameters import init_buffers, init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.files.load import load_model_spec
@@ -50,7 +51,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float64, **changes: A
     return fill(model, open_hf_weights(directory, spec))
 
 
-def fill(model: Transformer, weights: WeightInitializer) -> Transformer:
+def fill(model: Transformer, weights: Weights) -> Transformer:
     """Return a model of meta tensors with weights and the biases of its routers."""
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), weights)

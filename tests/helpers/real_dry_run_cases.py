@@ -1,11 +1,13 @@
-"""Layouts of models of real size, with two layers per stage, whose traced program is compared with the plan."""
+"""Layouts of models of real size, with few layers per stage, whose traced program is compared with the plan."""
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from phalanx.launch.recomputation import resolve_recomputation
-from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.load import preset_names, resolve_preset, run_from_table
+from phalanx.spec.layer_pattern import parse_layers
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 from phalanx.spec.run import RunSpec
 
@@ -22,24 +24,37 @@ class RealCase(NamedTuple):
     """Micro-batches of a rank in a step."""
     layout: dict[str, Any]
     precision: str = "bf16"
+    sequence: int = SEQUENCE
+    """Tokens of a sequence; a micro-batch is one."""
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in self.layout.items()]
         return "-".join([self.preset, f"x{self.world_size}", *changed, self.precision])
 
     def run(self) -> RunSpec:
-        """Return the run, with sequences of 8,192 tokens in micro-batches of one."""
+        """Return the run, with two layers a stage, or with one of each kind."""
         pp = self.layout.get("pp", 1)
         schedule = self.layout.get("schedule", "1f1b")
         stages = pp * (2 if schedule in V_SCHEDULES else self.layout.get("virtual_stages", 1))
         replicas = self.world_size // (pp * self.layout.get("tp", 1) * self.layout.get("cp", 1))
+        preset = resolve_preset({"preset": self.preset}, "models", "model")
+        kinds = list(dict.fromkeys(parse_layers(preset["layers"]))) if "layers" in preset else []
+        shares_keys = "num_shared_kv_layers" in preset
+        layers = (stages + shares_keys) * kinds if len(kinds) > 1 else []
+        model: dict[str, Any] = {"preset": self.preset, "num_layers": len(layers) or 2 * stages}
+        if layers:
+            model["layers"] = " ".join(layers)
+        if shares_keys:
+            model["num_shared_kv_layers"] = len(kinds)
+        if preset.get("moe", {}).get("num_leading_dense_layers", 0) > 1:
+            model["moe"] = {"num_leading_dense_layers": 1}
         run = run_from_table(
             {
-                "model": {"preset": self.preset, "num_layers": 2 * stages},
+                "model": model,
                 "training": {
-                    "seq_len": SEQUENCE,
+                    "seq_len": self.sequence,
                     "precision": self.precision,
-                    "tokens_per_step": SEQUENCE * replicas * self.micro_batches,
+                    "tokens_per_step": self.sequence * replicas * self.micro_batches,
                 },
                 "layout": {"micro_batch_size": 1, **self.layout},
                 "cluster": {
@@ -116,3 +131,18 @@ REAL_CASES = [
 
 QUICK_CASES = [REAL_CASES[index] for index in (0, 2, 3, 4, 5, 7, 8, 9, 10, 14, 16, 19)]
 """Twelve cases with every kind of parallelism, schedule, strategy and precision, for `make test`."""
+
+
+def preset_case(index: int, preset: str) -> RealCase:
+    """Return one of three layouts of a preset on eight ranks, with as many experts on a rank as it allows."""
+    layouts = ({"pp": 2, "data_parallel": "zero1"}, {"data_parallel": "zero3"}, {"tp": 2, "data_parallel": "zero1"})
+    layout: dict[str, Any] = dict(layouts[index % len(layouts)])
+    table = resolve_preset({"preset": preset}, "models", "model")
+    if "moe" in table:
+        layout["ep"] = 8 // (layout.get("pp", 1) * layout.get("tp", 1))
+    return RealCase(preset, 8, 4, layout, sequence=512 if preset.startswith("kimi-linear") else 1024)
+
+
+OTHER_PRESETS = sorted({*preset_names("models")} - {"tiny"} - {case.preset for case in REAL_CASES})
+PRESET_CASES = list(starmap(preset_case, enumerate(OTHER_PRESETS)))
+"""A layout of each preset that the others leave out. Delta rules are slow to trace."""

@@ -70,10 +70,16 @@ KINDS: Table = {
     "kinds": [
         {"name": "full", "sliding_window": False, "head_dim": 16, "rope": {"theta": 1e6}, "attention_sinks": True},
         {"name": "dense", "moe": False, "ffn_hidden_size": 96, "num_heads": 8},
-        {"name": "nope", "position_embedding": "none", "qk_norm": "full", "query_temperature": TEMPERATURE},
+        {
+            "name": "nope",
+            "position_embedding": "none",
+            "qk_norm": "full",
+            "query_temperature": TEMPERATURE,
+            "indexer": {"num_heads": 2, "head_dim": 8, "block_size": 16, "top_blocks": 4},
+        },
     ],
 }
-"""Layers of four kinds, with norms before and after their parts."""
+"""Layers of four kinds, with norms before and after their parts, and an indexer of blocks, as in MiniMax-M3."""
 DIALS: Table = {
     **DENSE,
     "num_layers": 4,
@@ -83,7 +89,7 @@ DIALS: Table = {
     "attention_clip": 0.5,
     "rope": {"fraction": 0.5},
     "query_temperature": TEMPERATURE,
-    "norm_offset": True,
+    "norm_offset": "layers",
     "embedding_scale": 3.0,
     "residual_scale": 0.6,
     "logits_divisor": 2.5,
@@ -97,6 +103,7 @@ LATENT: Table = {
     "head_dim": 12,
     "qk_norm": "none",
     "attention_bias": "all",
+    "attention_gate": "head",
     "mixer": {"kind": "latent_attention", "latent_rank": 20, "query_rank": 24, "rope_dim": 4, "value_dim": 6},
     "layers": "latent*2 dense nope",
     "kinds": [
@@ -108,7 +115,7 @@ LATENT: Table = {
         {"name": "nope", "position_embedding": "none", "query_temperature": {"scale": 0.2, "interval": 4}},
     ],
 }
-"""Latent attention, as in DeepSeek-V3 and Mistral 4."""
+"""Latent attention, as in DeepSeek-V3 and Mistral 4, and a gate of each head, as in Ling 3."""
 PARALLEL: Table = {
     **DENSE,
     "num_layers": 4,
@@ -116,18 +123,20 @@ PARALLEL: Table = {
     "norm_parameters": "weight",
     "qk_norm": "each_head",
     "parallel_residual": "one_norm",
+    "activation": "xielu",
     "residual_scale": 0.6,
     "layers": "window*3 nope",
     "sliding_window": 12,
     "kinds": [{"name": "nope", "sliding_window": False, "position_embedding": "none"}],
 }
-"""Attention and MLP in parallel, as in Cohere 2, and a norm of each head, as in Command R+."""
+"""Attention and MLP in parallel, as in Cohere 2, a norm of each head, as in Command R+, and xIELU, as in Apertus."""
 WIDE: Table = {
     **DENSE,
     "num_layers": 4,
     "head_dim": 8,
     "norm_position": "both",
     "attention_scale": 1.0,
+    "attention_gate": "head",
     "value_norm": True,
     "layer_scalars": True,
     "rope": {"theta": 1e6, "scaling": "proportional", "fraction": 0.25},
@@ -138,7 +147,18 @@ WIDE: Table = {
         {"name": "full", "sliding_window": False, "head_dim": 16, "values_from_keys": True},
     ],
 }
-"""Full attention with wider heads, whose values are keys, as in Gemma 4."""
+"""Full attention with wider heads, whose values are keys, as in Gemma 4, and a gate of each head, as in LFM3."""
+SHARED_KEYS: Table = {
+    **{field: value for field, value in WIDE.items() if field != "attention_gate"},
+    "num_layers": 5,
+    "layers": "full window window full window",
+    "kinds": [{"name": "window", "num_kv_heads": 1}, {"name": "full", "sliding_window": False, "head_dim": 16}],
+    "num_shared_kv_layers": 2,
+    "shared_kv_ffn_size": 96,
+    "per_layer_input_size": 6,
+    "tie_embeddings": True,
+}
+"""Last layers that read the keys and values of earlier ones, and inputs of each layer, as in Gemma 4 E2B."""
 CONVOLUTION: Table = {"kind": "short_convolution", "kernel_size": 3, "bias": True}
 CONVOLUTIONS: Table = {
     **MOE,
@@ -182,13 +202,15 @@ DELTA: Table = {
                 "num_value_heads": 4,
                 "key_head_dim": 8,
                 "value_head_dim": 12,
+                "negative_eigenvalues": True,
+                "norm_eps": 1e-3,
             },
         },
-        {"name": "full", "num_kv_heads": 1},
+        {"name": "full", "num_kv_heads": 1, "norm_position": "after"},
         {"name": "dense", "moe": False},
     ],
 }
-"""Gated DeltaNet in most layers, and attention with a gate, as in Qwen3-Next."""
+"""Gated DeltaNet in most layers, and attention with a gate, as in Qwen3-Next; norms and updates as in OLMo Hybrid."""
 KIMI: Table = {
     **DELTA,
     "norm_offset": False,
@@ -201,10 +223,14 @@ KIMI: Table = {
     "rope": {},
     "kinds": [
         {"name": "delta", "mixer": {"kind": "kimi_delta", "num_heads": 4, "head_dim": 8}},
-        {"name": "dense", "mixer": {"kind": "kimi_delta", "num_heads": 4, "head_dim": 12}, "moe": False},
+        {
+            "name": "dense",
+            "mixer": {"kind": "kimi_delta", "num_heads": 4, "head_dim": 12, "has_latents": False, "decay_bound": -5.0},
+            "moe": False,
+        },
     ],
 }
-"""Kimi Delta Attention in most layers, and latent attention without positions, as in Kimi Linear."""
+"""Kimi Delta Attention in most layers, and latent attention without positions, as in Kimi Linear; a layer of Ling 3."""
 BIASED_EXPERTS: Table = {
     **DENSE,
     "qk_norm": "none",
@@ -232,6 +258,15 @@ MAMBAS: Table = {
     ],
 }
 """Mamba-2 with one group, as in Granite 4: ranks share its heads, and its norm."""
+SIDE_BY_SIDE: Table = {
+    **DENSE,
+    "num_layers": 4,
+    "value_scale": 0.7,
+    "gate_scale": 0.6,
+    "up_scale": 1.4,
+    "side_mixer": MAMBA | {"num_groups": 2, "scales": [0.8, 1.2, 0.9, 1.1, 0.7], "output_scale": 0.6},
+}
+"""Attention and Mamba-2 side by side, with factors of their products, as in Falcon-H1."""
 BRANCHES: Table = {
     **MOE,
     "moe": MOE["moe"] | {"latent_size": 20},
@@ -246,6 +281,24 @@ BRANCHES: Table = {
     ],
 }
 """Layers of one branch, as in Nemotron 3: Mamba-2 with groups, experts, attention, an MLP."""
+
+HEAD_GATES: Table = {
+    **MOE,
+    "num_layers": 4,
+    "norm_offset": True,
+    "attention_gate": "head",
+    "value_head_dim": 6,
+    "value_scale": 0.7,
+    "layers": "full window limited dense",
+    "sliding_window": 12,
+    "kinds": [
+        {"name": "full", "sliding_window": False, "rope": {"theta": 1e6, "fraction": 0.5}},
+        {"name": "window", "num_heads": 8, "num_kv_heads": 4, "attention_sinks": True},
+        {"name": "limited", "silu_limit": 0.1, "shared_silu_limit": 0.2},
+        {"name": "dense", "moe": False, "silu_limit": 0.2},
+    ],
+}
+"""A gate of each head, and limits of SwiGLUs, as in Step 3.5, and narrow values, as in MiMo-V2."""
 
 PREDICTIONS: Table = {
     **MOE,
@@ -268,8 +321,11 @@ MODELS_OF_KINDS: dict[str, Table] = {
     "wide": WIDE,
     "latent": LATENT,
     "biased experts": BIASED_EXPERTS,
+    "head gates": HEAD_GATES,
     "mamba": MAMBAS,
+    "side by side": SIDE_BY_SIDE,
     "predictions": PREDICTIONS,
+    "shared keys": SHARED_KEYS,
 }
 """Models with several kinds of layers, or with less common dials."""
 

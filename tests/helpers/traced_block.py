@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,6 +33,7 @@ from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads, split_backward
 from phalanx.parallel.strategy import Strategy
 from phalanx.program.rank_tensors import local_shape
+from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block
@@ -58,7 +60,8 @@ class Numerics(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCase:
-    """A model of one block, or of another for multi-token prediction, and how a rank computes the last one."""
+    """A model of one block, or of one more for multi-token prediction or shared keys, and how a rank computes the last
+    one."""
 
     spec: ModelSpec
     layout: Layout
@@ -116,10 +119,12 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
     if recomputes_norms:
         saved_bytes -= sum(norm_output_bytes(branch.part, shape) for branch in block)
     else:
-        saved_bytes -= sum(shared_output_bytes(branch, shape) for branch in block)
+        saved_bytes -= sum(shared_output_bytes(block, branch, shape) for branch in block)
     parts = [branch.part for branch in block]
     traffic = [part_traffic(part, shape) for part in parts]
-    flops = sum(_rank_flops(part, shape) for part in parts)
+    forward_flops, backward_flops = (
+        sum(flops) for flops in zip(*(_rank_flops(part, shape) for part in parts), strict=True)
+    )
     moments = block_moments(
         block,
         shape,
@@ -137,21 +142,25 @@ def declared_numbers(case: BlockCase, block: Block) -> BlockNumbers:
         },
         saved_bytes=saved_bytes,
         deferred_bytes=deferred_by_block(block, shape, recomputes_norms),
-        flops=(flops, 2 * flops),
+        flops=(forward_flops, backward_flops),
         forward_messages=_sum_traffic(case.layout, [row for part in traffic for row in part.forward]),
         backward_messages=_sum_traffic(case.layout, [row for part in traffic for row in part.backward]),
         peak_bytes=saved_bytes + largest_moment([*moments.mlp, *moments.attention], gradients),
     )
 
 
-def _rank_flops(part: Part, shape: ForwardShape) -> float:
+def _rank_flops(part: Part, shape: ForwardShape) -> tuple[float, float]:
+    """Return the FLOPs of the forward and the backward pass."""
     ulysses = shape.layout.cp if shape.layout.cp_method == "ulysses" else 1
-    flops = kernel_flops(part, shape.sequence, shape.tp, ulysses) * shape.tokens
+    forward = kernel_flops(part, shape.sequence, shape.tp, ulysses) * shape.tokens
+    backward = 2 * forward
     for linear in part.linears:
         matrices = linear.matrix.shape[0] // shape.layout.ep if isinstance(linear, GroupedLinear) else 1
         tokens = tokens_through(linear, shape.layout, shape.tokens)
-        flops += 2 * tokens * matrix_numbers(linear, shape) / matrices
-    return flops
+        flops = 2 * tokens * matrix_numbers(linear, shape) / matrices
+        forward += flops
+        backward += flops * (1 + linear.is_trained)
+    return forward, backward
 
 
 def _sum_traffic(layout: Layout, rows: Iterable[Traffic]) -> Messages:
@@ -222,7 +231,7 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     # A document a row, because FLOPs of shorter ones are not planned.
     documents = Documents.whole_rows(BATCH, case.sequence, CPU) if case.masked else None
     parameters = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
-    for parameter in model.parameters():
+    for parameter in filter(attrgetter("requires_grad"), model.parameters()):
         parameter.register_post_accumulate_grad_hook(_free_gradient)
     saved = SavedStorages(model)
     saved.exclude_bounds(documents)
@@ -230,7 +239,7 @@ def _trace(case: BlockCase, strategy: Strategy) -> BlockNumbers:
     forward, backward = CollectiveRecorder(REQUESTED_OPERATION.get), CollectiveRecorder(REQUESTED_OPERATION.get)
     forward_flops, backward_flops = FlopCounter(), FlopCounter()
     (x, *others), embedding = _block_inputs(case, model, documents, peak)
-    saved.exclude(*find_tensors(others))
+    saved.exclude(*find_tensors([others, _given_tensors(embedding)]))
     with EchoedMessages(), forward, forward_flops, peak, saved.record_saved_tensors(case.numerics.autocast):
         outputs = _without_none(block(x, *others, **embedding))
     del x, embedding
@@ -275,6 +284,11 @@ class _Arguments(nn.Module):
         return args[0], None
 
 
+def _given_tensors(options: dict[str, Any]) -> list[Tensor]:
+    """Return what other layers, or the start of the model, keep for a block."""
+    return [*options.get("keys_and_values", ()), *(options[name] for name in ("given_BTP",) if name in options)]
+
+
 def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | None, peak: PeakLiveBytes) -> Any:
     """Return the arguments of the block. Its input is not a leaf: autocast would cache its cast."""
     tokens = case.sequence // case.layout.cp
@@ -288,7 +302,19 @@ def _block_inputs(case: BlockCase, model: Transformer, documents: Documents | No
     arguments = _Arguments(block)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.numerics.autocast):
         model.run_blocks([arguments], x, model.sequence_context(x, documents), **embedding)
-    return arguments.args
+    inputs, options = arguments.args
+    *_, layer = layer_specs(case.spec)
+    compute = torch.bfloat16 if case.numerics.autocast else dtype
+
+    def given(*sizes: int) -> Tensor:
+        return torch.zeros(BATCH, *sizes, dtype=compute, requires_grad=True)
+
+    if layer.per_layer_input_size:
+        options["given_BTP"] = given(tokens, layer.per_layer_input_size)
+    if layer.num_shared_kv_layers:
+        heads = max(1, layer.num_kv_heads // case.layout.tp)
+        options["keys_and_values"] = [given(case.sequence // case.layout.cp, heads, layer.head_dim) for _ in "kv"]
+    return inputs, options
 
 
 def _trace_deferred(case: BlockCase, strategy: Strategy, documents: Documents | None) -> int:

@@ -37,6 +37,23 @@ def hybrid_run() -> Path:
     return train_run("hybrid", 4, {"model": MOE, **layout}, "--profile-steps", "5:6", "--profile-memory")
 
 
+@cache
+def mixture_run() -> Path:
+    """Return a run of one rank on a mixture of two sources, `json` and `email`, with two evaluations."""
+    library = Path(json.__file__).parents[1]
+    source = [{"name": name, "path": str(library / name), "weight": 1} for name in ("json", "email")]
+    data = {"source": source, "tokenizer": "bytes", "cache": tempfile.mkdtemp(prefix="phalanx-report-cache-")}
+    atexit.register(shutil.rmtree, data["cache"], ignore_errors=True)
+    return train_run("mixture", 1, {"model": DENSE, "data": data})
+
+
+def read_source_losses(run: Path) -> dict[str, list[float]]:
+    """Return the training losses of both sources of `mixture_run` in each step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    return {name: [line[f"loss/{name}"] for line in steps] for name in ("json", "email")}
+
+
 def train_run(name: str, ranks: int, changes: dict[str, Any], *options: str) -> Path:
     """Run `phalanx train`, and return the run directory."""
     file = write_run_file(name, changes)

@@ -233,6 +233,7 @@ IMPORTERS = {
     "__init__.py": "public names",
     "cli/main.py": "commands",
     "data/compression.py": "compression libraries",
+    "data/places.py": "packages of its table of file systems",
     "launch/fork_server.py": "modules that the launcher names",
     "model/mixers/__init__.py": "files of its own folder",
     "spec/families/registry.py": "files of its own folder",

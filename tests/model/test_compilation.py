@@ -6,19 +6,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from phalanx.model import chunks
 from phalanx.model.compilation import compile_blocks
 from phalanx.model.part import modules_declaring
 from phalanx.model.products import ACTIVATIONS, compiled_activation, make_activation
 from phalanx.model.rotary import apply_rotary
-from phalanx.spec.activations import GATED_OUTPUT, NUM_INPUTS
+from phalanx.spec.activations import NUM_INPUTS, XIELU_PARAMETERS
 from phalanx.spec.parts.operations import AttentionCore
 from tests.helpers.random_models import build_model
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}
 LATENT_ATTENTION = {"kind": "latent_attention", "latent_rank": 16, "rope_dim": 4, "value_dim": 8}
-ARGUMENTS = {"clamped_swiglu": (1.7, 0.8)}
+ARGUMENTS = {"clamped_swiglu": (1.7, 0.8), "limited_swiglu": (0.5,)}
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +31,56 @@ def without_kernels():
     compiled_activation.cache_clear()
 
 
+def activation_inputs(name: str, rows: int) -> list[torch.Tensor]:
+    """Return random inputs; gates of heads have one number for each head of two."""
+    widths = [4, 8] if name.startswith("head_") else [8] * NUM_INPUTS.get(name, 2)
+    trained = [torch.tensor([number]) for number in (XIELU_PARAMETERS.values() if name == "xielu" else ())]
+    return [torch.randn(rows, width, dtype=torch.float64) for width in widths] + trained
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_activation_are_its_slopes(name: str) -> None:
+    """The change of the output along a direction, by central differences, is that of the gradients."""
+    activation = make_activation(name, *ARGUMENTS.get(name, ()))
+    inputs = [x.double() for x in activation_inputs(name, 5)]
+    gradient = torch.randn(5, 8, dtype=torch.float64)
+    directions = [torch.randn_like(x) for x in inputs]
+    ends = [
+        activation.forward(*(x + sign * 1e-6 * along for x, along in zip(inputs, directions, strict=True)))
+        for sign in (1, -1)
+    ]
+    change = ((ends[0] - ends[1]) / 2e-6 * gradient).sum()
+    _, vjp = activation.forward_and_vjp(*inputs)
+    gradients = vjp(gradient.clone())
+    slopes = [(grad * along).sum() for grad, along in zip(gradients, directions, strict=True)]
+    torch.testing.assert_close(torch.stack(slopes).sum(), change, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [[3, 5]])
 def test_compiled_activation_equals_eager(name: str, tokens: list[int]) -> None:
     activation = make_activation(name, *ARGUMENTS.get(name, ()))
-    count = 2 if name == GATED_OUTPUT else NUM_INPUTS[name]
     for rows in tokens:
-        inputs = [torch.randn(rows, 8, dtype=torch.float64) for _ in range(count)]
+        inputs = activation_inputs(name, rows)
         gradient = torch.randn(rows, 8, dtype=torch.float64)
         expected, expected_gradients = activation.forward_and_vjp(*inputs)
         output, gradients = compiled_activation(activation).forward_and_vjp(*inputs)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(gradients(gradient.clone()), expected_gradients(gradient.clone()))
+
+
+def test_xielu_has_the_gradients_of_autograd() -> None:
+    """Chunks have one row."""
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    numbers = [torch.tensor([number], dtype=torch.float64, requires_grad=True) for number in (0.4, -0.7)]
+    a, b = F.softplus(numbers[0]), F.softplus(numbers[1]) + 0.5
+    expected = torch.where(x > 0, a * x.square(), b * (x.exp() - 1 - x)) + x / 2
+    gradient = torch.randn(5, 8, dtype=torch.float64)
+    expected_gradients = torch.autograd.grad(expected, (x, *numbers), gradient)
+    with torch.no_grad(), mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", 8):
+        output, vjp = make_activation("xielu").forward_and_vjp(x, *numbers)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(vjp(gradient.clone()), expected_gradients)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -1,97 +1,57 @@
+"""Draws of tokens: frequencies, and the logits that transformers' own processors keep."""
+
+import pytest
 import torch
 from torch.testing import assert_close
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from phalanx.model.init import initial_weight
-from phalanx.model.sampling import generate, sample_token
-from phalanx.parallel.apply import apply_layout
-from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec
-from phalanx.testing import rank_pool
+from phalanx.model.sampling import Sampling, sample_tokens
 
-PROMPT = torch.tensor([3, 1, 4, 1, 5])
-
-
-def seeded_generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def next_number_model(vocab=10):
-    """Return a model that predicts the next number with certainty, and a list of the shapes of its calls."""
-    calls = []
-
-    def model(tokens):
-        calls.append(tokens.shape)
-        return 100 * torch.nn.functional.one_hot((tokens + 1) % vocab, vocab).float(), torch.zeros(())
-
-    return model, calls
+DRAWS = 4000
+LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, -3.0])
+SEEN = torch.tensor([[1, 2, 5]])
 
 
-def test_generate_is_greedy_at_temperature_0(build_model):
-    model, tokens = build_model(), PROMPT
-    for _ in range(6):
-        tokens = torch.cat((tokens, model(tokens[None])[0][0, -1].argmax()[None]))
-    assert torch.equal(generate(model, PROMPT, 6, temperature=0), tokens)
-    assert torch.equal(generate(model, PROMPT, 6, top_k=1, generator=seeded_generator()), tokens)
+def frequencies(sampling: Sampling) -> torch.Tensor:
+    """Return how often each token is drawn after the tokens `SEEN`."""
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.zeros(DRAWS, len(LOGITS), dtype=torch.bool)
+    seen[:, SEEN[0]] = True
+    drawn = sample_tokens(LOGITS.expand(DRAWS, -1), sampling, generator, seen)
+    return torch.bincount(drawn, minlength=len(LOGITS)) / DRAWS
 
 
-def test_generate_is_reproducible_per_seed(build_model):
-    model = build_model()
-    first, repeated, other = (generate(model, PROMPT, 20, generator=seeded_generator(seed)) for seed in (0, 0, 1))
-    assert torch.equal(first, repeated)
-    assert not torch.equal(first, other)
+@pytest.mark.parametrize(
+    ("sampling", "processor"),
+    [
+        (Sampling(), None),
+        (Sampling(top_k=3), TopKLogitsWarper(3)),
+        (Sampling(top_p=0.7), TopPLogitsWarper(0.7)),
+        (Sampling(min_p=0.3), MinPLogitsWarper(0.3)),
+        (Sampling(repetition_penalty=1.5), RepetitionPenaltyLogitsProcessor(1.5)),
+        (Sampling(suppress_tokens=(2, 4)), SuppressTokensLogitsProcessor([2, 4], device="cpu")),
+    ],
+    ids=["all", "top_k", "top_p", "min_p", "repetition_penalty", "suppress_tokens"],
+)
+def test_draws_have_the_probabilities_of_transformers(sampling, processor):
+    logits = LOGITS[None].clone() if processor is None else processor(SEEN, LOGITS[None].clone())
+    expected = logits.softmax(-1)[0]
+    drawn = frequencies(sampling)
+    assert_close(drawn, expected, rtol=0, atol=0.025)
+    assert ((drawn > 0) <= (expected > 0)).all()
 
 
-def test_sample_token_frequencies_match_top_k_softmax():
-    logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), seeded_generator()
-    counts = torch.bincount(torch.tensor([sample_token(logits, 0.5, 3, generator) for _ in range(4000)]), minlength=4)
-    expected = torch.cat(((logits[:3] / 0.5).softmax(0), torch.zeros(1)))
-    assert_close(counts / 4000, expected, rtol=0, atol=0.02)
+def test_most_likely_token_is_never_left_out():
+    assert frequencies(Sampling(top_p=0.0))[2] == 1
+    assert frequencies(Sampling(min_p=1.0))[2] == 1
 
 
-def test_generate_repeats_end_token_and_runs_every_forward_pass():
-    model, calls = next_number_model()
-    tokens = generate(model, torch.tensor([5]), 6, eos_id=8, generator=seeded_generator())
-    assert tokens.tolist() == [5, 6, 7, 8, 8, 8, 8]
-    assert len(calls) == 6
-
-
-def test_generate_truncates_model_input_to_context_length():
-    model, calls = next_number_model()
-    assert generate(model, torch.tensor([7, 8]), 4, context=3, generator=seeded_generator()).tolist() == [
-        7,
-        8,
-        9,
-        0,
-        1,
-        2,
-    ]
-    assert calls == [(1, 2), (1, 3), (1, 3), (1, 3)]
-
-
-SPEC = ModelSpec(vocab_size=53, hidden_size=32, num_layers=2, num_heads=4, ffn_hidden_size=48, max_seq_len=64)
-
-
-def generate_with_layout(data, world_size):
-    layout = Layout(data_parallel=data)
-    mesh = build_mesh(layout, world_size, "cpu")
-
-    def weights(name, shape):
-        return initial_weight(SPEC, name, shape, 0)
-
-    strategy = apply_layout(SPEC, layout, mesh, torch.device("cpu"), weights, "fp64")
-    return generate(strategy.model, PROMPT, 8, generator=seeded_generator()).tolist()
-
-
-def test_generate_with_zero3_equals_single_process():
-    assert rank_pool(2).run(generate_with_layout, "zero3", 2) == [generate_with_layout("ddp", 1)] * 2
-
-
-def test_generate_draws_only_tokens_that_the_tokenizer_has() -> None:
-    """A model may have more: the byte tokenizer has 257 tokens, and vocabularies are often multiples of 64."""
-
-    def uniform_model(tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(*tokens_BT.shape, 512), torch.zeros(())
-
-    tokens = generate(uniform_model, torch.tensor([7]), 40, generator=seeded_generator(), vocab=9)
-    assert max(tokens.tolist()) < 9
+def test_temperature_divides_and_zero_is_greedy():
+    assert_close(frequencies(Sampling(temperature=0.5)), (LOGITS / 0.5).softmax(-1), rtol=0, atol=0.025)
+    assert frequencies(Sampling(temperature=0))[2] == 1

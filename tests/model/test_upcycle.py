@@ -99,7 +99,7 @@ def test_replicate_mlp_reinitializes_same_hidden_units_in_all_matrices():
     gate, up = (1 + 0.5 * torch.randn(400, 64, generator=generator) for _ in range(2))
     down = 3 + 0.1 * torch.randn(64, 400, generator=generator)
     stacks = [
-        replicate_mlp(dense, 3, 0.25, 7, "blocks.0.mlp", kind)
+        replicate_mlp(dense, range(3), 0.25, 7, "blocks.0.mlp", kind)
         for dense, kind in ((gate, "gate"), (up, "up"), (down.T.contiguous().T, "down"))
     ]
     units = [torch.stack([e != dense for e in stack]) for stack, dense in zip(stacks, (gate, up, down), strict=True)]
@@ -118,7 +118,7 @@ def test_replicate_mlp_depends_only_on_seed_layer_and_expert_index():
     dense = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 
     def experts(count: int, seed: int = 7, layer: str = "blocks.0.mlp") -> Tensor:
-        return replicate_mlp(dense, count, 0.5, seed, layer, "gate")
+        return replicate_mlp(dense, range(count), 0.5, seed, layer, "gate")
 
     assert torch.equal(experts(2), experts(8)[:2])
     others = [experts(2)[1], experts(2, seed=8)[0], experts(2, layer="blocks.1.mlp")[0]]

@@ -10,13 +10,14 @@ from torch import Tensor
 from phalanx.parallel.cross_entropy import (
     EAGER,
     UNSCALED,
+    GroupedLosses,
     Kernels,
     LossScale,
     in_place_cross_entropy,
     log_sum_exp_in_one_pass,
     replace_by_gradient_in_one_pass,
 )
-from phalanx.parallel.linear_cross_entropy import ChunkedLoss, _Gradients
+from phalanx.parallel.linear_cross_entropy import ChunkedLoss, HeadGradients
 from phalanx.spec import chunks
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.testing import rank_pool
@@ -76,6 +77,24 @@ def test_chunked_loss_equals_whole_loss_in_fp64(
         torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [None, 2], ids=["whole", "chunks"])
+def test_losses_of_groups_add_up_to_the_loss(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets = head_inputs(torch.float64)
+    group_of_token = torch.tensor([0, 2, 1]).repeat_interleave(7)
+    groups = GroupedLosses(group_of_token, torch.zeros(3, dtype=torch.float64))
+    if rows is None:
+        total = in_place_cross_entropy(F.linear(x, weight), targets, IGNORED, groups)
+    else:
+        limit_chunks(monkeypatch, rows, VOCAB, itemsize=8)
+        head = ChunkedLoss(columns=VOCAB, itemsize=8)(targets, IGNORED, groups)
+        assert head is not None
+        total = head(x, weight)
+    token_losses = F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), reduction="none")
+    expected = torch.stack([token_losses[group_of_token == group].sum() for group in range(3)])
+    torch.testing.assert_close(groups.sums, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, expected.sum(), rtol=1e-12, atol=1e-12)
+
+
 @CHUNKS
 def test_chunked_loss_in_bf16_is_as_exact_as_whole_loss(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than eight chunks are summed in fp32."""
@@ -128,7 +147,7 @@ def test_loss_without_gradients_equals_whole_loss(monkeypatch: pytest.MonkeyPatc
 
 def test_evaluation_of_a_trained_head_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_chunks(monkeypatch, 5, VOCAB, itemsize=8)
-    monkeypatch.setattr(_Gradients, "add_chunk", None)
+    monkeypatch.setattr(HeadGradients, "add_chunk", None)
     x, weight, targets = head_inputs(torch.float64)
     with torch.no_grad():
         head = ChunkedLoss(columns=VOCAB, itemsize=8)(targets, IGNORED)

@@ -13,7 +13,7 @@ from tests.helpers.small_runs import Table, small_run
 from tests.parity import fuzz
 
 SEED = 1
-DRAWS = 500
+DRAWS = 900
 
 
 @pytest.fixture(scope="module")

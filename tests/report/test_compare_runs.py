@@ -12,7 +12,7 @@ from phalanx.report.compare_runs import compare_runs, report_data, run_labels
 from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
 from tests.helpers.cli_runner import command_json, command_output
-from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
+from tests.helpers.trained_runs import copy_run, hybrid_run, mixture_run, two_rank_run
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +175,25 @@ def test_run_labels_are_unique():
     assert named(("runs", "a"), ("runs", "b")) == ["a", "b"]
     assert named(("old", "a"), ("new", "a"), ("new", "b")) == ["a in old", "a in new", "b"]
     assert named(("runs", "a"), ("runs", "a")) == ["a (1)", "a (2)"]
+
+
+def test_compare_runs_has_losses_of_sources_with_ratios_on_equal_text(two_rank_facts):
+    mixture = report_facts(read_run(mixture_run()))
+    rows = dict(formatting.comparison_rows(compare_runs([mixture, mixture])))
+    loss = mixture["curves"]["sources"]["email"]["held_out_loss"][-1][1]
+    assert rows["validation loss of email"] == [(loss, f"{loss:.3f}", ""), (loss, f"{loss:.3f}", "1.00x")]
+    assert list(rows).index("validation loss of email") < list(rows).index("whole step")
+    rows = dict(formatting.comparison_rows(compare_runs([mixture, two_rank_facts])))
+    assert rows["validation loss of email"] == [(loss, f"{loss:.3f}", ""), (None, "-", "")]
+
+
+def test_report_prints_losses_of_runs_on_one_scale(tmp_path):
+    short = copy_run(two_rank_run(), tmp_path)
+    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (short / "metrics.jsonl").write_text("".join(line for line in lines if line[1:10] < '"step": 5'))
+    text = command_output("report", short, two_rank_run(), "--html", tmp_path / "page.html", width=160)
+    curves = report_facts(read_run(two_rank_run()))["curves"]["loss"]
+    position = text.splitlines().index(f"loss, on one scale from {min(curves):.3f} to {max(curves):.3f}")
+    first, second = (line.split()[0] for line in text.splitlines()[position + 1 : position + 3])
+    assert len(first) == 4
+    assert second.startswith(first)

@@ -4,6 +4,7 @@ terminal and on a page, and missing data is named."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -26,7 +27,14 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing.processes import run_python
 from tests.helpers.cli_runner import command_json, command_output
-from tests.helpers.trained_runs import copy_run, hybrid_run, stop_after, two_rank_run
+from tests.helpers.trained_runs import (
+    copy_run,
+    hybrid_run,
+    mixture_run,
+    read_source_losses,
+    stop_after,
+    two_rank_run,
+)
 
 
 def _truncate_file(file: Path, share: float = 0.6) -> None:
@@ -303,3 +311,38 @@ def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
     for name in ("lock", "launcher.lock"):
         (directory / name).unlink()
     assert "the run is still active, or has stopped" in read_run(directory).problems[0]
+
+
+def test_run_data_has_losses_of_each_source_and_leaves_out_damaged_ones(tmp_path: Path) -> None:
+    run = copy_run(mixture_run(), tmp_path)
+    assert list(read_run(run).source_losses) == ["json", "email"]
+    expected = read_source_losses(run)
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    damaged = {**json.loads(records[0]), "loss/json": "1e3", "loss/email": math.nan}
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(damaged), *records[1:]]) + "\n")
+    losses = read_run(run).source_losses
+    evaluations = read_run(run).evaluations
+    for name, curve in expected.items():
+        assert losses[name]["loss"] == list(zip(range(2, 9), curve[1:], strict=True))
+        held_out = [(step, line[f"held_out_loss/{name}"]) for step, line in zip((4, 8), evaluations, strict=True)]
+        assert losses[name]["held_out_loss"] == held_out
+
+
+def test_run_data_leaves_out_losses_of_sources_on_earlier_held_out_text(tmp_path: Path) -> None:
+    run = copy_run(mixture_run(), tmp_path)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    next(line for line in lines if "held_out_loss" in line)["held_out_set"] = "another"
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [step for step, _ in read_run(run).source_losses["email"]["held_out_loss"]] == [8]
+
+
+def test_report_prints_losses_of_each_source_and_phases(tmp_path: Path) -> None:
+    run = copy_run(mixture_run(), tmp_path)
+    file = run / "run.toml"
+    file.write_text(file.read_text().replace("phase = []", "phase = [{ from_step = 6, learning_rate = 1e-4 }]"))
+    text = command_output("report", run, width=160)
+    losses = read_source_losses(run)
+    evaluation = read_run(run).evaluations[-1]
+    assert "phase[0] (from step 7): learning rate 0.0001" in text
+    assert f"json {losses['json'][-1]:.3f}  email {losses['email'][-1]:.3f}" in text
+    assert f"json {evaluation['held_out_loss/json']:.3f}  email {evaluation['held_out_loss/email']:.3f}" in text

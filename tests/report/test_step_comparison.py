@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from phalanx.report.facts import report_facts
 from phalanx.report.formatting import measured_row
 from phalanx.report.html.page import main
 from phalanx.report.run_data import read_run
+from phalanx.report.step_comparison import _measure_goodput
+from phalanx.runs.events import FINISHED, STARTED
 from phalanx.train.progress import format_metrics
 from tests.helpers.cli_runner import command_output
 from tests.helpers.trained_runs import copy_run, two_rank_run
@@ -69,3 +72,16 @@ def test_progress_shows_targets_per_second_if_some_are_ignored() -> None:
     record = {"loss": 2.0, "tokens_per_second": 1600.0, "targets_per_second": 100.0, "mfu": 0.4}
     assert format_metrics(record) == "loss 2.000  1,600 tokens/s  100 targets/s  MFU 40.0%"
     assert format_metrics({**record, "targets_per_second": 1600.0}) == "loss 2.000  1,600 tokens/s  MFU 40.0%"
+
+
+@pytest.mark.parametrize("phase_start", [0, 18])
+def test_goodput_of_a_resumed_run_counts_each_step_once(phase_start: int) -> None:
+    """Two starts of 12 steps, each of which trains for 12 of 15 s, with a record every 10 steps and a last one."""
+    steps = [{"step": step, "start": 100.0 + step, "seconds": {"forward": 1.0}} for step in range(13, 25)]
+    run_data = SimpleNamespace(
+        ranks={0: SimpleNamespace(steps=steps, pauses=[{"start": 125.0, "seconds": 3.0}])},
+        step_metrics=[{"step": step, "step_seconds": 1.0} for step in (10, 12, 20, 24)],
+        run_events=[{"kind": STARTED, "time": 0.0}, {"kind": FINISHED, "time": 15.0}, {"kind": STARTED, "time": 99.0}],
+        began_after=max(12, phase_start),
+    )
+    assert _measure_goodput(run_data) == pytest.approx(24 / 30)  # type: ignore[arg-type]

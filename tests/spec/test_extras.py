@@ -14,6 +14,7 @@ from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 DISTRIBUTIONS = {
     "grpc": "grpcio",
+    "lm_eval": "lm-eval",
     "mlflow": "mlflow-skinny",
     "opentelemetry": "opentelemetry-sdk",
     "pynvml": "nvidia-ml-py",

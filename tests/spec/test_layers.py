@@ -70,6 +70,45 @@ def test_leading_layers_of_any_kind_may_be_dense() -> None:
     assert {layer.sliding_window for layer in layer_specs(spec)} == {8}
 
 
+def test_last_layers_read_the_keys_of_the_last_earlier_layer_of_their_kind() -> None:
+    full = {"name": "full", "sliding_window": False, "head_dim": 16}
+    kinds = {"layers": "window*2 full nope", "sliding_window": 8, "kinds": [full]}
+    spec = model(**kinds, num_layers=7, num_shared_kv_layers=3, shared_kv_ffn_size=72)
+    assert spec.kv_sources == {4: 1, 5: 1, 6: 2}
+    layers = layer_specs(spec)
+    assert [layer.num_shared_kv_layers for layer in layers] == [0, 0, 0, 0, 1, 1, 1]
+    assert [layer.ffn_hidden_size for layer in layers] == [48, 48, 48, 48, 72, 72, 72]
+    assert [layer.head_dim for layer in layers[4:]] == [8, 8, 16]
+    assert layers[4] is layers[5]
+
+
+def test_short_form_of_windows_has_two_kinds_whose_keys_are_shared() -> None:
+    spec = model(num_layers=5, sliding_window=8, full_attention_layers=[1, 4], num_shared_kv_layers=2)
+    assert spec.kv_sources == {3: 2, 4: 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_shared_kv_layers": 3}, "num_shared_kv_layers = 3 leaves no earlier layer of the kind of layer 0"),
+        ({"layers": "a b a c", "num_shared_kv_layers": 1}, "leaves no earlier layer of the kind of layer 3"),
+        (
+            {"layers": "a b", "kinds": [{"name": "b", "mixer": MAMBA}], "num_layers": 4, "num_shared_kv_layers": 1},
+            "includes layer 3, which has no attention with keys and values of its own",
+        ),
+        ({"shared_kv_ffn_size": 72}, "shared_kv_ffn_size = 72 has no effect without layers that share"),
+        ({"num_shared_kv_layers": 1, "shared_kv_ffn_size": 72, "moe": MOE}, "has no effect on layers with experts"),
+        ({"num_shared_kv_layers": 1, "mtp": {}}, "num_shared_kv_layers = 1 is not supported with model.mtp"),
+        ({"per_layer_input_size": 8, "mtp": {}}, "per_layer_input_size = 8 is not supported with model.mtp"),
+        ({"per_layer_input_size": 8, "activation": "gelu"}, "per_layer_input_size = 8 requires a gated activation"),
+    ],
+)
+def test_wrong_layers_that_read_others_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error_info:
+        model(**{"num_layers": 3 if "layers" not in changes else len(changes["layers"].split()), **changes})
+    assert "fix:" in str(error_info.value)
+
+
 def test_pattern_repeats_up_to_the_number_of_layers() -> None:
     windows = [layer.sliding_window for layer in layer_specs(model(**KINDS, num_layers=7))]
     assert windows == [8, 8, None, 8, 8, 8, None]
@@ -123,6 +162,24 @@ def test_a_layer_of_one_branch_has_neither_fields_nor_parameters_of_the_other() 
                 ({"chunk_size": 7}, "chunk_size = 7 does not divide the numbers of a state"),
                 ({"min_step": 2.0, "max_step": 1.0}, r"max_step = 1\.0 is below mixer.min_step"),
             )
+        ),
+        *(
+            ({"num_layers": 1} | changes, message)
+            for changes, message in (
+                ({"norm_after_eps": 1e-8}, "norm_after_eps = 1e-08 has no effect without norms of outputs"),
+                ({"value_head_dim": 64}, "value_head_dim = 64 exceeds head_dim"),
+                ({"silu_limit": 1.0, "activation": "gelu"}, "silu_limit = 1.0 has no effect with model.activation"),
+                ({"shared_silu_limit": 1.0}, "shared_silu_limit = 1.0 has no effect without shared experts"),
+                ({"activation": "xielu", "moe": MOE}, "activation = 'xielu' is not supported with experts"),
+            )
+        ),
+        (
+            {
+                "layers": "a b",
+                "moe": MOE | {"num_shared_experts": 1},
+                "kinds": [{"name": "a", "moe": False, "shared_silu_limit": 1.0}],
+            },
+            r"model.kinds \(a\).shared_silu_limit = 1.0 has no effect without experts",
         ),
         ({"num_layers": 2, "branches": "mixer", "moe": MOE}, "branches = 'mixer' leaves no layer with experts"),
         (

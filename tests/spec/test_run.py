@@ -66,11 +66,35 @@ def test_settings_have_dotted_names_without_places_machines_and_undecided_steps(
     assert run_from_table({"training": {"steps": 7}}).settings["training.steps"] == 7
 
 
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"training": {"seq_len": 64, "tokens_per_step": 64}}, "but a step has one sequence"),
+        (
+            {"model": {"preset": "tiny", "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 8}}},
+            "not supported with model.moe",
+        ),
+        ({"layout": {"gradient_compression": "powersgd"}}, "not supported with layout.gradient_compression"),
+        ({"layout": {"data_parallel": "parameter_server"}}, "not supported with layout.data_parallel"),
+    ],
+    ids=["one sequence", "experts", "powersgd", "server"],
+)
+def test_gradient_noise_rejects_layouts_without_gradients_of_rows(table: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=f"metrics.gradient_noise_every = 10 .*{problem}"):
+        run_from_table({"model": {"preset": "tiny"}, **table, "metrics": {"gradient_noise_every": 10}})
+
+
 def checkpoint_run(checkpoint: dict[str, Any], evaluation_every: int = 0) -> RunSpec:
     """Return a run with these checkpoints and evaluations."""
     return run_from_table(
         {"model": {"preset": "tiny"}, "checkpoint": checkpoint, "evaluation": {"every": evaluation_every}}
     )
+
+
+def test_early_stop_needs_evaluations_during_the_run() -> None:
+    problem = r"evaluation.stop_after = 3 counts evaluations .* at its end only\n  fix: set evaluation.every"
+    with pytest.raises(UserError, match=problem):
+        run_from_table({"model": {"preset": "tiny"}, "evaluation": {"stop_after": 3}})
 
 
 def test_checkpoint_keep_reads_a_number_as_the_last_ones_and_writes_a_table() -> None:

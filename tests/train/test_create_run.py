@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.tokenizer import load_tokenizer, train_bpe
 from phalanx.model.huggingface.export import export_hf
-from phalanx.runs.create import RUN_FILE, claim_run_directory, run_directory
+from phalanx.runs.create import RUN_FILE, claim_run_directory, read_run_directory, run_directory
+from phalanx.runs.events import STARTED, append_event
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import UNDECIDED_STEPS
 from phalanx.train.create_run import check_and_prepare, create_run, decide_choices
 from phalanx.train.time_budget import with_decided_steps
 from tests.helpers.small_runs import DENSE, MOE, make_trainer, save_two_checkpoints, small_run, train_until
@@ -47,6 +50,29 @@ def train_and_save(train: list[str], **data: Any) -> Path:
     return directory
 
 
+def test_end_token_of_the_run_ends_documents_and_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    train_bpe(["hello to text 1\n" * 99], 300).save(tmp_path / "tokenizer.json")
+    table = {
+        "model": {**DENSE, "vocab_size": 300},
+        "data": {"train": ["texts"], "tokenizer": "tokenizer.json", "end_token": "t", "cache": "cache"},
+        "training": {"steps": 4, "seq_len": 16, "tokens_per_step": 64},
+    }
+    directory = create_run(run_from_table(table), 1, resume=False)
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    assert tokenizer.model.id_to_token(tokenizer.end) == "t"
+    prepared = read_run_directory(directory)[1]
+    assert load_tokenizer(prepared.tokenizer).end == tokenizer.end
+    train = IndexedDataset(prepared.train)
+    assert {int(train.document(number)[-1]) for number in range(len(train))} == {tokenizer.end}
+    # Without it, the text is tokenized again, and its end token is a known one.
+    del table["data"]["end_token"]
+    other = create_run(run_from_table({**table, "name": "other"}), 1, resume=False)
+    assert load_tokenizer(other / "tokenizer.json").end == 0
+    assert read_run_directory(other)[1].train != prepared.train
+
+
 def test_new_run_of_large_model_names_choices_that_are_not_set(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
@@ -73,14 +99,14 @@ def test_run_with_relative_sources_resumes_from_its_directory(tmp_path, monkeypa
     directory = train_and_save([f"{root}/texts", f"{root}/more.jsonl"])
     monkeypatch.chdir("/")
     resumed = load_run(directory / RUN_FILE)
-    expected = check_and_prepare(resumed, 1, resume=True)
+    _, expected = check_and_prepare(resumed, 1, resume=True)
     assert len(list((tmp_path / "work" / "cache").iterdir())) == 1  # and its text is not tokenized again
     (tmp_path / "elsewhere").mkdir()
     for name in ("texts", "more.jsonl"):
         shutil.move(tmp_path / "work" / root / name, tmp_path / "elsewhere" / name)
     sources = [str(tmp_path / "elsewhere" / name) for name in ("texts", "more.jsonl")]
     moved = load_run(directory / RUN_FILE, [f"data.train={json.dumps(sources)}"])
-    prepared = check_and_prepare(moved, 1, resume=True)
+    _, prepared = check_and_prepare(moved, 1, resume=True)
     # The text is prepared again, with the same tokens.
     assert (prepared.train, prepared.held_out) != (expected.train, expected.held_out)
     for name in ("train", "held_out"):
@@ -103,7 +129,7 @@ def test_resume_with_changed_text_offers_tokens_of_run(tmp_path, monkeypatch):
 def test_create_run_reports_pairs_whose_tokenizer_is_unknown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    prepared = check_and_prepare(load_run(train_and_save(["texts"]) / RUN_FILE, ["name=other"]), 1, resume=False)
+    _, prepared = check_and_prepare(load_run(train_and_save(["texts"]) / RUN_FILE, ["name=other"]), 1, resume=False)
     assert "matches" not in capsys.readouterr().err
     sources = {"train": [prepared.train], "held_out": [prepared.held_out], "tokenizer": prepared.tokenizer}
     run = run_from_table(
@@ -199,6 +225,48 @@ def test_resumed_run_reports_jump_of_learning_rate(tmp_path, monkeypatch, capsys
     printed = capsys.readouterr().err
     assert expected in printed
     assert ("at step 1 -> " in printed) == bool(expected)
+
+
+def test_resumed_run_names_changes_of_ranks_and_layout(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    directory = train_and_save(["texts"])
+    run = load_run(directory / RUN_FILE)
+    append_event(directory, STARTED, ranks=1, step=0, settings=run.settings)
+    capsys.readouterr()
+    check_and_prepare(run, 1, resume=True)
+    assert "carried over" not in capsys.readouterr().err
+    check_and_prepare(load_run(directory / RUN_FILE, ["layout.data_parallel=zero1"]), 2, resume=True)
+    expected = "1 rank -> 2, layout.data_parallel ddp -> zero1: weights, optimizer state and the position"
+    assert expected in capsys.readouterr().err
+
+
+def test_resume_with_a_further_source_offers_the_tokenizer_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    (tmp_path / "new.txt").write_text("quite another vocabulary " * 40)
+    sources = [{"name": "a", "path": "texts", "weight": 1}, {"name": "b", "path": "more.jsonl", "weight": 1}]
+    run = load_run(train_and_save([], source=sources) / RUN_FILE)
+    further = run.data.source[0].replace(name="c", path=[str(tmp_path / "new.txt")])
+    run = run.replace(data=run.data.replace(source=[*run.data.source, further]))
+    with pytest.raises(UserError, match="differs from the checkpoint's data") as refused:
+        check_and_prepare(run, 1, resume=True)
+    (tokenizer,) = re.findall(r"--set data.tokenizer=(\S+)", refused.value.fix)
+    check_and_prepare(run.replace(data=run.data.replace(tokenizer=tokenizer)), 1, resume=True)
+
+
+def test_resumed_run_counts_epochs_from_what_it_has_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    run_file = train_and_save(["texts"]) / RUN_FILE
+    no_steps = [f"training.steps={UNDECIDED_STEPS}", "training.epochs=2"]
+    steps = [
+        check_and_prepare(load_run(run_file, [*no_steps, f"training.tokens_per_step={batch}"]), 1, True)[
+            0
+        ].training.steps
+        for batch in (64, 128)
+    ]
+    assert steps[1] == 1 + (steps[0] - 1) // 2
 
 
 def test_resumed_run_without_its_text_offers_its_tokens(tmp_path, monkeypatch):

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.phases import phases_of
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.train.messages import end_message, start_message
 
@@ -28,12 +28,13 @@ def make_trainer(layout: dict[str, Any], ranks: int, warmup_steps: int = 10, **t
     run = run_from_table({"model": MODEL, "layout": layout, "optimizer": optimizer, "training": training})
     return SimpleNamespace(
         run=run,
+        phase=SimpleNamespace(run=run),
         mesh=SimpleNamespace(dims=parallel_dims(run.layout, ranks)),
         device=SimpleNamespace(type="cpu"),
         compiles=False,
         num_parameters=count_parameters(run.model).total,
         batch=ResolvedRun(run, ranks).batch,
-        corpus=SimpleNamespace(train=np.zeros(1234)),
+        corpus=SimpleNamespace(num_train_tokens=1234, held_out_sources=()),
         step=0,
         should_stop=False,
         is_complete=True,
@@ -102,6 +103,23 @@ def test_start_message_names_checkpoint_and_its_other_number_of_ranks() -> None:
     assert start_message(trainer, resumed=2).splitlines()[-1].startswith("this was the last step")
 
 
+def test_start_message_lists_held_out_sets_and_phases_that_have_not_ended() -> None:
+    trainer = make_trainer({}, 1)
+    sets = {"code": ["a.py"], "prose": ["b.txt"]}
+    phases = [{"from_step": 50, "learning_rate": 1e-4}, {"from_step": 90, "lr_schedule": "linear"}]
+    trainer.run = run_from_table(
+        {"model": MODEL, "training": {"steps": 200}, "data": {"held_out_sets": sets}, "phase": phases}
+    )
+    trainer.phases = phases_of(trainer.run)
+    trainer.corpus.held_out_sources = (SimpleNamespace(size=1200), SimpleNamespace(size=34))
+    trainer.step = 95
+    lines = start_message(trainer, resumed=1).splitlines()
+    assert "held-out text (validation set): code 1,200 tokens, prose 34 tokens" in lines
+    assert [line for line in lines if line.startswith("phase")] == [
+        "phase[1] (from step 91): learning rate of the step before, lr_schedule linear"
+    ]
+
+
 def test_end_message_names_signal_only_if_steps_remain() -> None:
     trainer = make_trainer({}, 1)
     trainer.step, trainer.should_stop = 200, True
@@ -114,5 +132,7 @@ def test_end_message_names_signal_only_if_steps_remain() -> None:
         "run directory: runs/small",
     ]
     evaluation = {"held_out_loss": 6.0, "held_out_bits_per_byte": 3.0, "held_out_tokens": 4096}
-    for step, prefix in ((150, "held-out loss"), (140, "step 140: held-out loss")):
+    assert end_message(trainer, {**evaluation, "step": 150}, "").startswith("stopped by a signal")  # printed before
+    trainer.step, trainer.is_complete = 200, True
+    for step, prefix in ((200, "held-out loss"), (140, "step 140: held-out loss")):
         assert end_message(trainer, {**evaluation, "step": step}, "").startswith(prefix)

@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from phalanx.runs.create import is_finished
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.metrics import MetricsRecord, read_metrics
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -407,6 +409,28 @@ def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any],
     assert failure["reason"].startswith("was killed by SIGKILL")
 
 
+def test_wait_for_uploads_ends_before_a_stopped_run_is_killed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(small_run(text, tmp_path, {"checkpoint.directory": "s3://bucket/runs"}))
+    limits: list[tuple[float, bool]] = []
+
+    def record_limits(seconds: float, should_end: Callable[[], bool]) -> list[str]:
+        limits.append((seconds, should_end()))
+        return []
+
+    monkeypatch.setattr(trainer.checkpointer, "finish_uploads", record_limits)
+    trainer.finish_uploads()
+    trainer.stop_requested = True
+    assert trainer.stop_requested_at is not None
+    trainer.stop_requested_at -= 400
+    trainer.stop_requested = True  # by a second signal
+    trainer.finish_uploads()
+    trainer.stop_requested_at -= 200
+    trainer.finish_uploads()
+    assert limits == [(600, False), (pytest.approx(140, abs=30), False), (pytest.approx(-60, abs=30), True)]
+
+
 def stop_step(run: Any, signaled_rank: int) -> int | None:
     """Return the step after which this rank stops if only one rank receives a signal, before the second step."""
     trainer = make_trainer(run)
@@ -472,3 +496,23 @@ def test_expert_metrics_are_independent_of_layout(
         expert_metrics, small_run(text, tmp_path / "many", {"model": model, **changes})
     ):
         assert rank == ([pytest.approx(step, rel=1e-10) for step in records], counts)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [([], "checkpoints uploaded to s3://bucket/run"), (["step-00000008"], "not in s3://bucket/run")],
+)
+def test_end_of_a_run_says_whether_its_checkpoints_are_in_the_store(
+    missing: list[str], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = SimpleNamespace(wait_for_all_ranks=lambda: None, directory=Path("runs/run/checkpoints"))
+    trainer = SimpleNamespace(
+        checkpointer=checkpointer,
+        run=run_from_table({"checkpoint": {"directory": "s3://bucket"}}),
+        is_main=True,
+        finish_uploads=lambda: missing,
+        _report_checkpoint=lambda: None,
+    )
+    with caplog.at_level("INFO"):
+        Trainer.finish_checkpoint(trainer)  # type: ignore[arg-type]
+    assert expected in caplog.text

@@ -24,6 +24,8 @@ from tests.helpers.dry_run_cases import (
     KINDS,
     LAYOUTS,
     MOE,
+    SHARED_KEYS,
+    SIDE_BY_SIDE,
     TIED,
     UNEQUAL,
     WINDOWS,
@@ -45,6 +47,9 @@ def _case_id(value: object) -> str:
         ("indexers", INDEXERS),
         ("kinds", KINDS),
         ("unequal", UNEQUAL),
+        ("side-by-side", SIDE_BY_SIDE),
+        ("shared-keys", SHARED_KEYS),
+        ("tied-shared-keys", {**SHARED_KEYS, "tie_embeddings": True}),
     )
     model = [
         name
@@ -56,7 +61,8 @@ def _case_id(value: object) -> str:
     ]
     precision = ["bf16"] if value["training.precision"] == "bf16" else []
     optimizer = [value["optimizer.name"]] if "optimizer.name" in value else []
-    return "-".join([*model, *layout, *precision, *optimizer])
+    tuning = [name for name, key in (("frozen", "training.freeze"), ("adapter", "adapter.rank")) if key in value]
+    return "-".join([*model, *layout, *precision, *optimizer, *tuning])
 
 
 def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:

@@ -24,6 +24,7 @@ from phalanx.api.run_results import Report, report_run
 from phalanx.report.run_data import read_run
 from phalanx.runs.checkpoints import split_checkpoint_path
 from phalanx.runs.create import RUN_FILE, run_directory
+from phalanx.runs.metrics import losses_by_source
 from phalanx.spec.errors import (
     ERROR_FILE_VARIABLE,
     EXIT_INTERRUPTED,
@@ -64,6 +65,8 @@ class TrainResult:
     """The metrics of the last step, as in metrics.jsonl; empty if no step was done."""
     held_out_loss: float | None
     """The loss of the last evaluation in nats per token; None if there was no evaluation."""
+    held_out_loss_by_source: Mapping[str, float]
+    """The same for each source of a mixture (`data.source`), by its name; empty for other runs."""
     failure: str | None
     """The first failure of a rank; None if there was none."""
 
@@ -190,12 +193,14 @@ def run_rank(
 def _read_result(directory: Path, exit_code: int) -> TrainResult:
     """Return the result of a run that has ended."""
     run_data = read_run(directory)
+    evaluation = run_data.evaluations[-1] if run_data.evaluations else {}
     return TrainResult(
         run_dir=directory,
         exit_reason=EXIT_REASONS.get(exit_code, "failed"),
         exit_code=exit_code,
         metrics=run_data.step_metrics[-1] if run_data.step_metrics else {},
-        held_out_loss=run_data.evaluations[-1]["held_out_loss"] if run_data.evaluations else None,
+        held_out_loss=evaluation.get("held_out_loss"),
+        held_out_loss_by_source=losses_by_source(evaluation, "held_out_loss"),
         failure=run_data.failure,
     )
 

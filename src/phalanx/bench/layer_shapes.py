@@ -16,6 +16,8 @@ from phalanx.spec.attention_backend import has_chunks, hides_keys
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.attended_keys import attended_keys
+from phalanx.spec.parts.flops import tokens_through
+from phalanx.spec.parts.model import layer_inputs
 from phalanx.spec.resolved_run import ResolvedRun
 
 
@@ -93,6 +95,10 @@ def matmul_shapes(resolved: ResolvedRun) -> dict[MatmulShape, tuple[tuple[str, .
             # Names without the common part: "wq", "experts.gate"
             name = product.name.split(".", 3)[-1].removesuffix(".weight")
             stage_layers.setdefault(shape, []).append(name)
+        part = layer_inputs(run.model)
+        for linear in part.linears if part else ():
+            shape = MatmulShape(1, int(tokens_through(linear, run.layout, tokens)), *linear.matrix.shape)
+            stage_layers.setdefault(shape, []).append(linear.name)
         head = lm_head_shape(run, tensors, stage)  # possibly the embedding
         if head is not None:
             stage_layers.setdefault(MatmulShape(1, int(tokens), *head), []).append("head")

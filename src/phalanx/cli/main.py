@@ -48,11 +48,13 @@ PANELS = {
     },
     "Operate": {
         "doctor": "Check that machines are fit to train.",
-        "debug": "Explain why a run hung or failed.",
+        "debug": "Explain a hang or failure; test learning rates.",
     },
     "Data and models": {
         "data": "Tokenize text and inspect tokens.",
         "generate": "Sample text from a checkpoint.",
+        "chat": "Talk to a checkpoint.",
+        "evaluate": "Score a checkpoint by tasks of lm-eval.",
         "export": "Write a checkpoint in the Hugging Face format.",
         "experts": "Show expert load; reorder experts over ranks.",
     },

@@ -43,9 +43,9 @@ class CheckedLoader:
         """Return the position of the run before step `step`, for a checkpoint."""
         return self.loader.state(step)
 
-    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Resume from the state in a checkpoint."""
-        self.loader.resume(state, resized)
+        self.loader.resume(state)
 
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from phalanx.spec.extras import missing_package
 
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Errors of the file system, and of truncated or damaged files."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -24,13 +24,22 @@ def open_decompressed(path: str, field: str) -> BinaryIO:
     """Open a file for reading, and decompress it if it is compressed.
 
     Raises UserError if a package that the compression needs is not installed; reported under `field`."""
-    with open(path, "rb") as file:
-        magic = file.read(6)
+    magic = _read_magic(path)
     if magic.startswith(ZSTD_MAGIC):
         pyarrow = import_extra("pyarrow", field, path)
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd"))
     opener = next((opener for prefix, opener in OPENERS.items() if magic.startswith(prefix)), open)
     return opener(path, "rb")
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether `open_decompressed` decompresses a file."""
+    return _read_magic(path).startswith((ZSTD_MAGIC, *OPENERS))
+
+
+def _read_magic(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(6)
 
 
 def import_extra(module: str, field: str, source: str) -> Any:

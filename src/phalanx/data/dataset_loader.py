@@ -108,11 +108,11 @@ class IterableDatasetLoader(SequenceCounter):
         """Values that determine the order of samples, by name."""
         return _dataset_identity(self.spec, self.seq_len, self.sequences_per_step)
 
-    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Resume from the state in a checkpoint, after its last sample.
 
-        Raises UserError if the checkpoint has another dataset or other lengths; steps may be `resized`."""
-        check_resumable(self.identity, state, resized)
+        Raises UserError if the checkpoint has another dataset or other lengths. Steps may have another size."""
+        check_resumable(self.identity, state)
         self.resume_at(state["step"], state["samples_read"])
         self._next_step = state["step"]
         self._samples = self._iterate_samples()

@@ -11,6 +11,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,7 @@ from typing import Self
 import numpy as np
 
 from phalanx.data.joined_tokens import PARTS_SUFFIX, JoinedTokens, TokenFile, read_token_files, write_token_files
+from phalanx.data.packing import shuffle_epoch
 from phalanx.spec.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -53,13 +55,13 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype)
         self.lengths = array.array("i")
         self.tokens = 0
-        self._max_token_id = int(np.iinfo(self.dtype).max)
+        self._ids = np.iinfo(self.dtype)
         self._partial_prefix = f"{self.prefix}.{os.getpid()}.partial"
         self._bin_file = open(f"{self._partial_prefix}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
 
     def add(self, ids: np.ndarray) -> None:
         """Append a document's ids [tokens]. Raises ValueError if an id does not fit the type of the file."""
-        if ids.size and (int(ids.max()) > self._max_token_id or int(ids.min()) < 0):
+        if ids.size and (int(ids.max()) > self._ids.max or int(ids.min()) < self._ids.min):
             raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {self.dtype}")
         self._bin_file.write(np.ascontiguousarray(ids, self.dtype).data)
         self.lengths.append(ids.size)
@@ -121,6 +123,8 @@ class IndexedDataset:
         except OSError as error:
             fix = "check the permissions of the pair's files"
             raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", fix) from None
+        # The loaders of all phases share it: each increment of a batch would else shuffle the same epoch.
+        self.epoch_order = lru_cache(maxsize=2)(partial(shuffle_epoch, self.offsets))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -228,16 +232,19 @@ def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
     return UserError(field, path, problem, fix)
 
 
-def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
+def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path, unit: int = 0) -> None:
     """Split a pair into two: prefix `tail` has the last `fraction` of its tokens, `head` the others, each at least one.
 
-    No token is copied: the new pairs have links to the dataset's tokens. Raises UserError if the dataset has fewer than
-    two tokens."""
-    if dataset.size < 2:
+    No token is copied: the new pairs have links to the dataset's tokens. Each has a multiple of `unit` documents; with
+    0, a document may be cut. Raises UserError if the dataset has fewer than two tokens, or units."""
+    if (len(dataset) // unit if unit else dataset.size) < 2:
         fix = "add text, or set data.held_out"
         raise UserError(FIELD, dataset.prefix, "has too few tokens for a held-out part", fix)
     start, end = dataset.bounds
     split = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
+    if unit:
+        bounds_of_units = dataset.offsets[unit:-1:unit]
+        split = int(bounds_of_units[np.abs(bounds_of_units - split).argmin()])
     inner_offsets = dataset.offsets[1:-1]
     for prefix, lower, upper in ((head, start, split), (tail, split, end)):
         bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])

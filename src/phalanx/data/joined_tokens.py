@@ -51,7 +51,10 @@ class JoinedTokens:
         return int(self.starts[-1])
 
     def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        positions = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
+        return self.take(np.arange(*index.indices(len(self))) if isinstance(index, slice) else index)
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """Return the tokens at positions."""
         file_index = np.searchsorted(self.starts, positions, side="right") - 1
         tokens = np.empty(positions.shape, self.dtype)
         for number in np.unique(file_index):

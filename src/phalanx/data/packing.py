@@ -2,48 +2,135 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from phalanx.data.joined_tokens import JoinedTokens
+if TYPE_CHECKING:
+    from phalanx.data.preference_pairs import PreferencePairs
 
 IGNORE_INDEX = -100
 """Target of a position without a target; torch's cross_entropy ignores it."""
 
 
-def pack_rows(
-    tokens: np.ndarray | JoinedTokens,
-    begins: np.ndarray,
-    shifts: np.ndarray,
-    first: np.ndarray,
-    seq_len: int,
-    mask: bool,
-) -> Batch:
-    """Build rows from a stream of documents that are located elsewhere in `tokens`.
+class TokenArray(Protocol):
+    """Tokens that are read by their positions."""
 
-    Document d spans the stream from begins[d] to begins[d + 1], and its stream position p is tokens[p + shifts[d]].
-    `begins` is int64 [documents + 1] and ends with the end of the last document; `shifts` is [documents]. `first` is
-    the stream position of each row's first token, [B]. With `mask`, the batch has `document_starts` if a row has
-    several documents."""
-    rows = len(first)
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the tokens."""
+
+    def take(self, positions: np.ndarray, /) -> np.ndarray:
+        """Return the tokens at positions."""
+
+
+class StreamRows(NamedTuple):
+    """Rows of a stream of documents, which are located elsewhere in `tokens`."""
+
+    tokens: TokenArray
+    documents: np.ndarray
+    """Position of each document's first token in the stream, and the offset from a position in the stream to that in
+    `tokens`, int64 [documents, 2]."""
+    rows: np.ndarray
+    """Position of each row's first token in the stream, its document, and that of the last target, int64 [B, 3]."""
+
+
+def pack_rows(parts: Sequence[StreamRows], seq_len: int, mask: bool, places: np.ndarray | None = None) -> Batch:
+    """Build a batch from the rows of several streams.
+
+    With `mask`, the batch has `document_starts` if a row has several documents. `places` are the rows of the batch to
+    which the rows of the parts, one part after the other, belong, [B]; None: in order."""
     width = seq_len + 1
+    all_rows = _concatenate([part.rows for part in parts])
+    first, first_document, last_document = all_rows.T
+    num_rows = len(all_rows)
     # A piece is the part of one document in one row; the pieces of all rows follow each other, int64 [pieces].
-    first_document = np.searchsorted(begins, first, side="right") - 1
-    last_document = np.searchsorted(begins, first + width - 1, side="right") - 1
     counts = last_document - first_document + 1
-    row = np.repeat(np.arange(rows), counts)
-    document = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first_document, counts)
-    start = np.maximum(begins[document] - first[row], 0)
-    length = np.minimum(begins[document + 1] - first[row], width) - start
-    positions = np.repeat(shifts[document] + first[row] - row * width, length)
-    positions += np.arange(rows * width)
-    row_tokens = tokens[positions].reshape(rows, width)
+    ends = counts.cumsum()
+    row = np.arange(num_rows).repeat(counts)
+    document = np.arange(len(row)) + (first_document + counts - ends).repeat(counts)
+    row_bounds = list(accumulate((len(part.rows) for part in parts), initial=0))
+    piece_bounds = [0, *ends[np.array(row_bounds[1:]) - 1].tolist()]
+    documents = _concatenate(
+        [part.documents.take(document[a:b], axis=0) for part, (a, b) in zip(parts, pairwise(piece_bounds), strict=True)]
+    )
+    begins, shifts = documents.T
+    start = np.maximum(begins - first.take(row), 0)
+    # A piece ends where the next one, perhaps of the next row, starts.
+    flat_start = start + row * width
+    length = np.append(flat_start[1:], num_rows * width) - flat_start
+    positions = (shifts + (first - np.arange(num_rows) * width).take(row)).repeat(length)
+    positions += np.arange(num_rows * width)
+    tokens = _concatenate(
+        [
+            part.tokens.take(positions[a * width : b * width])
+            for part, (a, b) in zip(parts, pairwise(row_bounds), strict=True)
+        ]
+    ).reshape(num_rows, width)
     document_starts = None
-    if mask and ((start > 0) & (start < seq_len)).any():
-        document_starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
-    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), document_starts)
+    has_starts = mask and bool(((start > 0) & (start < seq_len)).any())
+    if places is not None:
+        tokens = tokens.take(places.argsort(), axis=0)
+        order = places.take(row).argsort(kind="stable")
+        start, length = start.take(order), length.take(order)
+    if has_starts:
+        document_starts = start.astype(np.int32).repeat(length).reshape(num_rows, width)[:, :-1]
+    return Batch(token_ids(tokens[:, :-1]), target_ids(tokens[:, 1:]), document_starts)
+
+
+def token_ids(tokens: np.ndarray) -> np.ndarray:
+    """Return the ids of tokens of a file, of which inputs only are ~id, int64."""
+    # Tokens have the type of their file up to here, and are widened once.
+    ids = tokens.astype(np.int64)
+    return ids if tokens.dtype.kind == "u" else np.where(ids < 0, ~ids, ids)
+
+
+def target_ids(tokens: np.ndarray) -> np.ndarray:
+    """Return the targets of tokens of a file, of which inputs only are ~id, int64."""
+    ids = tokens.astype(np.int64)
+    return ids if tokens.dtype.kind == "u" else np.where(ids < 0, IGNORE_INDEX, ids)
+
+
+def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays; one array is returned unchanged."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+@dataclass(frozen=True)
+class DocumentSpan:
+    """The part of a document in a row."""
+
+    document: int
+    """Number of the document in its dataset, from 0."""
+    first: int
+    """Its first token in the row, as a position in the document."""
+    position: int
+    """The position of this token in the row."""
+    tokens: int
+    """Number of tokens."""
+
+
+def document_spans(epoch: EpochOrder, offsets: np.ndarray, first: int, seq_len: int) -> list[DocumentSpan]:
+    """Return the documents of the inputs of a row, whose first token is `first` in the stream of an epoch.
+
+    `offsets` are those of `IndexedDataset`."""
+    begins, shifts = epoch.documents.T
+    ends = np.append(begins[1:], offsets[-1] - offsets[0])
+    spans = []
+    position = 0
+    while position < seq_len:
+        in_stream = int(np.searchsorted(begins, first + position, side="right")) - 1
+        tokens = min(int(ends[in_stream]) - first, seq_len) - position
+        in_file = first + position + int(shifts[in_stream])
+        if in_file >= offsets[-1]:  # padding
+            break
+        document = int(np.searchsorted(offsets, in_file, side="right")) - 1
+        spans.append(DocumentSpan(document, in_file - int(offsets[document]), position, tokens))
+        position += tokens
+    return spans
 
 
 def tokens_ahead(batch: Batch, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,26 +161,26 @@ def document_bounds(document_starts: np.ndarray) -> np.ndarray:
     return np.append(begins, document_starts.size).astype(np.int32)
 
 
-@dataclass(frozen=True)
-class EpochOrder:
-    """Order of one epoch."""
+class EpochOrder(NamedTuple):
+    """Order of one epoch: its documents and sequences, as in `StreamRows`."""
 
-    document_starts: np.ndarray
-    """Start of each document in the shuffled stream, int64 [documents + 1]."""
-    shifts: np.ndarray
-    """Offset from a position in the stream to the position in the file, int64 [documents]."""
-    order: np.ndarray
-    """Order of the sequences, int64 [sequences]."""
+    documents: np.ndarray
+    """The documents in shuffled order, int64 [documents, 2]."""
+    rows: np.ndarray
+    """The sequences in shuffled order, int64 [sequences, 3]."""
 
 
 def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> EpochOrder:
     """Shuffle the documents and sequences of an epoch; `offsets` are those of `IndexedDataset`."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
-    begins = np.zeros(len(offsets), np.int64)
-    np.cumsum(np.diff(offsets)[documents], out=begins[1:])
-    order = generator.permutation((int(begins[-1]) - 1) // seq_len)
-    return EpochOrder(begins, offsets[:-1][documents] - begins[:-1], order)
+    ends = np.cumsum(np.diff(offsets)[documents])
+    begins = np.append(0, ends[:-1])
+    order = generator.permutation((int(ends[-1]) - 1) // seq_len)
+    # A row ends with the last target, which is the first token of the next row.
+    first_documents = np.searchsorted(begins, np.arange(len(order) + 1) * seq_len, side="right") - 1
+    rows = np.stack([order * seq_len, first_documents[order], first_documents[order + 1]], axis=1)
+    return EpochOrder(np.stack([begins, offsets[:-1][documents] - begins], axis=1), rows)
 
 
 @dataclass(frozen=True)
@@ -106,3 +193,7 @@ class Batch:
     """Next token of each input, int64 [B, T]; -100 if there is none."""
     document_starts: np.ndarray | None
     """For each position, the start of its document in its row, int32 [B, T]; None: plain causal attention."""
+    sources: np.ndarray | None = None
+    """Number of the source of each row in a mixture, int64 [B]."""
+    pairs: PreferencePairs | None = None
+    """The pairs of answers in the rows, if these are preferences."""

@@ -11,13 +11,26 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phalanx.data.bad_records import BadRecords
 from phalanx.data.loader import SequenceCounter, check_resumable, too_few_tokens
-from phalanx.data.packing import Batch, pack_rows
-from phalanx.data.sources import RECIPE_VERSION, Document, SourceFile, is_held_out, list_source_files, read_documents
+from phalanx.data.object_cache import read_ahead, use_object_cache
+from phalanx.data.packing import Batch, StreamRows, pack_rows
+from phalanx.data.record_formats import TEXT_KEY
+from phalanx.data.source_checks import records_of
+from phalanx.data.sources import (
+    RECIPE_VERSION,
+    BrokenRecord,
+    Document,
+    SourceFile,
+    is_held_out,
+    list_source_files,
+    read_records,
+)
 from phalanx.data.tokenize import tokenize_documents
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.run import DataSpec
@@ -34,7 +47,7 @@ class StreamPosition:
     part: int = 0
     """Index in the epoch's order of files."""
     document: int = 0
-    """Index of the document in that file."""
+    """Index of the document among the records of that file, broken ones included."""
     offset: int = 0
     """Index of the token in that document."""
     position: int = 0
@@ -45,8 +58,8 @@ class StreamingLoader(SequenceCounter):
     """Sequential access to the share of one rank in every global step, without held-out documents.
 
     `data.held_out_fraction` selects the held-out documents. Tokens at an epoch's end that do not fill a sequence are
-    dropped. Raises UserError if a text that the stream reaches is invalid, or all text together does not fill a
-    sequence."""
+    dropped. Broken records are skipped up to `data.max_bad_records`, and listed in `bad_records_file` if given. Raises
+    UserError if the stream reaches more of them, or all text together does not fill a sequence."""
 
     def __init__(
         self,
@@ -57,12 +70,15 @@ class StreamingLoader(SequenceCounter):
         seed: int,
         rank: int = 0,
         ranks: int = 1,
+        bad_records_file: Path | None = None,
     ) -> None:
         super().__init__(sequences_per_step, rank, ranks)
         self.data = data
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self.seed = seed
+        self._bad_records = BadRecords(data.max_bad_records, file=bad_records_file)
+        use_object_cache(data)
         self._source_files = list_source_files(data.train)
         self._states: dict[int, dict[str, Any]] = {}
         self._seek(0, StreamPosition())
@@ -89,11 +105,11 @@ class StreamingLoader(SequenceCounter):
             raise ValueError(f"step {step} is not one of the stream's saved steps: {sorted(self._states)}")
         return self._states[step]
 
-    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Resume from the state in a checkpoint, without reading earlier files again.
 
-        Raises UserError if the checkpoint has other data, or other lengths or order; steps may be `resized`."""
-        check_resumable(self._identity, state, resized)
+        Raises UserError if the checkpoint has other data, or other lengths or order. Steps may have another size."""
+        check_resumable(self._identity, state)
         cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
         self._seek(int(state["step"]), cursor, int(state["tokens"]))
 
@@ -170,19 +186,24 @@ class StreamingLoader(SequenceCounter):
         locations: deque[tuple[int, int]] = deque()
 
         def iter_documents() -> Iterator[Document]:
-            for part in range(cursor.part, len(order)):
-                first_document = cursor.document if part == cursor.part else 0
-                for index, document in enumerate(read_documents(self._source_files[order[part]], self.data.text_key)):
-                    if index >= first_document and document.text and not self._is_held_out(document):
+            parts = range(cursor.part, len(order))
+            stored = [self._source_files[order[part]].stored for part in parts]
+            for part, _ in zip(parts, read_ahead(stored, "data.train"), strict=True):
+                first_record = cursor.document if part == cursor.part else 0
+                file = self._source_files[order[part]]
+                records = read_records(file, records_of(self.data), first=first_record)
+                for index, record in enumerate(records, first_record):
+                    if isinstance(record, BrokenRecord):
+                        self._bad_records.add(file.path, record.number, record.error)
+                    elif not record.is_empty and not self._is_held_out(record):
                         locations.append((part, index))
-                        yield document
+                        yield record
 
-        end_token = np.array([self.tokenizer.end], np.int32)
-        for _, ids in tokenize_documents(iter_documents(), self.tokenizer, CHUNK_CHARACTERS):
-            yield DocumentPiece(*locations.popleft(), np.concatenate([ids, end_token]))
+        for _, ids in tokenize_documents(iter_documents(), self.tokenizer, CHUNK_CHARACTERS, end=True):
+            yield DocumentPiece(*locations.popleft(), ids)
 
     def _is_held_out(self, document: Document) -> bool:
-        return not self.data.held_out and is_held_out(document.name, self.data.held_out_fraction)
+        return not self.data.has_held_out_text and is_held_out(document.name, self.data.held_out_fraction)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -207,13 +228,19 @@ class DocumentPiece:
 
 def _build_batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
-    piece_starts = np.cumsum([0, *map(len, pieces)])
-    row_starts = np.arange(len(rows)) * (seq_len + 1)
-    return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
+    begins = np.cumsum([0, *map(len, pieces[:-1])])
+    ends = np.cumsum([len(row) for row in rows])
+    first = np.arange(len(rows)) * (seq_len + 1)
+    packed = StreamRows(
+        np.concatenate(pieces),
+        np.stack([begins, np.zeros_like(begins)], axis=1),
+        np.stack([first, np.append(0, ends[:-1]), ends - 1], axis=1),
+    )
+    return pack_rows([packed], seq_len, mask)
 
 
 def _hash_text_sources(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
     files = [(source_file.name, source_file.size) for source_file in source_files]
-    split_by = None if data.held_out else data.held_out_fraction
-    key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])
+    split_by = None if data.has_held_out_text else data.held_out_fraction
+    key = json.dumps([files, tokenizer.to_json(), data.text_key or TEXT_KEY, split_by])
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:32]

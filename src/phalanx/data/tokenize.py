@@ -23,6 +23,7 @@ from phalanx.data.pair_metadata import PAIR_SUFFIXES, write_pair_metadata
 from phalanx.data.sources import Document
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
+from phalanx.spec.mixture import RecordKind
 
 CHUNK_CHARACTERS = 4_000_000
 PIECE_CHARACTERS = 1_000_000
@@ -59,14 +60,15 @@ def limit_threads(workers: int) -> None:
 
 
 def tokenize_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
+    documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS, end: bool = False
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Yield each document with its ids, int32 [tokens], without end token.
+    """Yield each document with its ids, int32 [tokens], and the end token with `end`.
 
-    A batch of `chunk` characters is encoded at once."""
+    A chat template has its own end. Of conversations, tokens that are not trained on are ~id. A batch of `chunk`
+    characters is encoded at once."""
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for group in _group_documents(documents, chunk):
-        pending.append((group, ENCODE_POOL.submit(_encode_group, group, tokenizer)))
+        pending.append((group, ENCODE_POOL.submit(_encode_group, group, tokenizer, end)))
         if len(pending) > 1:
             encoded_group, future = pending.popleft()
             yield from zip(encoded_group, future.result(), strict=True)
@@ -81,29 +83,29 @@ def write_indexed_pairs(
     choose: Callable[[Document], int] = lambda document: 0,
     end: bool = True,
     progress: Progress | None = None,
+    kind: RecordKind = "text",
 ) -> list[TokenizationCounts]:
     """Write every document to one of several pairs; return the counts of each pair.
 
-    A file next to each pair records the tokenizer. After a failure, files at the prefixes are unchanged. `choose`
-    returns the index of a document's pair. `progress` gets the counts of all pairs after each document. Errors of the
-    file system are raised unchanged (OSError)."""
-    dtype = token_dtype(tokenizer.vocab)
-    end_tokens = np.array([tokenizer.end] if end else [], np.int32)
+    The documents are those of records of a `kind`. A file next to each pair records tokenizer and kind. After a
+    failure, files at the prefixes are unchanged. `choose` returns the index of a document's pair. `progress` gets the
+    counts of all pairs after each document. Errors of the file system are raised unchanged (OSError)."""
+    dtype = token_dtype(tokenizer.vocab) if kind == "text" else np.dtype(np.int32)
     counts = [TokenizationCounts() for _ in prefixes]
     partial_prefixes = [Path(f"{prefix}.{os.getpid()}.partial") for prefix in prefixes]
     try:
         with ExitStack() as stack:
             writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in partial_prefixes]
-            for document, ids in tokenize_documents(documents, tokenizer):
+            for document, ids in tokenize_documents(documents, tokenizer, end=end):
                 index = choose(document)
-                writers[index].add(np.concatenate([ids, end_tokens]))
+                writers[index].add(ids)
                 text = document.text
                 text_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-                counts[index] += TokenizationCounts(1, ids.size + end_tokens.size, text_bytes)
+                counts[index] += TokenizationCounts(1, ids.size, text_bytes)
                 if progress is not None:
                     progress(sum(counts, start=TokenizationCounts()))
         for prefix in partial_prefixes:
-            write_pair_metadata(prefix, tokenizer)
+            write_pair_metadata(prefix, tokenizer, kind)
         for suffix in PAIR_SUFFIXES:
             for partial_prefix, prefix in zip(partial_prefixes, prefixes, strict=True):
                 os.replace(f"{partial_prefix}{suffix}", f"{prefix}{suffix}")
@@ -127,7 +129,7 @@ def _group_documents(documents: Iterable[Document], chunk: int) -> Iterator[list
     size = 0
     for document in documents:
         group.append(document)
-        size += len(document.text)
+        size += len(document.text) if document.tokens is None else document.tokens.size
         if size >= chunk:
             yield group
             group = []
@@ -136,13 +138,57 @@ def _group_documents(documents: Iterable[Document], chunk: int) -> Iterator[list
         yield group
 
 
-def _encode_group(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+def _encode_group(group: Sequence[Document], tokenizer: Tokenizer, end: bool) -> list[np.ndarray]:
+    plain = iter(_encode_plain([document for document in group if document.answers is None], tokenizer))
+    # Special tokens are tokens in rendered text only.
+    answers = {
+        is_rendered: iter(_encode_answers(documents, tokenizer, is_rendered))
+        for is_rendered in (False, True)
+        if (documents := [each for each in group if each.answers is not None and each.is_rendered == is_rendered])
+    }
+    end_token = np.array([tokenizer.end] if end else [], np.int32)
+    encoded = []
+    for document in group:
+        ids = next(plain if document.answers is None else answers[document.is_rendered])
+        encoded.append(ids if document.is_rendered else np.concatenate([ids, end_token]))
+    return encoded
+
+
+def _encode_plain(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     pieces = [split_text(document.text) for document in group]
     ids = iter(tokenizer.encode_batch([piece for text_pieces in pieces for piece in text_pieces]))
-    return [
+    encoded = [
         np.concatenate([next(ids) for _ in text_pieces]) if len(text_pieces) > 1 else next(ids)
         for text_pieces in pieces
     ]
+    return [
+        own if document.tokens is None else _check_tokens(document, tokenizer)
+        for document, own in zip(group, encoded, strict=True)
+    ]
+
+
+def _encode_answers(group: Sequence[Document], tokenizer: Tokenizer, is_rendered: bool) -> Iterator[np.ndarray]:
+    """Yield the ids of conversations, and ~id of the tokens that have no character of an answer."""
+    encoded = tokenizer.encode_with_offsets([document.text for document in group], is_rendered)
+    for document, (ids, offsets) in zip(group, encoded, strict=True):
+        is_target = np.zeros(len(ids), bool)
+        for start, stop in document.answers or ():
+            is_target |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+        # No token of its document predicts the first one.
+        is_target[:1] = False
+        yield np.where(is_target, ids, ~ids)
+
+
+def _check_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of a document, int32. Raises UserError if one is not an id of the tokenizer."""
+    tokens = document.tokens
+    if tokens is None or not tokens.size:
+        return np.empty(0, np.int32)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= tokenizer.vocab:
+        invalid_id = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+        problem = f"has token id {invalid_id}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}"
+        raise UserError("data.train", document.name, problem, "use the tokenizer of these tokens")
+    return tokens.astype(np.int32)
 
 
 def split_text(text: str, size: int = PIECE_CHARACTERS) -> list[str]:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from phalanx.debug.oom import cgroup_oom_kills
-from phalanx.launch.process import stop_signals
+from phalanx.launch.process import STOP_SECONDS, stop_signals
 from phalanx.launch.rank_processes import (
     InheritedOutput,
     RankProcesses,
@@ -52,8 +52,6 @@ from phalanx.spec.formatting import plural
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 600
-"""Seconds between SIGTERM and SIGKILL for an orderly stop of ranks: time for a step and a checkpoint."""
 FAILURE_GRACE_SECONDS = 3.0
 """Seconds for other ranks to report their own failure after the first one."""
 MONITOR_SECONDS = 0.05

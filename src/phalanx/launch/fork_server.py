@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.spec.errors import EXIT_INTERRUPTED
+from phalanx.spec.parent_process import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 """Signals that a started process also ignores if they are ignored here, as under nohup."""
@@ -68,7 +68,7 @@ def fork_server(server: socket.socket) -> int:
 
 def _serve_fork_requests(server: socket.socket) -> NoReturn:
     """Fork for each request until no client is left."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the clients
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_process_title([argument for argument in sys.orig_argv if not argument.isspace()], "phalanx warm")

@@ -16,6 +16,7 @@ from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
 from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
+from phalanx.runs.checkpoint_store import check_store_access, list_in_run_directory
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, abandon_newer, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
@@ -30,6 +31,7 @@ from phalanx.spec.components import named_components
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
+from phalanx.spec.phases import errors_of_phase, other_phases
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import BYTES_VOCAB, KeepSpec, RunSpec, require_settings_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
@@ -59,6 +61,9 @@ def check_settings(resolved: ResolvedRun) -> None:
     """Raise UserError for settings that would stop a run, whatever its directory."""
     run = resolved.run
     check_layout(resolved)
+    for phase in other_phases(run):
+        with errors_of_phase(phase):
+            check_layout(ResolvedRun(phase.run, resolved.world_size))
     check_torch_supports(run.layout)
     require_settings_of_weights(run)
     check_vocab_size(run, {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0))
@@ -125,6 +130,20 @@ def _check_offload(resolved: ResolvedRun, directory: str) -> None:
     if needed_bytes > free_bytes:
         problem = f"needs {needed_bytes / 1e9:.2f} GB for optimizer state, but has {free_bytes / 1e9:.2f} GB free"
         raise UserError("layout.offload_directory", directory, problem, fix)
+
+
+def check_memory_of_phases(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> None:
+    """Check the memory of a run (`check_memory`) in each of its phases."""
+    check_memory(run, nproc, memory_bytes, device)
+    for phase in other_phases(run):
+        on_cluster = on_machine(phase.run, nproc, memory_bytes, device)
+        planned_bytes = _planned_bytes(on_cluster, device)
+        if planned_bytes > memory_bytes:
+            machine = f"{format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'}"
+            fix = f"lower phase[{phase.number}].micro_batch_size or seq_len, or recompute activations"
+            problem = f"exceeds the {machine} in {phase.name}"
+            fix += " (layout.activation_checkpointing); or try with --force"
+            raise LocalNodeError("planned memory", format_gb_or_mb(planned_bytes), problem, fix)
 
 
 def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> None:
@@ -227,6 +246,10 @@ def _check_directory(run: RunSpec, resume: bool, step: int | None) -> None:
         problem = "is not a writable directory"
         raise UserError("output_dir", str(existing_parent), problem, "set output_dir to another directory")
     check_claimable(directory)
+    if run.checkpoint.directory is not None:
+        check_store_access(run, resume)
+        if resume:
+            list_in_run_directory(run, directory)
     saved_checkpoints = checkpoints(directory / CHECKPOINTS_DIR, step)
     if saved_checkpoints and resume:
         check_manifest(run, latest_manifest(saved_checkpoints))

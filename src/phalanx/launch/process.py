@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import runpy
@@ -22,13 +21,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from phalanx.launch.fork_server import PR_SET_PDEATHSIG
 from phalanx.launch.rendezvous import address_towards, set_socket_interface
 from phalanx.launch.starters import set_rank_variables
 from phalanx.launch.warm_process import WORKER_ENVIRONMENT
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.open_files import raise_open_files_limit
+from phalanx.spec.parent_process import end_with_parent
 from phalanx.spec.run import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -291,7 +290,7 @@ def die_with_launcher() -> None:
     """
     launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
     if launcher and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         # The launcher has exited before the request reached the kernel.
         if os.getppid() != launcher:
             os._exit(1)
@@ -306,6 +305,10 @@ def exit_rank(exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+STOP_SECONDS = 600
+"""Seconds between SIGTERM and SIGKILL for an orderly stop of ranks: time for a step and a checkpoint."""
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from phalanx.cost.exact.rank_memory import worker_memories
 from phalanx.debug.oom import cgroup_memory_limit, physical_memory_bytes
 from phalanx.launch.preflight import on_machine
 from phalanx.plan.search.oom_risk import describe_fit
 from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import check_inapplicable_options, describe_recomputation
+from phalanx.spec.phases import other_phases
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
@@ -37,14 +39,23 @@ def resolve_recomputation(
         fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
         raise UserError("layout.activation_checkpointing", "auto", problem, fix)
     device = "cpu" if cluster.uses_cpu else "cuda"
-    planned = on_machine(run.replace(cluster=cluster), nproc, min(known_bytes), device)
-    choice = choose_recomputation(ResolvedRun(planned, world_size))
+    candidates = [run, *(phase.run for phase in other_phases(run))]
+    planned_runs = [on_machine(each.replace(cluster=cluster), nproc, min(known_bytes), device) for each in candidates]
+    resolved_runs = [ResolvedRun(planned, world_size) for planned in planned_runs]
+    # Of several phases, the one that needs the most memory decides.
+    choice = choose_recomputation(max(resolved_runs, key=_planned_bytes) if run.phase else resolved_runs[0])
     details = [f"{describe_fit(choice.p_oom)} in memory"]
     if choice.step_seconds is not None:
         details.append(f"{choice.step_seconds:.3f} s a step predicted")
     chosen = f"{describe_recomputation(choice.layout)} ({', '.join(details)})"
     logger.info("activation checkpointing chosen: %s", chosen)
-    return run.replace(layout=choice.layout)
+    own = {name: getattr(run.layout, name) for name in ("micro_batch_size", "split_seq_len")}
+    return run.replace(layout=choice.layout.replace(**own))
+
+
+def _planned_bytes(resolved: ResolvedRun) -> float:
+    """Return the bytes of the fullest rank."""
+    return max(memory.total + memory.host for memory in worker_memories(resolved))
 
 
 def machine_memory_bytes() -> int:

@@ -39,7 +39,8 @@ class Attention(PartModule):
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D.
 
     Queries may have a factor that grows with their position. Layers with a window, or in chunks, see its tokens only.
-    A cap c makes of scores s c tanh(s / c). Sinks are logits of the softmax without a value."""
+    A cap c makes of scores s c tanh(s / c). Sinks are logits of the softmax without a value. Layers without keys and
+    values of their own read those of another one."""
 
     sinks: Tensor | None
     q_norm: nn.Module
@@ -61,11 +62,15 @@ class Attention(PartModule):
         self.query_scale = layer.query_scale
         self.chunk = layer.attention_chunk
         self.clip = layer.attention_clip
-        self.columns = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
-        self.gate = declared_activation(part) if layer.attention_gate == "channel" else IDENTITY
+        self.columns = part.input_products()
+        self.gate = IDENTITY if layer.attention_gate == "none" else declared_activation(part)
         self.temperature = layer.query_temperature
+        self.value_width = layer.value_width
+        self.value_scale = layer.value_scale
         self.value_norm = layer.value_norm
         self.values_from_keys = layer.values_from_keys
+        self.returns_keys = False
+        """True if other layers read the keys and values."""
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
@@ -76,38 +81,60 @@ class Attention(PartModule):
         return table, temperature, context.mask(self.head_dim, self.chunk)
 
     def forward(
-        self, x_BTD: Tensor, rotary: RotaryTable | None, temperature: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
+        self,
+        x_BTD: Tensor,
+        rotary: RotaryTable | None,
+        temperature: Tensor | None,
+        mask: Tensor | None,
+        *keys_and_values: Tensor,
+    ) -> Tensor | TensorTuple:
         """Return the output of the layer, [B, T, D], for a normalized input.
 
-        Learned positions have no `rotary` table. Without a `mask`, all earlier tokens of the row are visible."""
-        q, k, *others = self.read_input(self.project_in, x_BTD)
-        v, *gate = [k, *others] if self.values_from_keys else others
+        The keys and values [B, T, H, K] follow if others read them; if given, they are those of another layer. Learned
+        positions have no `rotary` table. Without a `mask`, all earlier tokens of the row are visible."""
+        if keys_and_values:
+            q, *gate = self.read_input(self.project_in, x_BTD)
+            own: list[Tensor] = [q]
+        else:
+            q, k, *others = self.read_input(self.project_in, x_BTD)
+            v, *gate = [k, *others] if self.values_from_keys else others
+            own = [q, k, v]
         if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK, k_BTHK, v_BTHK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+            own = self._norm_queries_and_keys(own)
+        widths = (self.head_dim, self.head_dim, self.value_width)
+        own = [x.unflatten(-1, (-1, width)) for x, width in zip(own, widths, strict=False)]
         if self.qk_norm in ("head", "each_head"):
-            q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
+            own = self._norm_queries_and_keys(own)
         if self.value_norm:
-            v_BTHK = self.v_norm(v_BTHK)
+            own[2:] = (self.v_norm(x) for x in own[2:])
         if self.clip:
-            q_BTHK, k_BTHK, v_BTHK = (x.clamp(-self.clip, self.clip) for x in (q_BTHK, k_BTHK, v_BTHK))
+            own = [x.clamp(-self.clip, self.clip) for x in own]
         if rotary is not None:
-            q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
+            own[:2] = (self.rotate(x, rotary) for x in own[:2])
         if self.norms_rotated:
-            q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
+            own = self._norm_queries_and_keys(own)
+        own += keys_and_values
+        q_BTHK, k_BTHK, v_BTHK = own
         if self.query_scale != 1.0:
             q_BTHK = q_BTHK * self.query_scale
+        if self.value_scale != 1.0:
+            v_BTHK = v_BTHK * self.value_scale
         if temperature is not None:
             q_BTHK = (q_BTHK * temperature).to(q_BTHK.dtype)
         dials = {"window": self.window, "sinks_H": self.sinks, "softcap": self.softcap}
         out_BTD = self.core(q_BTHK, k_BTHK, v_BTHK, mask, **dials).flatten(2)
-        return activated_linear(self.wo, self.gate, *gate, out_BTD) if gate else self.wo(out_BTD)
+        out_BTD = activated_linear(self.wo, self.gate, *gate, out_BTD) if gate else self.wo(out_BTD)
+        return (out_BTD, k_BTHK, v_BTHK) if self.returns_keys else out_BTD
+
+    def _norm_queries_and_keys(self, own: list[Tensor]) -> list[Tensor]:
+        """Return queries, and keys and values if they are the layer's own, with norms of the first two."""
+        norms = [self.q_norm] if len(own) == 1 else [self.q_norm, self.k_norm]
+        return [*(norm(x) for norm, x in zip(norms, own, strict=False)), *own[2:]]
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
         """Return queries, keys, values unless these are keys, and the gate of the output, if there is one.
 
-        Heads are concatenated."""
+        Heads are concatenated. Layers that read other keys and values have none."""
         return self.project(x_BTD, *self.columns)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from phalanx.model.init import Part, PartialWeights, Weights, part_of_weight
 from phalanx.spec.base import require
 
-Weights = Callable[[str, torch.Size], Tensor]
+TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight", "head.weight")
+"""Parameters with a row for each token."""
 
 
 def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weights:
@@ -24,11 +24,18 @@ def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weight
     if vocab == source_vocab:
         return weights
 
-    def extended_weight(name: str, shape: torch.Size) -> Tensor:
-        if name not in ("embedding.weight", "head.weight"):
-            return weights(name, shape)
-        known_VD = weights(name, torch.Size([source_vocab, *shape[1:]]))
-        mean_D = known_VD.mean(dim=0, dtype=torch.float32).to(known_VD.dtype)
-        return torch.cat([known_VD, mean_D.expand(vocab - source_vocab, -1)])
+    def extended_part(name: str, shape: torch.Size, part: Part) -> Tensor:
+        if name not in TABLES:
+            return part_of_weight(weights, name, shape, part)
+        rows, columns = part
+        source_shape = torch.Size([source_vocab, *shape[1:]])
+        known_rows = slice(min(rows.start, source_vocab), min(rows.stop, source_vocab))
+        known = part_of_weight(weights, name, source_shape, (known_rows, columns))
+        num_new = rows.stop - max(rows.start, source_vocab)
+        if num_new <= 0:
+            return known
+        all_rows = part_of_weight(weights, name, source_shape, (slice(0, source_vocab), columns))
+        mean = all_rows.mean(dim=0, dtype=torch.float32).to(known.dtype)
+        return torch.cat([known, mean.expand(num_new, -1)])
 
-    return extended_weight
+    return PartialWeights(extended_part)

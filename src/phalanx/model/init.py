@@ -1,6 +1,6 @@
-"""Initial weights as a pure function of seed, parameter name and row.
+"""Initial weights by parameter name, of which a rank draws or reads its part only.
 
-They do not depend on the layout, and a rank draws only its own rows.
+Drawn ones are a pure function of seed, name and row, so they do not depend on the layout.
 
 Why: `docs/design/decisions/initial-weights.md`."""
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,29 @@ from torch import Tensor
 
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.model import carried_tensors, model_parameters
+from phalanx.spec.tuning import is_adapter_parameter
 
 BLOCK_NUMBERS = 2**20
 """Approximate number of values that are drawn from one seed, in complete rows."""
+
+
+Weights = Callable[[str, torch.Size], Tensor]
+"""Function that returns the value of a full parameter, by its name and shape."""
+Part = tuple[slice, ...]
+"""Range of each axis of a parameter."""
+
+
+class PartialWeights:
+    """Initial weights that exist elsewhere, such as in a file. `part` returns a part of a parameter."""
+
+    def __init__(self, part: Callable[[str, torch.Size, Part], Tensor], names: Collection[str] = ()) -> None:
+        self.part = part
+        self.names = names
+        """Names of parameters that are known to exist."""
+
+    def __call__(self, name: str, shape: torch.Size) -> Tensor:
+        """Return a full parameter."""
+        return self.part(name, shape, tuple(slice(0, size) for size in shape))
 
 
 @dataclass(frozen=True)
@@ -31,9 +52,28 @@ class DrawnWeights:
         """Return a full parameter."""
         return initial_weight(self.spec, name, shape, self.seed)
 
-    def draw(self, name: str, shape: torch.Size, rows: range) -> Tensor:
-        """Return a parameter of the full shape with only the given rows initialized (`initial_weight`)."""
-        return initial_weight(self.spec, name, shape, self.seed, rows)
+    def part(self, name: str, shape: torch.Size, part: Part) -> Tensor:
+        """Return a part of a parameter, of which only the rows are drawn (`initial_weight`)."""
+        rows = range(part[0].start, part[0].stop) if len(shape) > 1 else None
+        return initial_weight(self.spec, name, shape, self.seed, rows)[part]
+
+
+def part_of_weight(weights: Weights, name: str, shape: torch.Size, part: Part) -> Tensor:
+    """Return a part of a parameter; the other parts are neither drawn nor read if the weights permit it."""
+    if isinstance(weights, PartialWeights | DrawnWeights):
+        return weights.part(name, shape, part)
+    return weights(name, shape)[part]
+
+
+def with_adapter(weights: Weights, adapter: Weights) -> PartialWeights:
+    """Return the weights of a model, with those of adapters from elsewhere, and what is trained with these."""
+    names = adapter.names if isinstance(adapter, PartialWeights) else ()
+
+    def part_of(name: str, shape: torch.Size, part: Part) -> Tensor:
+        is_adapted = is_adapter_parameter(name) or name in names
+        return part_of_weight(adapter if is_adapted else weights, name, shape, part)
+
+    return PartialWeights(part_of)
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, rows: range | None = None) -> Tensor:
@@ -44,6 +84,8 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     and sinks 0, rates of decay uniform up to 16, and steps from 0.001 to 0.1 (Mamba-2), as the parts declare. With
     `rows`, other rows are uninitialized and use no memory."""
     init = (model_parameters(spec).get(name) or carried_tensors(spec)[name]).init
+    if isinstance(init, float):
+        return torch.full(shape, init)
     if init in ("zeros", "ones"):
         return torch.zeros(shape) if init == "zeros" else torch.ones(shape)
     std = shape[1] ** -0.5 if init == "taps" else math.sqrt(2 / (5 * spec.hidden_size))
@@ -55,11 +97,17 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     if init == "step_bias":  # softplus of it is log-uniform (https://github.com/state-spaces/mamba)
         step = full.uniform_(math.log(0.001), math.log(0.1), generator=named_generator(seed, name)).exp_()
         return step + torch.log(-torch.expm1(-step))
+    bound = shape[-1] ** -0.5
     rows = range(shape[0]) if rows is None else rows
     block_rows = max(1, BLOCK_NUMBERS // math.prod(shape[1:]))
     for block in range(rows.start // block_rows, -(-rows.stop // block_rows) if rows else 0):
         begin = block * block_rows
-        full[begin : begin + block_rows].normal_(0, std, generator=named_generator(seed, name, block))
+        generator = named_generator(seed, name, block)
+        rows_of_block = full[begin : begin + block_rows]
+        if init == "fan_in":  # Kaiming, with a = sqrt(5), as in peft
+            rows_of_block.uniform_(-bound, bound, generator=generator)
+        else:
+            rows_of_block.normal_(0, std, generator=generator)
     return full
 
 

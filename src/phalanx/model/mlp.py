@@ -19,11 +19,12 @@ class MLP(PartModule):
     def __init__(self, part: Part) -> None:
         super().__init__(part)
         self.activation: Activation = declared_activation(part)
-        self.first_layers = tuple(linear.name for linear in part.linears if linear.reads == (part.input,))
+        self.first_layers = part.input_products()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, with the shape of `x`."""
-        return activated_linear(self.down, self.activation, *self.read_input(self.project_in, x))
+        trained = (getattr(self, name) for name in self.part.activation.parameters)
+        return activated_linear(self.down, self.activation, *self.read_input(self.project_in, x), *trained)
 
     def project_in(self, x: Tensor) -> TensorTuple:
         """Project to the inner width: the inputs of the activation."""

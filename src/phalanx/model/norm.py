@@ -39,11 +39,19 @@ class RMSNorm(nn.Module):
         )
 
 
+SMALL_ELEMENTS = 1 << 15
+"""Size up to which calls take longer than their arithmetic, as in the generation of single tokens."""
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / rms(x) x weight over the last axis."""
     # On CUDA this is one kernel, which requires one dtype and accumulates in fp32.
     if x.device.type == "cuda":
         return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    if x.numel() <= SMALL_ELEMENTS and not torch.is_grad_enabled():
+        exact = at_least_fp32(x)
+        normalized = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+        return (normalized if weight is None else normalized.mul_(weight)).to(x.dtype)
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))
 
 
@@ -86,16 +94,15 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
-        grad_weight = None if weight is None else at_least_fp32(weight).new_zeros(weight.shape)
+        is_trained = ctx.needs_input_grad[1]
+        grad_weight = at_least_fp32(weight).new_zeros(weight.shape) if is_trained else None
         ndim = 1 if weight is None else weight.ndim
         for x_part, rms_part, gradient_part, grad_part in cached_rows(x, inverse_rms, gradient, grad_x, row_ndim=ndim):
             normalized = at_least_fp32(x_part) * rms_part
             exact = at_least_fp32(gradient_part)
-            if grad_weight is None:
-                grad_normalized = exact.clone()
-            else:
+            if grad_weight is not None:
                 grad_weight += (exact * normalized).sum(0)
-                grad_normalized = exact * weight
+            grad_normalized = exact.clone() if weight is None else exact * weight
             mean = (grad_normalized * normalized).mean(-1, keepdim=True)
             grad_part.copy_(grad_normalized.sub_(normalized.mul_(mean)).mul_(rms_part))
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.embedding import Embedding
 from phalanx.model.norm import identity, make_norm
-from phalanx.model.products import ProductLinear, TensorTuple
+from phalanx.model.products import Adapter, ProductLinear, TensorTuple
 from phalanx.model.sequence_context import SequenceContext
-from phalanx.spec.parts.operations import Linear, Norm, Operation, Part
+from phalanx.spec.parts.operations import Linear, LookUp, Norm, Operation, Part
 
 Multiply = Callable[..., TensorTuple]
 """Function of a tensor and the layers that read it; returns their outputs."""
@@ -64,20 +65,30 @@ class PartModule(nn.Module):
                 self.add_module(operation.name, ProductLinear(columns, rows, "bias" in operation.parameters))
             elif isinstance(operation, Norm):
                 self.add_module(operation.name, make_norm(operation))
+            elif isinstance(operation, LookUp) and operation.name:
+                self.add_module(operation.name, Embedding(*operation.parameters["weight"].shape))
             else:
                 for name, parameter in operation.parameters.items():
                     self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+        for name, adapter in part.adapters.items():
+            a, b = (getattr(self, linear.name) for linear in adapter)
+            getattr(self, name).adapter = Adapter(a, b, adapter[0].scale)
         for name, tensor in part.carried.items():
             self.register_buffer(name, torch.empty(tensor.shape))
 
     def declare(self, part: Part) -> None:
         """Set the declaration, and what layouts may replace."""
         self.part = part
+        self.scales = {linear.name: linear.scale for linear in part.linears if linear.scale != 1 and not linear.adapts}
         self.multiply_columns = multiply_each
         self.read_input = read_input
         self.gather_tokens = identity
 
     def project(self, x: Tensor, *names: str) -> TensorTuple:
-        """Return the column-parallel products of `x` with some layers."""
+        """Return the column-parallel products of `x` with some layers, times their factors."""
         # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
-        return self.multiply_columns(x, *(getattr(self, name) for name in names))
+        outputs = self.multiply_columns(x, *(getattr(self, name) for name in names))
+        if not self.scales:
+            return outputs
+        factors = map(self.scales.get, names)
+        return tuple(y if factor is None else y * factor for y, factor in zip(outputs, factors, strict=True))

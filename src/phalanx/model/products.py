@@ -39,14 +39,14 @@ Vjp = Callable[[Tensor], TensorTuple]
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function and its gradients."""
+    """A function of each token's numbers, and its gradients."""
 
     forward: Callable[..., Tensor]
     forward_and_vjp: Callable[..., tuple[Tensor, Vjp]]
     """Function of the inputs that returns the output and its vector-Jacobian product, which share intermediates."""
     vjp: Callable[..., TensorTuple]
     """Function of the output's gradient and the inputs, which is one kernel if compiled. It returns the gradients of
-    the inputs, the first in the memory of the output's."""
+    the inputs, one of them in the memory of the output's."""
 
 
 @cache
@@ -107,6 +107,22 @@ def gated_by_sigmoid() -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
+def gated_heads(activate: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> Activation:
+    """Return heads times activate(gate), where the gate has one number for each head."""
+
+    def forward(gate: Tensor, heads: Tensor) -> Tensor:
+        factor = activate(at_least_fp32(gate)).to(heads.dtype)
+        return (heads.unflatten(-1, (gate.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
+
+    def vjp(gradient: Tensor, gate: Tensor, heads: Tensor) -> TensorTuple:
+        products = (gradient * heads).unflatten(-1, (gate.shape[-1], -1))
+        exact_gate = at_least_fp32(gate)
+        grad_gate = products.sum(-1, dtype=exact_gate.dtype) * derivative(exact_gate)
+        return grad_gate.to(gate.dtype), gradient.copy_(forward(gate, gradient))
+
+    return Activation(forward, lambda *inputs: (forward(*inputs), lambda gradient: vjp(gradient, *inputs)), vjp)
+
+
 def gelu(approximate: str) -> Activation:
     """Return GELU, exact ("none") or approximated by a hyperbolic tangent ("tanh")."""
 
@@ -120,6 +136,21 @@ def gelu(approximate: str) -> Activation:
         return (gradient.copy_(torch.ops.aten.gelu_backward(gradient, x, approximate=approximate)),)
 
     return Activation(forward, forward_and_vjp, vjp)
+
+
+def limited_swiglu(limit: float) -> Activation:
+    """Return silu(g) u, where silu(g) is at most `limit`, and u within it (Step 3.5)."""
+
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    def vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+        silu = F.silu(gate)
+        grad_silu = up.clamp(-limit, limit).mul_(gradient).masked_fill_(silu > limit, 0)
+        grad_up = silu.clamp_(max=limit).mul_(gradient).masked_fill_((up < -limit).logical_or_(up > limit), 0)
+        return torch.ops.aten.silu_backward(grad_silu, gate), grad_up
+
+    return of_several_kernels(forward, vjp)
 
 
 def clamped_swiglu(alpha: float, limit: float) -> Activation:
@@ -138,6 +169,44 @@ def clamped_swiglu(alpha: float, limit: float) -> Activation:
         return grad_g.where(gate <= limit, 0), (gradient * g * sigmoid).where(up.abs() <= limit, 0)
 
     return of_several_kernels(forward, vjp)
+
+
+def xielu() -> Activation:
+    """Return a x^2 + x / 2 for positive x, and else b (e^x - 1 - x) + x / 2 (arXiv 2411.13010).
+
+    a is the softplus of a trained number, and b - 1 / 2 that of another."""
+    # Of larger negative numbers, e^x - 1 - x is inaccurate.
+    largest_exponent = -1e-6
+
+    def coefficients(alpha_p: Tensor, alpha_n: Tensor) -> TensorTuple:
+        return F.softplus(at_least_fp32(alpha_p)), F.softplus(at_least_fp32(alpha_n)) + 0.5
+
+    def forward(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        a, b = coefficients(alpha_p, alpha_n)
+        out = x.new_empty(x.shape)
+        for out_part, x_part in _rows_at_once(out, x):
+            exact = at_least_fp32(x_part)
+            below = exact.clamp(max=largest_exponent).expm1_().sub_(exact).mul_(b)
+            out_part.copy_(torch.where(exact > 0, exact.square().mul_(a), below).add_(exact, alpha=0.5))
+        return out
+
+    def vjp(gradient: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> TensorTuple:
+        a, b = coefficients(alpha_p, alpha_n)
+        grad_a = torch.zeros_like(a)
+        grad_b = torch.zeros_like(b)
+        for gradient_part, x_part in _rows_at_once(gradient, x):
+            exact = at_least_fp32(x_part)
+            exact_gradient = at_least_fp32(gradient_part)
+            above = exact.clamp(min=0)
+            below = exact.clamp(max=largest_exponent).expm1_()
+            grad_a += above.square().mul_(exact_gradient).sum()
+            grad_b += (below - exact).masked_fill_(exact > 0, 0).mul_(exact_gradient).sum()
+            slope = torch.where(exact > 0, above.mul_(2 * a), below.mul_(b)).add_(0.5)
+            gradient_part.copy_(slope.mul_(exact_gradient))
+        grad_alpha_p = (grad_a * at_least_fp32(alpha_p).sigmoid()).to(alpha_p.dtype)
+        return gradient, grad_alpha_p, (grad_b * at_least_fp32(alpha_n).sigmoid()).to(alpha_n.dtype)
+
+    return Activation(forward, lambda *inputs: (forward(*inputs), lambda gradient: vjp(gradient, *inputs)), vjp)
 
 
 def of_several_kernels(forward: Callable[..., Tensor], vjp: Callable[..., TensorTuple]) -> Activation:
@@ -187,10 +256,14 @@ ACTIVATIONS: dict[str, Callable[..., Activation]] = {
     "swiglu": lambda: gated(F.silu, torch.ops.aten.silu_backward),
     "geglu_tanh": lambda: gated(F.gelu, torch.ops.aten.gelu_backward, approximate="tanh"),
     "clamped_swiglu": clamped_swiglu,
+    "limited_swiglu": limited_swiglu,
     "glu": gated_by_sigmoid,
+    "head_glu": lambda: gated_heads(torch.sigmoid, lambda gate: gate.sigmoid() * (1 - gate.sigmoid())),
+    "head_softplus": lambda: gated_heads(F.softplus, torch.sigmoid),
     "gelu": lambda: gelu("none"),
     "gelu_tanh": lambda: gelu("tanh"),
     "relu2": lambda: RELU_SQUARED,
+    "xielu": xielu,
 }
 """Functions of the numbers in a formula that return the activation, by its name (`spec.activations`)."""
 
@@ -246,15 +319,38 @@ LINEAR = Product()
 
 
 class ProductLinear(nn.Linear):
-    """A linear layer of a block, whose product layouts and precisions may replace."""
+    """A linear layer of a block, whose product layouts and precisions may replace, perhaps with an adapter."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.product = LINEAR
+        self.adapter: Adapter | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the layer."""
-        return super().forward(input) if self.product is LINEAR else activated_linear(self, IDENTITY, input)
+        if self.product is not LINEAR:
+            return activated_linear(self, IDENTITY, input)
+        output = super().forward(input)
+        return output if self.adapter is None else output + self.adapter.forward(IDENTITY, input)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter, s B A x (`spec.parts.adapter`). The part of the layer owns its products."""
+
+    a: ProductLinear
+    b: ProductLinear
+    scale: float
+
+    def forward(self, activation: Activation, *inputs: Tensor) -> Tensor:
+        """Return what the adapter adds to the product of activation(inputs)."""
+        return cast(Tensor, self.b(self.inner(activation, *inputs)))
+
+    def inner(self, activation: Activation, *inputs: Tensor) -> Tensor:
+        """Return s A activation(inputs)."""
+        if activation is IDENTITY:
+            return cast(Tensor, self.a(*inputs)) * self.scale
+        return activated_linear(self.a, activation, *inputs) * self.scale
 
 
 def activated_product(
@@ -262,16 +358,21 @@ def activated_product(
 ) -> Tensor:
     """Return activation(inputs) W^T + b, in the dtype of autocast if it is enabled.
 
-    The inputs of the activation, which have one shape, are saved for the backward pass."""
-    weight, *operands = autocast_operands(weight, *inputs)
+    The inputs of the activation are saved for the backward pass. They have the rows of the output, but for trained
+    numbers of its formula, which are vectors and keep their precision."""
+    weight, *operands = autocast_operands(weight, *(x for x in inputs if x.ndim > 1))
+    operands += [x for x in inputs if x.ndim == 1]
     if bias is not None:
         (bias,) = autocast_operands(bias)
+    if not torch.is_grad_enabled():
+        return product.forward(activation.forward(*operands), weight, bias)
     return cast(Tensor, _ActivatedProduct.apply(product, activation, weight, bias, *operands))
 
 
 def activated_linear(layer: ProductLinear, activation: Activation, *inputs: Tensor) -> Tensor:
     """Return the output of a linear layer whose input is activation(inputs), of which the inputs are saved."""
-    return activated_product(layer.product, activation, layer.weight, *inputs, bias=layer.bias)
+    output = activated_product(layer.product, activation, layer.weight, *inputs, bias=layer.bias)
+    return output if layer.adapter is None else output + layer.adapter.forward(activation, *inputs)
 
 
 def autocast_operands(*tensors: Tensor) -> TensorTuple:

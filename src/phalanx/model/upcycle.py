@@ -4,16 +4,12 @@ Every expert starts as the dense MLP, and a part of it is reinitialized (Drop-Up
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from phalanx.model.init import initial_weight, named_generator
+from phalanx.model.init import DrawnWeights, Part, PartialWeights, Weights, named_generator, part_of_weight
 from phalanx.spec.base import require
 from phalanx.spec.model import ModelSpec
-
-Weights = Callable[[str, torch.Size], Tensor]
 
 
 def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: int) -> Weights:
@@ -45,25 +41,28 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         value = getattr(moe, field)
         require(not value, f"model.moe.{field}", value, problem, "remove it")
 
-    def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
+    def upcycled_part(name: str, shape: torch.Size, part: Part) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
+            # The whole matrix, because its values decide those that are drawn.
             dense = weights(f"{layer}.{kind}.weight", shape[1:])
-            return replicate_mlp(dense, shape[0], spec.upcycle_reinit_fraction, seed, layer, kind)
+            experts = range(part[0].start, part[0].stop)
+            return replicate_mlp(dense, experts, spec.upcycle_reinit_fraction, seed, layer, kind)[:, *part[1:]]
         if name.endswith(".router.gate.weight"):
-            return initial_weight(spec, name, shape, seed)
-        return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)
+            return DrawnWeights(spec, seed).part(name, shape, part)
+        own_name = "embedding.weight" if name == "head.weight" and source.tie_embeddings else name
+        return part_of_weight(weights, own_name, shape, part)
 
-    return upcycled_weight
+    return PartialWeights(upcycled_part)
 
 
-def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int, layer: str, kind: str) -> Tensor:
-    """Return a stack of copies of one matrix of an MLP, each partly reinitialized.
+def replicate_mlp(dense: Tensor, experts: range, reinit_fraction: float, seed: int, layer: str, kind: str) -> Tensor:
+    """Return a stack of copies of one matrix of an MLP for some experts of a layer, each partly reinitialized.
 
     In each copy, the same part of the inner units in all matrices of the layer is drawn again. The new values have the
     mean and deviation of the replaced ones (arXiv 2502.19261). `kind` of matrix is gate, up or down."""
-    stack = dense.expand(experts, *dense.shape).clone()
-    for expert, copy in enumerate(stack):
+    stack = dense.expand(len(experts), *dense.shape).clone()
+    for expert, copy in zip(experts, stack, strict=True):
         units_FD = copy.T if kind == "down" else copy
         order = torch.randperm(len(units_FD), generator=named_generator(seed, f"{layer} {expert}"))
         chosen = order[: round(reinit_fraction * len(units_FD))]

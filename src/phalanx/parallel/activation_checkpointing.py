@@ -39,8 +39,9 @@ def apply_activation_checkpointing(
     blocks = dict(list(module.blocks.named_children())[:num_blocks])
     if mode == "selective":
         for block in blocks.values():
-            if isinstance(block.attention, nn.Module):
-                block.attention = checkpoint_wrapper(block.attention, preserve_rng_state=False)
+            for name in ("attention", "side_mixer"):
+                if isinstance(mixer := getattr(block, name), nn.Module):
+                    setattr(block, name, checkpoint_wrapper(mixer, preserve_rng_state=False))
     elif mode == "norms":
         for block in blocks.values():
             for name, norm in block.named_children():
@@ -48,6 +49,8 @@ def apply_activation_checkpointing(
                     readers = [name.removesuffix("_norm")]
                     if name == "attention_norm" and block.has_one_norm:
                         readers.append("mlp")
+                    if name == "attention_norm" and block.side_mixer is not None:
+                        readers.append("side_mixer")
                     RecomputedNorm(norm, *map(block.get_submodule, readers))
     elif mode != "none":
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint

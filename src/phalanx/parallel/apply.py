@@ -23,6 +23,7 @@ from torch import nn
 
 from phalanx.model.compilation import compile_blocks
 from phalanx.model.fp8 import use_fp8_products
+from phalanx.model.init import Weights
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
@@ -38,7 +39,7 @@ from phalanx.parallel.expert.partial_experts import (
     init_frozen_experts,
     select_trained_experts,
 )
-from phalanx.parallel.init_parameters import WeightInitializer, init_buffers, init_parameters
+from phalanx.parallel.init_parameters import init_buffers, init_parameters
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
@@ -49,6 +50,7 @@ from phalanx.parallel.strategy import Strategy
 from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
+from phalanx.parallel.token_losses import token_losses, token_losses_of_head
 from phalanx.schedule.registry import layout_compiles_whole_blocks, layout_schedule, representative_schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -64,7 +66,7 @@ def apply_layout(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    weights: WeightInitializer,
+    weights: Weights,
     precision: Precision = "bf16",
     compile: bool = False,
     layers: Sequence[range] = (),
@@ -149,9 +151,10 @@ def apply_layout(
         data_parallel.uncapped_logits = lambda x_BTD, weight_VD: module.logits(x_BTD, weight_VD)
     columns = spec.vocab_size if tp is None else -(-spec.vocab_size // tp.size)
     logit_bytes = 2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize
-    data_parallel.head_loss = ChunkedLoss(
-        columns=columns, itemsize=logit_bytes, tp=tp, kernels=kernels, scale=scale, softcap=softcap
-    )
+    chunked = ChunkedLoss(columns=columns, itemsize=logit_bytes, tp=tp, kernels=kernels, scale=scale, softcap=softcap)
+    data_parallel.head_loss = chunked
+    data_parallel.token_losses = partial(token_losses, tp=tp, kernels=kernels, softcap=softcap)
+    data_parallel.head_token_losses = partial(token_losses_of_head, chunked)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):

@@ -98,6 +98,23 @@ class Kernels(NamedTuple):
 EAGER = Kernels(log_sum_exp, replace_by_gradient)
 
 
+class GroupedLosses(NamedTuple):
+    """Losses of tokens that are also summed by the group of each, such as the source of its text."""
+
+    group_of_token: Tensor
+    """Group of each token, int64 [N]."""
+    sums: Tensor
+    """Sum of each group, to which losses are added."""
+
+    def rows(self, rows: slice) -> GroupedLosses:
+        """Return the groups of some tokens, with the same sums."""
+        return self._replace(group_of_token=self.group_of_token[rows])
+
+    def add(self, loss_N: Tensor) -> None:
+        """Add the losses of the tokens."""
+        self.sums.index_add_(0, self.group_of_token, loss_N.to(self.sums.dtype))
+
+
 @cache
 def compiled_kernels() -> Kernels:
     """Return the compiled kernels; each of them is a single kernel on a GPU.
@@ -141,6 +158,7 @@ def in_place_cross_entropy(
     logits_BTV: Tensor,
     targets_BT: Tensor,
     ignored: int,
+    groups: GroupedLosses | None = None,
     tp: TensorParallelProtocol | None = None,
     kernels: Kernels = EAGER,
     scale: LossScale = UNSCALED,
@@ -153,7 +171,8 @@ def in_place_cross_entropy(
     counted. A backward pass other than `scale.run_backward` costs one more pass over the logits."""
     logits_NV = logits_BTV.flatten(0, 1)
     return cast(
-        Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale, softcap)
+        Tensor,
+        _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale, softcap, groups),
     )
 
 
@@ -168,11 +187,12 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         kernels: Kernels,
         scale: LossScale,
         softcap: float | None,
+        groups: GroupedLosses | None,
     ) -> Tensor:
         # It becomes a gradient, which must not keep the graph alive.
         x_NV = logits_NV.detach()
         needs_gradient = ctx.needs_input_grad[0]
-        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None, softcap)
+        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None, softcap, groups)
         if needs_gradient:
             ctx.save_for_backward(x_NV)
             ctx.scale = scale
@@ -180,7 +200,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient), *[None] * 6
+        return *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient), *[None] * 7
 
 
 def sum_losses(
@@ -191,10 +211,30 @@ def sum_losses(
     kernels: Kernels,
     scale: LossScale | None,
     softcap: float | None = None,
+    groups: GroupedLosses | None = None,
 ) -> Tensor:
     """Return the loss of rows of logits, and replace the logits by their gradient unless `scale` is None.
 
     The other arguments are those of `in_place_cross_entropy`."""
+    loss_N = losses_of_rows(x_NV, target_N, ignored, tp, kernels, scale, softcap)[0]
+    if groups is not None:
+        groups.add(loss_N)
+    return loss_N.sum()
+
+
+def losses_of_rows(
+    x_NV: Tensor,
+    target_N: Tensor,
+    ignored: int,
+    tp: TensorParallelProtocol | None,
+    kernels: Kernels,
+    scale: LossScale | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each row of logits, and the log-sum-exp and the column that `replace_by_gradient` needs, [N].
+
+    The loss of a row whose target is `ignored` is 0. Logits are replaced by their gradient, or if `scale` is None by
+    capped ones if they have a cap."""
     if softcap is not None:
         kernels.replace_by_capped(x_NV, softcap)
     logsumexp_N = kernels.log_sum_exp(x_NV)
@@ -205,12 +245,12 @@ def sum_losses(
         logsumexp_N, target_logit_N = _sum_over_ranks(tp, logsumexp_N, target_logit_N.masked_fill_(is_remote_N, 0))
     is_ignored_N = target_N == ignored
     loss_N = (logsumexp_N - target_logit_N).masked_fill_(is_ignored_N, 0)
+    # exp(x - infinity) is 0: rows that are not counted have no gradient.
+    logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
+    column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
     if scale is not None:
-        # exp(x - infinity) is 0: rows that are not counted have no gradient.
-        logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
-        column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
         kernels.replace_by_gradient(x_NV, logsumexp_N, column_N, scale.factor, softcap)
-    return loss_N.sum()
+    return loss_N, logsumexp_N, column_N
 
 
 def _sum_over_ranks(tp: TensorParallelProtocol, logsumexp_N: Tensor, target_logit_N: Tensor) -> tuple[Tensor, Tensor]:

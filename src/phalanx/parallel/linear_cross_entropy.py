@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import HeadFunction
-from phalanx.parallel.cross_entropy import EAGER, UNSCALED, Kernels, LossScale, sum_losses
+from phalanx.parallel.cross_entropy import EAGER, UNSCALED, GroupedLosses, Kernels, LossScale, sum_losses
 from phalanx.parallel.data.zero_parameters import needs_fp32_sum
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import logits_chunk_rows, loss_chunk_rows
@@ -46,30 +46,37 @@ class ChunkedLoss:
     softcap: float | None = None
     """Cap of the logits."""
 
-    def __call__(self, targets_BT: Tensor, ignored: int) -> HeadFunction | None:
+    def __call__(self, targets_BT: Tensor, ignored: int, groups: GroupedLosses | None = None) -> HeadFunction | None:
         """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
 
         The loss is the negative log-likelihood of the targets in nats, summed, at least in fp32. Targets equal to
         `ignored` are not counted."""
-        tokens = targets_BT.numel()
-        rows = logits_chunk_rows(tokens, self.columns, self.itemsize)
-        if rows >= tokens:
+        chunks = self.chunks(targets_BT)
+        if chunks is None:
             return None
-        chunks = targets_BT.flatten().split(rows)
         # Inside `forward` gradients are never enabled, and a trained matrix requires them in an evaluation too.
-        return cast(HeadFunction, partial(_LinearCrossEntropy.apply, self, chunks, ignored, torch.is_grad_enabled()))
+        options = self, chunks, ignored, groups, torch.is_grad_enabled()
+        return cast(HeadFunction, partial(_LinearCrossEntropy.apply, *options))
+
+    def chunks(self, targets_BT: Tensor) -> Sequence[Tensor] | None:
+        """Return the targets of each chunk; None if there is one."""
+        rows = logits_chunk_rows(targets_BT.numel(), self.columns, self.itemsize)
+        return None if rows >= targets_BT.numel() else targets_BT.flatten().split(rows)
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class HeadGradients:
     """Gradients of the head's input and matrix."""
 
     x: Tensor
-    weight: Tensor
+    weight: Tensor | None
+    """None: the matrix is frozen."""
 
     def add_chunk(self, rows: slice, logits_gradient: Tensor, x: Tensor, weight_VD: Tensor) -> None:
         """Compute the gradient of a chunk's input, the given rows, and add that of the matrix."""
         torch.mm(logits_gradient, weight_VD, out=self.x[rows])
+        if self.weight is None:
+            return
         if self.weight.dtype == x.dtype:
             self.weight.addmm_(logits_gradient.T, x)
             return
@@ -86,6 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss: ChunkedLoss,
         targets: Sequence[Tensor],
         ignored: int,
+        groups: GroupedLosses | None,
         needs_gradients: bool,
         x_BTD: Tensor,
         weight_VD: Tensor,
@@ -97,20 +105,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = None
         if needs_gradients and any(ctx.needs_input_grad):
             sum_dtype = torch.float32 if needs_fp32_sum(weight_VD.dtype, len(targets)) else weight_VD.dtype
-            gradients = _Gradients(torch.empty_like(x).flatten(0, 1), torch.zeros_like(weight_VD, dtype=sum_dtype))
+            is_trained = ctx.needs_input_grad[-1]
+            grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype) if is_trained else None
+            gradients = HeadGradients(torch.empty_like(x).flatten(0, 1), grad_weight)
         with torch.autocast(x.device.type, enabled=False):
-            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, gradients)
+            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, groups, gradients)
         if gradients is not None:
             grad_x = gradients.x.view_as(x)
             if loss.tp is not None:
                 grad_x = loss.tp.reduce_tokens(grad_x)
-            ctx.save_for_backward(grad_x, gradients.weight.to(weight_VD.dtype))
+            grad_weight = gradients.weight
+            saved = (grad_x,) if grad_weight is None else (grad_x, grad_weight.to(weight_VD.dtype))
+            ctx.save_for_backward(*saved)
             ctx.scale = loss.scale
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient)
+        grad_x, *grad_weight = ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient)
+        return None, None, None, None, None, grad_x, *(grad_weight or [None])
 
 
 def _sum_chunks(
@@ -119,7 +132,8 @@ def _sum_chunks(
     weight_VD: Tensor,
     targets: Sequence[Tensor],
     ignored: int,
-    gradients: _Gradients | None,
+    groups: GroupedLosses | None,
+    gradients: HeadGradients | None,
 ) -> Tensor:
     """Return the loss of all chunks of targets, and compute the gradients, if any are needed."""
     scale = None if gradients is None else loss.scale
@@ -129,7 +143,8 @@ def _sum_chunks(
         rows = slice(start, start + len(target))
         start = rows.stop
         logits = F.linear(x_ND[rows], weight_VD)
-        total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale, loss.softcap)
+        of_chunk = None if groups is None else groups.rows(rows)
+        total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale, loss.softcap, of_chunk)
         if gradients is not None:
             gradients.add_chunk(rows, logits, x_ND[rows], weight_VD)
         # Free these logits before those of the next chunk are computed.

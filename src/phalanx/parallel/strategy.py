@@ -21,12 +21,13 @@ from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.cross_entropy import UNSCALED
+from phalanx.parallel.cross_entropy import UNSCALED, GroupedLosses
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol, ModelParallelism
 from phalanx.parallel.step_result import StepResult
+from phalanx.parallel.token_losses import token_losses
 from phalanx.schedule.schedule import Action, ScheduleStep
 
 
@@ -79,10 +80,17 @@ class Strategy:
         self.group = group
         self.model: nn.Module = module
         """Module to call for a forward pass."""
-        self.trainable_parameters: dict[str, nn.Parameter] = dict(named_parameters(module))
+        parameters = dict(named_parameters(module))
+        self.trainable_parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
         """Parameters of this rank's optimizers, by their names in a model without a layout.
 
         They are full parameters, or this rank's shards of them (DTensors)."""
+        self.frozen_parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in parameters.items() if not parameter.requires_grad
+        }
+        """Parameters without gradients and state, by the same names."""
         self.comm_wait = WaitTimer()
         """Time in which this rank waited for communication other than between stages of a pipeline."""
         self.model_parallel = ModelParallelism()
@@ -94,16 +102,23 @@ class Strategy:
         Why: `docs/design/decisions/two-meanings-of-bf16.md`."""
         self.backward_scale = UNSCALED
         """Factor of the loss in backward passes, which makes gradients sums over ranks."""
-        self.cross_entropy: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
-        """Function of the logits [B, T, V], or this rank's columns, of the targets, and of the target to ignore.
+        self.cross_entropy: Callable[[Tensor, Tensor, int, GroupedLosses | None], Tensor] = cross_entropy
+        """Function of the logits [B, T, V], or this rank's columns, the targets, the target to ignore, and groups.
 
-        It returns their loss, summed. The logits of a transformer are overwritten."""
+        It returns their loss, summed, and adds it to the sums of the groups of tokens, if there are any. The logits of
+        a transformer are overwritten."""
         self.uncapped_logits: HeadFunction | None = None
         """The head whose logits `cross_entropy` caps; None: it is the model's own head."""
-        self.head_loss: Callable[[Tensor, int], HeadFunction | None] = lambda targets, ignored: None
-        """Function of the targets, and of the target to ignore, that returns their loss without all logits in memory.
+        self.head_loss: HeadLoss = no_head_loss
+        """Function of the targets, the target to ignore, and groups: their loss without all logits in memory.
 
         None: all logits fit (`cross_entropy`)."""
+        self.token_losses: Callable[[Tensor, Tensor, int], Tensor] = token_losses
+        """Function of the logits as `cross_entropy` has them, the targets, and the target to ignore: the loss of each
+        token, [B, T]."""
+        self.head_token_losses: Callable[[Tensor, int], HeadFunction | None] = no_head_token_losses
+        """Function of the targets and the target to ignore: `token_losses` without all logits in memory, as
+        `head_loss`."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """The passes of this rank in the last step, with start and end by its clock."""
 
@@ -111,6 +126,11 @@ class Strategy:
     def loss_scale(self) -> float:
         """Factor of the loss in backward passes, which makes gradients sums over ranks."""
         return self.data_parallel.backward_scale.factor
+
+    @property
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that have initial values and are in checkpoints: the trained and the frozen ones."""
+        return self.trainable_parameters | self.frozen_parameters
 
     @property
     def data_parallel(self) -> Strategy:
@@ -215,6 +235,9 @@ class Strategy:
     def grad_norm(self) -> Tensor:
         """Return the norm of the gradient of the full model (a scalar)."""
         gradients = sorted(self.gradients().items())
+        if not gradients:  # a stage of frozen parameters, whose norm other stages sum in their precision
+            dtypes = {parameter.dtype for parameter in self.stored_parameters.values()}
+            return torch.zeros((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
         as_global = self.model_parallel.as_global_dtensor
         return global_grad_norm([as_global(name, gradient) for name, gradient in gradients], self.comm_wait)
 
@@ -287,7 +310,22 @@ class Strategy:
         }
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+HeadLoss = Callable[[Tensor, int, GroupedLosses | None], HeadFunction | None]
+
+
+def no_head_loss(targets_BT: Tensor, ignored: int, groups: GroupedLosses | None) -> None:
+    """Return that no function computes the loss from the head's input: all logits fit."""
+
+
+def no_head_token_losses(targets_BT: Tensor, ignored: int) -> None:
+    """Return that no function computes losses from the head's input: all logits fit."""
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int, groups: GroupedLosses | None = None) -> Tensor:
     """Return the negative log-likelihood of the targets other than `ignored` in nats, summed, at least in fp32."""
     logits = at_least_fp32(logits_BTV.flatten(0, 1))
-    return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")
+    if groups is None:
+        return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")
+    loss_N = F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="none")
+    groups.add(loss_N.detach())
+    return loss_N.sum()

@@ -62,7 +62,7 @@ def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int)
 
     `bytes_per_element` is the size of a number of parameters and gradients. Experts with data-parallel ranks of their
     own form separate buckets."""
-    shapes = rank.all
+    shapes = rank.trained
     return fill_buckets(
         shapes,
         zero_bucket_bytes(layout, rank.shards),

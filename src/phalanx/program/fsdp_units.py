@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout
 from phalanx.spec.parameter_shapes import Shapes, num_elements
+from phalanx.spec.parts.per_layer_inputs import NAME as LAYER_INPUTS
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
 
 T = TypeVar("T")
@@ -28,6 +29,10 @@ class FsdpUnit:
     ranks: int
     """Ranks that share the parameters."""
     shapes: Shapes
+    frozen: frozenset[str] = frozenset()
+    """Names of those that are gathered only."""
+    has_backward: bool = True
+    """False if nothing up to this unit is trained."""
     parent: str | None = None
     """Name of the unit that contains this one: a block's or the root, for experts with data-parallel ranks of their
     own."""
@@ -43,9 +48,24 @@ class FsdpUnit:
         return self.parent is not None and self.parent != ROOT
 
     @cached_property
+    def trained(self) -> Shapes:
+        """Parameters whose gradients are reduced."""
+        return {name: shape for name, shape in self.shapes.items() if name not in self.frozen}
+
+    @cached_property
     def owned(self) -> int:
         """Elements that a rank owns, with padding."""
         return sum(max_shard_elements(shape, self.ranks) for shape in self.shapes.values())
+
+    @cached_property
+    def owned_gradients(self) -> int:
+        """Elements of the gradients that a rank owns, with padding."""
+        return sum(max_shard_elements(shape, self.ranks) for shape in self.trained.values())
+
+    @cached_property
+    def reduced(self) -> int:
+        """Elements of the gradients of all ranks together, with padding."""
+        return self.owned_gradients * self.ranks
 
     @cached_property
     def gathered(self) -> int:
@@ -55,12 +75,17 @@ class FsdpUnit:
     @cached_property
     def gradients(self) -> int:
         """Elements of the gradients, without padding."""
-        return sum(map(num_elements, self.shapes.values()))
+        return sum(map(num_elements, self.trained.values()))
 
     @cached_property
     def stacks(self) -> list[int]:
         """Elements of each stack of matrices whose rows are sharded; FSDP2 copies it to and from the order of ranks."""
         return [num_elements(self.shapes[name]) for name in self._stack_names]
+
+    @cached_property
+    def trained_stacks(self) -> list[int]:
+        """Elements of each of these stacks that has gradients."""
+        return [num_elements(self.trained[name]) for name in self._stack_names if name in self.trained]
 
     @cached_property
     def _stack_names(self) -> list[str]:
@@ -73,30 +98,37 @@ class FsdpUnit:
         They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
         if self.ranks == 1:
             return 0
-        return sum(num_elements(self.shapes[name]) for name in {*list(self.shapes)[-1:], *self._stack_names[-1:]})
+        stacks = [name for name in self._stack_names if name in self.trained]
+        return sum(num_elements(self.trained[name]) for name in {*list(self.trained)[-1:], *stacks[-1:]})
 
 
-def outer_unit_name(layout: Layout, tie_embeddings: bool, name: str) -> str:
+def outer_unit_name(layout: Layout, reads_ends_twice: bool, name: str) -> str:
     """Return the name of the unit of a parameter or module outside blocks.
 
-    The root owns tied embeddings, which both ends of the model use, and parameters of a pipeline, which stay gathered
-    for the step."""
-    if tie_embeddings or layout.fsdp_unit == "model" or layout.pp > 1:
+    The root owns parameters that both ends of a pass use: tied embeddings, and what computes the inputs of layers. It
+    also owns those of a pipeline, which stay gathered for the step."""
+    if reads_ends_twice or layout.fsdp_unit == "model" or layout.pp > 1:
         return ROOT
     return EMBEDDING if name.startswith(EMBEDDINGS) else HEAD
 
 
-def fsdp_unit_namer(layout: Layout, tie_embeddings: bool) -> Callable[[str], str]:
+def fsdp_unit_namer(layout: Layout, reads_ends_twice: bool) -> Callable[[str], str]:
     """Return the function that returns the name of a parameter's unit, for parameters that all ranks shard alike."""
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recomputes_full_blocks else 3}[layout.fsdp_unit]
 
     def unit_of(name: str) -> str:
         if not name.startswith("blocks."):
-            return outer_unit_name(layout, tie_embeddings, name)
+            return outer_unit_name(layout, reads_ends_twice, name)
         return ".".join(name.split(".", depth)[:depth])
 
     return unit_of
+
+
+def late_parameters(root: FsdpUnit) -> list[str]:
+    """Return the names of a root's parameters whose gradients follow those of all blocks."""
+    late = LAYER_INPUTS if "head.weight" not in root.shapes else (*EMBEDDINGS, LAYER_INPUTS)
+    return [name for name in root.trained if name.startswith(late)]
 
 
 def expert_unit_name(name: str) -> str:
@@ -108,14 +140,18 @@ def fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:
     """Return the units of a rank in the order of the forward pass: a root or the embedding first, the head last.
 
     Experts that have data-parallel ranks of their own are units inside a block, and follow it."""
-    unit_of = fsdp_unit_namer(layout, "head.weight" not in rank.all)
+    has_layer_inputs = any(name.startswith(f"{LAYER_INPUTS}.") for name in rank.all)
+    unit_of = fsdp_unit_namer(layout, has_layer_inputs or "head.weight" not in rank.all)
     units: dict[str, FsdpUnit] = {}
     for name, shape in rank.all.items():
         unit_name = unit_of(name)
-        units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.shards, shapes={}))
+        parts = unit_name.split(".")
+        has_backward = parts[0] != "blocks" or int(parts[1]) >= rank.num_forward_only_blocks
+        make_unit = partial(FsdpUnit, shapes={}, frozen=rank.frozen, has_backward=has_backward)
+        units.setdefault(unit_name, make_unit(name=unit_name, ranks=rank.shards))
         if name in rank.expert:
             parent, unit_name = unit_name, expert_unit_name(name)
-            units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.expert_shards, shapes={}, parent=parent))
+            units.setdefault(unit_name, make_unit(name=unit_name, ranks=rank.expert_shards, parent=parent))
         units[unit_name].shapes[name] = shape
     root = [units.pop(ROOT)] if ROOT in units else []
     return [*root, *units.values()]

@@ -12,7 +12,8 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.parts.flops import core_flops, product_flops
+from phalanx.spec.parts.flops import backward_product_flops, core_flops, product_flops
+from phalanx.spec.parts.model import is_head_trained
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 from phalanx.spec.run import RunSpec
 
@@ -25,7 +26,8 @@ def layers_per_stage(run: RunSpec) -> list[range]:
     """
     stages = representative_schedule(run.layout).stages
     try:
-        *ranges, last = contiguous_ranges(_balanced_counts(run.model, run.training.seq_len, stages))
+        seq_len = run.layout.split_seq_len or run.training.seq_len
+        *ranges, last = contiguous_ranges(_balanced_counts(run.model, seq_len, stages))
         return [*ranges, range(last.start, run.model.num_blocks)]
     except UserError as error:
         problem = f"results in {stages} stages, which {error.problem}"
@@ -68,7 +70,12 @@ def contiguous_ranges(counts: Sequence[int]) -> list[range]:
 def block_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[float, ...]:
     """Return the FLOPs to train each block on one token, those for multi-token prediction included."""
     return tuple(
-        3 * sum(product_flops(branch.part) + core_flops(branch.part, seq_len, causal) for branch in block)
+        sum(
+            product_flops(branch.part)
+            + backward_product_flops(branch.part)
+            + 3 * core_flops(branch.part, seq_len, causal)
+            for branch in block
+        )
         for block in blocks(spec)
     )
 
@@ -84,7 +91,8 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
         causal: Count half of the attention pairs.
     """
     costs = block_flops(spec, seq_len, causal)
-    head = 6.0 * spec.vocab_size * spec.hidden_size * spec.num_logits + sum(costs[spec.num_layers :])
+    head_flops = 2.0 * (2 + is_head_trained(spec)) * spec.vocab_size * spec.hidden_size * spec.num_logits
+    head = head_flops + sum(costs[spec.num_layers :])
     return 2.0 * spec.hidden_size, *costs[: spec.num_layers], head
 
 

@@ -8,7 +8,7 @@ from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parameter_shapes import Shapes, parameter_shapes, strip_block_index
-from phalanx.spec.parts.model import carried_tensors
+from phalanx.spec.parts.model import carried_tensors, model_parameters, num_forward_only_blocks
 from phalanx.spec.parts.operations import Shape
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
@@ -29,6 +29,10 @@ class RankTensors:
     """Ranks that shard the rows of `expert`."""
     names: tuple[str, ...]
     """Names of all tensors of `dense` and `expert`, in the model's order."""
+    frozen: frozenset[str] = frozenset()
+    """Names of those that are not trained."""
+    num_forward_only_blocks: int = 0
+    """Number of blocks, the first ones, without a backward pass."""
     carried: Shapes = field(default_factory=dict)
     """Tensors of its layers that are loaded and saved with the model, and not trained; ranks have copies."""
     embedding_copy: Shape | None = None
@@ -39,6 +43,15 @@ class RankTensors:
         """Tensors of `dense` and `expert`, in the model's order."""
         shapes = self.dense | self.expert
         return {name: shapes[name] for name in self.names}
+
+    @property
+    def trained(self) -> Shapes:
+        """Trained tensors, in the model's order."""
+        return self.without_frozen(self.all)
+
+    def without_frozen(self, shapes: Shapes) -> Shapes:
+        """Return those of some tensors that are trained."""
+        return {name: shape for name, shape in shapes.items() if name not in self.frozen} if self.frozen else shapes
 
     def shards_of(self, name: str) -> int:
         """Return the number of ranks that shard the rows of a tensor."""
@@ -51,6 +64,7 @@ class RankTensors:
             tuple(map(strip_block_index, self.dense)),
             tuple(map(strip_block_index, self.expert)),
             tuple(map(strip_block_index, self.carried)),
+            tuple(strip_block_index(name) for name in self.names if name in self.frozen),
             self.embedding_copy,
         )
 
@@ -74,6 +88,7 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
     }
     expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
     carried = {name: tensor.shape for name, tensor in carried_tensors(spec).items()}
+    frozen = frozenset(name for name, parameter in model_parameters(spec).items() if parameter.is_frozen)
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
@@ -81,6 +96,8 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
             shards=resolved.data_dims.dp_shard,
             expert={name: shapes[name] for name in names if name in expert_names},
             expert_shards=expert_shards,
+            frozen=frozen.intersection(names),
+            num_forward_only_blocks=num_forward_only_blocks(spec, has_pipeline=layout.pp > 1),
             carried={name: carried[name] for name in names if name in carried},
             names=tuple(name for name in names if name in shapes),
             embedding_copy=shapes["embedding.weight"] if has_copy else None,

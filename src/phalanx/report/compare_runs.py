@@ -20,6 +20,7 @@ MEASURE_ORDER = (*formatting.RESULTS, "step", "mfu", "goodput")
 """Measures that come before the others."""
 TOKEN_SETTINGS = (
     "data.train",
+    "data.source",
     "data.dataset",
     "data.tokenizer",
     "data.text_key",
@@ -50,7 +51,7 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
     same_model = None if unknown else not any(name.startswith("model.") for name in settings)
     rows = sorted(
         _compare_measures(runs, token_settings),
-        key=lambda row: (*MEASURE_ORDER, row["quantity"]).index(row["quantity"]),
+        key=lambda row: (*MEASURE_ORDER, row["quantity"]).index(formatting.measure_of_all_text(row["quantity"])),
     )
     return {
         "names": names,
@@ -154,15 +155,26 @@ def _compare_measures(runs: Sequence[Facts], token_settings: dict[str, list[Any]
     yield loss_row
     curves = [_last_held_out_curve(facts) for facts in runs]
     losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
-    for held_out_row in (
-        _build_comparison_row("held-out loss", "loss", losses),
-        _build_comparison_row("perplexity", "perplexity", [perplexity(loss) for loss in losses]),
-    ):
-        held_out_row["ratio"] = [
+    held_out_row = _build_comparison_row("held-out loss", "loss", losses)
+    perplexity_row = _build_comparison_row("perplexity", "perplexity", [perplexity(loss) for loss in losses])
+    for row in (held_out_row, perplexity_row):
+        row["ratio"] = [
             ratio if have_same_held_out_text(curves[0], curve) else None
-            for ratio, curve in zip(held_out_row["ratio"], curves, strict=True)
+            for ratio, curve in zip(row["ratio"], curves, strict=True)
         ]
-        yield held_out_row
+        yield row
+    sources = [facts["curves"].get("sources", {}) for facts in runs]
+    for name in dict.fromkeys(name for run_sources in sources for name in run_sources):
+        for field, row_of_all in (("loss", loss_row), ("held_out_loss", held_out_row)):
+            curves_of_source = [run_sources.get(name, {}).get(field) for run_sources in sources]
+            losses = [curve[-1][1] if curve else None for curve in curves_of_source]
+            source_row = _build_comparison_row(f"{row_of_all['quantity']} of {name}", "loss", losses)
+            are_comparable = [ratio is not None for ratio in row_of_all["ratio"]]
+            source_row["ratio"] = [
+                ratio if is_comparable else None
+                for ratio, is_comparable in zip(source_row["ratio"], are_comparable, strict=True)
+            ]
+            yield source_row
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
     yield _build_comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
 

@@ -35,6 +35,7 @@ from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.report.step_comparison import step_rows
 from phalanx.runs.jsonl import JsonRecord
 from phalanx.runs.metrics import has_ignored_targets, have_same_held_out_text
+from phalanx.runs.scores import Score, read_scores
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
@@ -43,12 +44,14 @@ CURVES = (
     "loss",
     "grad_norm",
     "learning_rate",
+    "tokens",
     "tokens_per_second",
     "targets_per_second",
     "step_seconds",
     "mfu",
     "peak_memory_bytes",
     "hot_expert_share",
+    "gradient_noise_scale",
 )
 """Fields of `metrics.jsonl` that are drawn over steps."""
 
@@ -71,6 +74,8 @@ class ReportFacts:
     """Time breakdown of each rank."""
     curves: Facts
     """Metrics over steps."""
+    scores: list[Facts]
+    """Metrics of tasks, each at some steps (`phalanx evaluate`)."""
     timeline: Facts | None
     """Passes of a profiled step."""
     memory: Facts | None
@@ -142,6 +147,7 @@ def report_facts(run_data: RunData) -> Facts:
         measures=_measure_variation_and_overlap(run_data, times),
         ranks=_break_down_ranks(run_data, times),
         curves=_collect_curves(run_data),
+        scores=group_scores(read_scores(run_data.directory)),
         timeline=profiled_steps.pass_timeline(
             run_data, planned_timeline, planned_speed, can_simulate=stage_problem is None
         ),
@@ -153,6 +159,17 @@ def report_facts(run_data: RunData) -> Facts:
         problems=problems,
         swarm=_count_swarm_rounds(run_data) if is_swarm else None,
     ).to_json()
+
+
+def group_scores(scores: Sequence[Score]) -> list[Facts]:
+    """Return the scores of each metric of a task, by step. A later score of the same step replaces an earlier one."""
+    metrics: dict[tuple[str, str], dict[str, float]] = {}
+    for score in scores:
+        step = "" if score.step is None else str(score.step)
+        shots = "" if score.num_fewshot is None else f", {score.num_fewshot} examples"
+        questions = "" if score.limit is None else f", {score.limit} questions"
+        metrics.setdefault((f"{score.task}{shots}{questions}", score.metric), {})[step] = score.value
+    return [{"task": task, "metric": metric, "values": values} for (task, metric), values in metrics.items()]
 
 
 def _find_missing_stages(run_data: RunData) -> str | None:
@@ -202,6 +219,7 @@ def _summarize_run(run_data: RunData) -> Facts:
         "step": run_data.step,
         "failed": run_data.failure is not None,
         "under_way": run_data.in_progress,
+        "finish_reason": run_data.finish_reason,
         "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
     }
     run = run_data.run
@@ -209,8 +227,10 @@ def _summarize_run(run_data: RunData) -> Facts:
         return summary
     if run.training.has_decided_steps:
         summary["steps"] = run.training.steps
+    if run_data.phases:
+        summary["phases"] = run_data.phases
     return summary | {
-        "settings": run.settings,
+        "settings": run_data.settings or run.settings,
         "parameters": count_parameters(run.model).total,
         "precision": run.training.precision,
         "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
@@ -267,7 +287,9 @@ def _break_down_ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]
 
 
 def _collect_curves(run_data: RunData) -> Facts:
-    """Return the metrics of each step, a curve per held-out text, the last evaluated text last, and marks of starts."""
+    """Return the metrics of each step, a curve per held-out text, the last evaluated one last, and marks of starts.
+
+    A mixture has losses by source (`RunData.source_losses`)."""
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
     has_targets = any(map(has_ignored_targets, step_metrics))
@@ -286,6 +308,8 @@ def _collect_curves(run_data: RunData) -> Facts:
         curve["held_out_set"] = line.get("held_out_set") or curve["held_out_set"]
         curve["loss"].append([line["step"], line["held_out_loss"]])
         held_out.append(curve)
+    if sources := run_data.source_losses:
+        curves["sources"] = sources
     return curves | {"held_out": held_out, "marks": run_marks(run_data.run_events)}
 
 

@@ -77,6 +77,10 @@ STATE_DESCRIPTIONS = {
 """State of a run before its last step, by whether it is active."""
 
 
+MAX_SCORE_STEPS = 6
+"""Steps with scores in a table."""
+
+
 def format_tokens(count: int | None) -> str:
     """Return a number of tokens, such as "4,096 tokens"; it is None in records of early versions."""
     return "an unknown number of tokens" if count is None else f"{count:,} tokens"
@@ -182,7 +186,8 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
 
 def format_progress(run: Mapping[str, Any]) -> str:
     """Return the progress of a run, such as "step 12 of 40"."""
-    return f"step {run['step']:,} of {run['steps']:,}" if "steps" in run else f"step {run['step']:,}"
+    progress = f"step {run['step']:,} of {run['steps']:,}" if "steps" in run else f"step {run['step']:,}"
+    return f"{progress}, ended early: {reason}" if (reason := run.get("finish_reason")) else progress
 
 
 def bottleneck_headline(finding: Mapping[str, Any]) -> str:
@@ -227,10 +232,16 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[tuple
         if any(row["measured"]):
             texts = [format_number(value, row["unit"]) for value in row["measured"]]
             ratios = ["", *("" if ratio is None else format_ratio(ratio) for ratio in row["ratio"][1:])]
-            label = DISPLAY_NAMES.get(row["quantity"], row["quantity"])
+            measure = measure_of_all_text(row["quantity"])
+            label = DISPLAY_NAMES.get(measure, measure) + row["quantity"].removeprefix(measure)
             cells = list(zip(row["measured"], texts, ratios, strict=True))
-            numbered_rows.append((0 if row["quantity"] in RESULTS else 2, (label, cells)))
+            numbered_rows.append((0 if measure in RESULTS else 2, (label, cells)))
     return [row for _, row in sorted(numbered_rows, key=lambda numbered_row: numbered_row[0])]
+
+
+def measure_of_all_text(quantity: str) -> str:
+    """Return the measure of all text for that of a source, such as "loss" for "loss of code"."""
+    return next((measure for measure in ("loss", "held-out loss") if quantity.startswith(f"{measure} of ")), quantity)
 
 
 def setting_texts(values: Sequence[Any], unset: str = UNKNOWN) -> list[str]:
@@ -284,6 +295,21 @@ def last_value(curve: list[float | None] | None) -> float | None:
 def measured_row(facts: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """Return the row of a step's measure, or None."""
     return next((row for row in facts["comparison"] if row["quantity"] == name and not row["role"]), None)
+
+
+def score_rows(scores: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table of scores, with the last steps at which there are some."""
+    steps = sorted({step for score in scores for step in score["values"]}, key=lambda step: int(step or 0))
+    shown = steps[-MAX_SCORE_STEPS:]
+    rows = [
+        [
+            score["task"],
+            score["metric"],
+            *(f"{score['values'][step]:.4g}" if step in score["values"] else UNKNOWN for step in shown),
+        ]
+        for score in scores
+    ]
+    return ["task", "metric", *(f"step {int(step):,}" if step else "now" for step in shown)], rows
 
 
 def round_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from phalanx.runs.measured import measured_file, read_measured_since
 from phalanx.runs.metrics import METRICS_FILE, decode_metrics, peak_from_mfu
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.phases import phase_at, phases_of
 
 
 def read_measured_run(directory: Path) -> MeasuredRun:
@@ -39,8 +40,10 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         measured = read_measured_since(directory, 0, world_size=0, problems=[]).get(0, {})
         if not measured:
             raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
-    steady = _select_steady_records(directory, records, measured_step=measured.get("step"))
-    run = load_run(directory / RUN_FILE, environment={})
+    phase = phase_at(phases_of(load_run(directory / RUN_FILE, environment={})), records[-1]["step"] - 1)
+    run = phase.run
+    of_phase = [record for record in records if record["step"] > phase.first_step]
+    steady = _select_steady_records(directory, of_phase, measured_step=measured.get("step"))
     run = run.replace(cluster=run.cluster.replace(nproc_per_node=world_size // run.cluster.nodes))
     if "peak_memory_bytes" not in steady[-1]:
         raise UserError("run directory", str(directory), "does not contain the peak memory", fix="repeat the run")

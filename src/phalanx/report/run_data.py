@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
@@ -16,6 +16,7 @@ from phalanx.runs.create import RUN_FILE, require_run
 from phalanx.runs.events import (
     FINISHED,
     describe_damaged_checkpoints,
+    describe_failed_uploads,
     describe_failures,
     describe_rollbacks,
     read_events,
@@ -24,13 +25,14 @@ from phalanx.runs.hang_dumps import describe_first_failure
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.lock import is_running
 from phalanx.runs.measured import read_measured_since
-from phalanx.runs.metrics import METRICS_FILE, read_metrics
+from phalanx.runs.metrics import METRICS_FILE, have_same_held_out_text, losses_by_source, read_metrics
 from phalanx.runs.step_records import MAX_STEP_LAG, RankRecord, read_rank_records
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, decode_journal_event, read_rounds
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
+from phalanx.spec.phases import describe_phases, phase_at, phases_of
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.result_tables import data_frame, html_table
 from phalanx.spec.run import RunSpec
@@ -53,9 +55,15 @@ class RunData:
 
     directory: Path
     run: RunSpec | None
-    """The run specification, or None if run.toml has another version or its schedule does not exist."""
+    """The run with the settings of its last step; None if run.toml has another version or its schedule does not exist.
+    """
     world_size: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of the whole run, with its phases."""
+    phases: list[str] = field(default_factory=list)
+    """A line on each `[[phase]]`."""
     began_after: int = 0
+    """The step after which the last start, or the phase of the last step, began."""
     ranks: dict[int, RankRecord] = field(default_factory=dict)
     """The records of the last start."""
     metrics: list[JsonRecord] = field(default_factory=list)
@@ -94,6 +102,12 @@ class RunData:
         return self.run.name if self.run else self.directory.name
 
     @property
+    def finish_reason(self) -> str | None:
+        """Why the run ended before the steps that were planned; None if it did not."""
+        last = self.run_events[-1] if self.run_events else {}
+        return last.get("reason") if last.get("kind") == FINISHED else None
+
+    @property
     def step_metrics(self) -> list[JsonRecord]:
         """The records of steps in `metrics`."""
         return step_records(self.metrics)
@@ -102,6 +116,21 @@ class RunData:
     def evaluations(self) -> list[JsonRecord]:
         """The records of evaluations in `metrics`."""
         return [line for line in self.metrics if "held_out_loss" in line]
+
+    @property
+    def source_losses(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
+        """The losses of each source of a mixture: lists `loss` and `held_out_loss` of steps and losses, by its name.
+
+        Held-out losses are those on the text of the last evaluation; others are not comparable with them."""
+        same_text = [line for line in self.evaluations if have_same_held_out_text(line, self.evaluations[-1])]
+        curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+        kinds: tuple[tuple[Literal["loss", "held_out_loss"], list[JsonRecord]], ...]
+        kinds = (("loss", self.step_metrics), ("held_out_loss", same_text))
+        for kind, lines in kinds:
+            for line in lines:
+                for name, loss in losses_by_source(line, kind).items():
+                    curves.setdefault(name, {"loss": [], "held_out_loss": []})[kind].append((line["step"], loss))
+        return curves
 
     def __repr__(self) -> str:
         return f"RunData({self.name!r}, {self.directory}, step {self.step}, {self.world_size} ranks)"
@@ -174,6 +203,12 @@ def _read_training(directory: Path, machine: ClusterSpec | None) -> RunData:
         world_size = steps[-1].get("ranks", 0)
         began_after = steps[-1].get("resumed_at_step", 0)
     run = _read_run_file(directory, world_size, problems)
+    settings = run.settings if run is not None else {}
+    phases = list(describe_phases(run).values()) if run is not None and run.phase else []
+    if run is not None and run.phase and steps:
+        phase = phase_at(phases_of(run), steps[-1]["step"] - 1)
+        run = phase.run
+        began_after = max(began_after, phase.first_step)
     if run is not None and run.swarm is not None and not rounds:
         problems.append(f"no round has been written to {ROUNDS_FILE} yet")
     if run is not None:
@@ -192,6 +227,8 @@ def _read_training(directory: Path, machine: ClusterSpec | None) -> RunData:
     return RunData(
         directory=directory,
         run=run,
+        settings=settings,
+        phases=phases,
         world_size=world_size,
         began_after=began_after,
         ranks=ranks,
@@ -249,7 +286,7 @@ def _describe_progress(run: RunSpec, step: int, is_active: bool | None) -> str:
 
 
 def _find_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[str]:
-    """Yield how often a run failed, rolled back or had a damaged checkpoint."""
+    """Yield how often a run failed, rolled back, had a damaged checkpoint, or could not upload one."""
     failures = describe_failures(events, exclude_last=failure is not None)
     if failures:
         yield f"the run failed {format_times(len(failures))} and resumed, the last time at {failures[-1]}"
@@ -259,6 +296,10 @@ def _find_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None
     damaged_checkpoints = describe_damaged_checkpoints(events)
     if damaged_checkpoints:
         yield f"checkpoints were damaged, the last time at {damaged_checkpoints[-1]}"
+    failed_uploads = describe_failed_uploads(events)
+    if failed_uploads:
+        times = format_times(len(failed_uploads))
+        yield f"uploads of checkpoints failed {times}, the last time at {failed_uploads[-1]}"
 
 
 def step_records(metrics: Iterable[JsonRecord]) -> list[JsonRecord]:

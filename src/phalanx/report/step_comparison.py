@@ -94,11 +94,14 @@ def _measure_goodput(run_data: RunData) -> float | None:
     total_seconds = end - start + active_seconds_until(run_data.run_events, STARTED)
     if not total_seconds:
         return None
-    metrics_interval = run_data.run.metrics.every if run_data.run else 1
-    earlier_metrics = run_data.step_metrics if run_data.run_events else []
-    earlier_seconds = sum(
-        line["step_seconds"] * metrics_interval for line in earlier_metrics if line["step"] <= run_data.began_after
-    )
+    # A record stands for the steps since the one before it: not all are written (metrics.every).
+    first_step = first_record.steps[0]["step"]
+    earlier_seconds = 0.0
+    last_step = 0
+    for line in run_data.step_metrics if run_data.run_events else []:
+        if line["step"] < first_step:
+            earlier_seconds += line["step_seconds"] * (line["step"] - last_step)
+            last_step = line["step"]
     recorded_seconds = sum(_sum_seconds(line) for line in first_record.steps)
     return float(earlier_seconds + recorded_seconds) / float(total_seconds)
 

@@ -12,7 +12,8 @@ No torch: the command line uses this module before it spawns ranks.
         manifest.json                    step, tokens, loader state, model
         SHA256SUMS                       checksum of every file above; `sha256sum -c SHA256SUMS` checks them
 
-A checkpoint is written to step-*.tmp, and renamed when all of it is on disk.
+A checkpoint is written to step-*.tmp, and renamed when all of it is on disk. The shards of a checkpoint with a file
+objects.json are in an object store (`checkpoint_store`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Finite, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
+from phalanx.runs.stored_shards import (
+    CHECKSUMS_FILE,
+    OBJECTS_FILE,
+    find_shard_damage,
+    hide_stored,
+    read_shards,
+)
 from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.replace import open_no_link
@@ -43,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_DIR = "checkpoints"
 FORMAT = "phalanx-checkpoint"
-CHECKSUMS_FILE = "SHA256SUMS"
 LATEST_FILE = "latest"
 PREVIOUS_SUFFIX = ".before"
 DAMAGED_SUFFIX = ".damaged"
@@ -64,6 +71,8 @@ SHAPE_FIELDS = (
     "activation",
     "swiglu_alpha",
     "swiglu_limit",
+    "silu_limit",
+    "shared_silu_limit",
     "position_embedding",
     "bias",
     "qk_norm",
@@ -72,6 +81,9 @@ SHAPE_FIELDS = (
     "attention_chunk",
     "layers",
     "kinds",
+    "num_shared_kv_layers",
+    "shared_kv_ffn_size",
+    "per_layer_input_size",
     "norm_position",
     "norm_offset",
     "norm_parameters",
@@ -81,8 +93,14 @@ SHAPE_FIELDS = (
     "attention_gate",
     "attention_softcap",
     "query_temperature",
+    "indexer",
     "values_from_keys",
     "value_norm",
+    "value_head_dim",
+    "value_scale",
+    "side_mixer",
+    "gate_scale",
+    "up_scale",
     "layer_scalars",
     "embedding_scale",
     "embedding_norm",
@@ -93,6 +111,7 @@ SHAPE_FIELDS = (
     "mixer",
     "branches",
 )
+ADAPTER_FIELDS = ("rank", "alpha", "targets", "rslora")
 EXPERT_SHAPE_FIELDS = (
     "num_experts",
     "top_k",
@@ -161,6 +180,7 @@ class Manifest(TypedDict):
     model: _SavedModel
     optimizer: str
     implementations: NotRequired[dict[str, str | None]]
+    adapter: NotRequired[dict[str, Any] | None]
     expert_tokens: NotRequired[tuple[list[list[Count]], list[list[Count]]]]
     """Tokens of each layer and expert: until now, and between the last two evaluations."""
     callbacks: NotRequired[dict[str, dict[str, Any]]]
@@ -198,9 +218,10 @@ def sha256(path: Path) -> str:
 def find_damage(checkpoint: Path) -> str | None:
     """Return a description of the damage of a checkpoint, or None if all its checksums are correct."""
     try:
-        return find_damaged_files(checkpoint, read_checksums(checkpoint))
+        checksums = read_checksums(checkpoint)
     except ValueError as problem:
         return str(problem)
+    return find_damaged_files(checkpoint, checksums)
 
 
 def read_checksums(checkpoint: Path) -> dict[str, str]:
@@ -216,19 +237,29 @@ def read_checksums(checkpoint: Path) -> dict[str, str]:
     if lines[-1] or not matches or not all(matches):
         raise ValueError(f"{CHECKSUMS_FILE} has an invalid format")
     checksums = {match[2]: match[1] for match in matches if match}
-    present = {path.name for path in checkpoint.iterdir()} - {CHECKSUMS_FILE}
+    stored = read_shards(checkpoint)
+    present = {path.name for path in checkpoint.iterdir()} | {*(stored["shards"] if stored else ())}
+    present -= {CHECKSUMS_FILE, OBJECTS_FILE}
     if present != set(checksums):
         raise ValueError(f"files differ from {CHECKSUMS_FILE}: {', '.join(sorted(present ^ set(checksums)))}")
     return checksums
 
 
 def find_damaged_files(checkpoint: Path, checksums: Mapping[str, str]) -> str | None:
-    """Return which files of a checkpoint do not have these checksums or cannot be read, or None."""
+    """Return which files of a checkpoint do not have these checksums or cannot be read, or None.
+
+    Files that are in an object store only are compared as `StoredShard.find_damage` does. Raises UserError if the store
+    cannot be reached."""
+    stored = read_shards(checkpoint)
+    remote = [name for name in checksums if stored and name in stored["shards"] and not (checkpoint / name).exists()]
+    local = [name for name in checksums if name not in remote]
     try:
-        mismatched_files = [name for name, digest in checksums.items() if sha256(checkpoint / name) != digest]
+        mismatched_files = [name for name in local if sha256(checkpoint / name) != checksums[name]]
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    return f"checksum of {', '.join(mismatched_files)} is wrong" if mismatched_files else None
+    if mismatched_files:
+        return f"checksum of {', '.join(mismatched_files)} is wrong"
+    return next((damage for name in remote if (damage := find_shard_damage(checkpoint, name)) is not None), None)
 
 
 def latest_valid(directory: Path) -> tuple[Path | None, dict[str, str]]:
@@ -352,9 +383,11 @@ def best_checkpoints(saved: Iterable[Path]) -> list[Path]:
 def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None, suffix: str = DAMAGED_SUFFIX) -> None:
     """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one.
 
-    Quarantined checkpoints of these names are replaced. Without an intact one, `latest` remains unchanged.
+    Quarantined checkpoints of these names are replaced. Without an intact one, `latest` remains unchanged. In an object
+    store, they become incomplete.
     """
     for name in damaged:
+        hide_stored(directory / name)
         quarantine_path = directory / f"{name}{suffix}"
         if quarantine_path.exists():
             shutil.rmtree(quarantine_path)
@@ -452,8 +485,13 @@ def implementations(run: RunSpec) -> dict[str, str | None]:
     }
 
 
+def adapter_table(run: RunSpec) -> dict[str, Any] | None:
+    """Return the adapters of a run as in a manifest; None without adapters."""
+    return run.adapter.model_dump(mode="json", include=set(ADAPTER_FIELDS)) if run.adapter else None
+
+
 def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
-    """Raise UserError if a checkpoint has another model or optimizer than `run`, or a step after its last."""
+    """Raise UserError if a checkpoint has another model or component than `run`, or a step after its last."""
     if run.training.steps < manifest["step"]:
         problem = f"is less than the {manifest['step']} completed steps of the run"
         fix = "increase training.steps, or start a new run"
@@ -468,9 +506,10 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     saved_mtp, current_mtp = (table["mtp"] or {} for table in (saved_model, current_model))
     pairs += [(f"model.mtp.{name}", saved_mtp.get(name), current_mtp.get(name)) for name in ("layers", "kind")]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
-    pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     saved_paths = manifest.get("implementations", {})
     pairs += [(field, saved_paths.get(field), path) for field, path in implementations(run).items()]
+    saved_adapter, current_adapter = (table or {} for table in (manifest.get("adapter"), adapter_table(run)))
+    pairs += [(f"adapter.{name}", saved_adapter.get(name), current_adapter.get(name)) for name in ADAPTER_FIELDS]
     for field, saved, configured in pairs:
         if saved != configured:
             fix = "resume with the checkpoint's value, or start a new run"

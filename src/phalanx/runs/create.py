@@ -5,6 +5,8 @@ RUN_DIR/run.toml          the complete run specification, resolved
 RUN_DIR/plan.json         the planner's layouts for `layout = "auto"`
 RUN_DIR/data.json         the paths of the token files
 RUN_DIR/tokenizer.json
+RUN_DIR/bad_records.jsonl the broken records of the data that were skipped, if any
+RUN_DIR/tokenizer_config.json   its end token, if it is not one that `phalanx.data.tokenizer` knows
 RUN_DIR/from_hf/          the files of `model.from_hf` that `phalanx export` copies: all but the weights
 
 Other modules of this package define the other files: `metrics` (metrics.jsonl, tensorboard/, wandb.id), `checkpoints`,
@@ -24,49 +26,56 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import __version__
+from phalanx.data.bad_records import BAD_RECORDS_FILE, read_bad_records, write_bad_records
 from phalanx.data.prepare import PreparedData
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, checkpoints, find_damage, read_manifest, step_of
 from phalanx.runs.decode import Decode, decode_object, decoder, read_json
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.base import did_you_mean
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.hub import FILES_NEXT_TO_WEIGHTS, TOKENIZER_CONFIG_FILE
+from phalanx.spec.files.hub import TOKENIZER_FILE as TOKENIZER_FILE
 from phalanx.spec.files.load import hf_config_file, load_run
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import MARKER_FILE
+from phalanx.spec.files.tables import RUN_FILE as RUN_FILE
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
-RUN_FILE = "run.toml"
 DATA_FILE = "data.json"
-TOKENIZER_FILE = "tokenizer.json"
 PLAN_FILE = "plan.json"
 FROM_HF_DIR = "from_hf"
-FROM_HF_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.*",
-    "additional_chat_templates/*",
-    "LICENSE*",
-    "NOTICE*",
-)
-"""Glob patterns of the Hugging Face files that remain valid for the trained model. The model card is not among them."""
+MIXTURE_PATHS = ("sources", "held_out_sources")
+"""Fields of data.json that only a mixture has."""
 
-
-_decode_paths: Decode[dict[str, str]] = decoder(dict[str, str])
+_decode_paths: Decode[dict[str, str | list[str]]] = decoder(dict[str, str | list[str]])
 
 
 def _decode_prepared_data(content: bytes) -> PreparedData:
     """Decode data.json."""
     paths = _decode_paths(content)
-    if paths.keys() != {field.name for field in fields(PreparedData)} or any("\0" in path for path in paths.values()):
+    several: dict[str, tuple[str, ...]] = {}
+    for name in MIXTURE_PATHS:
+        value = paths.pop(name, [])
+        several[name] = tuple(value) if isinstance(value, list) else ("\0",)
+    single = {name: value for name, value in paths.items() if isinstance(value, str)}
+    names = {field.name for field in fields(PreparedData)} - {*MIXTURE_PATHS}
+    all_paths = [*single.values(), *(path for value in several.values() for path in value)]
+    if paths.keys() != names or len(single) < len(names) or any("\0" in path for path in all_paths):
         raise ValueError("the names or the paths of files are damaged")
-    return PreparedData(**paths)
+    return PreparedData(single["train"], single["held_out"], single["tokenizer"], **several)
+
+
+def _encode_prepared_data(prepared: PreparedData) -> str:
+    """Encode data.json, which has lists of paths only for a mixture."""
+    paths = asdict(prepared)
+    for name in MIXTURE_PATHS:
+        paths[name] = [os.path.abspath(path) for path in paths[name]]
+        if not paths[name]:
+            del paths[name]
+    for name in paths.keys() - {*MIXTURE_PATHS}:
+        paths[name] = os.path.abspath(paths[name]) if paths[name] else ""
+    return json.dumps(paths, indent=1)
 
 
 def run_directory(run: RunSpec) -> Path:
@@ -147,20 +156,31 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     run = with_absolute_paths(run)
     directory = run_directory(run)
     claim_run_directory(directory)
-    paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
     saved_run = None
     with suppress(UserError):
         saved_run = load_run(directory / RUN_FILE, environment={}, trust=True)
     try:
         if saved_run != run:
             rewrite_run_file(directory, run)
-        replace_file(directory / DATA_FILE, json.dumps(paths, indent=1))
+        replace_file(directory / DATA_FILE, _encode_prepared_data(prepared))
+        _list_bad_records(run, prepared, directory)
         replace_file(directory / TOKENIZER_FILE, Path(prepared.tokenizer).read_text(encoding="utf-8"))
+        (directory / TOKENIZER_CONFIG_FILE).unlink(missing_ok=True)
+        if (config := Path(prepared.tokenizer).with_name(TOKENIZER_CONFIG_FILE)).is_file():
+            replace_file(directory / TOKENIZER_CONFIG_FILE, config.read_text(encoding="utf-8"))
         keep_hf_files(run, directory)
         remove_dumps_from_rank(directory, 0)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     return directory
+
+
+def _list_bad_records(run: RunSpec, prepared: PreparedData, directory: Path) -> None:
+    """List the broken records of the data, and of a resumed stream those that it has passed."""
+    file = directory / BAD_RECORDS_FILE
+    is_resumed_stream = run.data.streaming and checkpoints(directory / CHECKPOINTS_DIR)
+    passed = read_bad_records(file) if is_resumed_stream else []
+    write_bad_records(file, list(dict.fromkeys([*prepared.bad_records, *passed])))
 
 
 def keep_hf_files(run: RunSpec, directory: Path) -> None:
@@ -178,7 +198,9 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
     if not config.is_file():
         fix = "use a directory that save_pretrained has written"
         raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix=fix)
-    for file in (file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()):
+    for file in (
+        file for pattern in FILES_NEXT_TO_WEIGHTS for file in sorted(config.parent.glob(pattern)) if file.is_file()
+    ):
         target = target_directory / file.relative_to(config.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)

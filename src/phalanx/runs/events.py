@@ -35,6 +35,8 @@ LIFECYCLE_EVENTS = (STARTED, FAILED, FINISHED, ROLLED_BACK)
 """The kinds of events that determine whether ranks are running."""
 QUARANTINED = "checkpoint_quarantined"
 """A damaged checkpoint was quarantined."""
+UPLOAD_FAILED = "checkpoint_upload_failed"
+"""A checkpoint could not be uploaded to its object store, and remains in the run directory."""
 RANK_DROPPED = "rank_dropped"
 """The run continues without a rank that failed repeatedly."""
 Timestamp = Annotated[int | float, Field(allow_inf_nan=False, ge=0, le=4e9)]
@@ -77,6 +79,8 @@ class Finished(Event):
     """All ranks have reached the last step or a requested stop."""
 
     step: Count
+    reason: NotRequired[str]
+    """Why the run ended before the steps that were planned."""
 
 
 class RolledBack(Event):
@@ -94,12 +98,20 @@ class Quarantined(Event):
     problem: str
 
 
+class UploadFailed(Event):
+    """A checkpoint could not be uploaded."""
+
+    checkpoint: str
+    problem: str
+
+
 _EVENT_TYPES: dict[str, Any] = {
     STARTED: Started,
     FAILED: Failed,
     FINISHED: Finished,
     ROLLED_BACK: RolledBack,
     QUARANTINED: Quarantined,
+    UPLOAD_FAILED: UploadFailed,
 }
 decode_event = accept_old_keys(union_decoder("kind", _EVENT_TYPES, Event), {"what": "kind", "here": "local"})
 """Decode a line of events.jsonl."""
@@ -211,8 +223,32 @@ def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[st
     ]
 
 
+def describe_failed_uploads(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on each failed upload of a checkpoint: time and problem."""
+    return [
+        f"{_format_time(event)}: {event['checkpoint']} was not uploaded: {event['problem']}"
+        for event in events
+        if event["kind"] == UPLOAD_FAILED
+    ]
+
+
 def _format_time(event: Mapping[str, Any]) -> str:
     return datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def skipped_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Return how many steps of text a run skips after which of its steps, because of rollbacks.
+
+    They are the steps of the rollbacks to a step, and those that were skipped after later steps, which the rollbacks
+    abandoned. A start at an earlier step abandons them too."""
+    skipped: dict[int, int] = {}
+    for event in events:
+        if event["kind"] == ROLLED_BACK:
+            abandoned = sum(skipped.pop(later) for later in list(skipped) if later > event["to"])
+            skipped[event["to"]] = skipped.get(event["to"], 0) + event["after"] - event["to"] + abandoned
+        elif event["kind"] == STARTED:
+            skipped = {step: steps for step, steps in skipped.items() if step <= event["step"]}
+    return skipped
 
 
 def changed_settings(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Finite, Number, WorldSize, decoder
+from phalanx.runs.decode import MAX_FINITE, Amount, Count, Finite, Number, WorldSize, decoder
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 
 MetricsRecord = JsonRecord
@@ -34,6 +34,7 @@ class StepMetrics(TypedDict):
     targets_per_second: NotRequired[Amount | None]
     skipped_steps: NotRequired[Count]
     hot_expert_share: NotRequired[Number | None]
+    gradient_noise_scale: NotRequired[Amount | None]
     mtp_loss: NotRequired[Number | None]
     peak_memory_bytes: NotRequired[Count]
     ranks: NotRequired[WorldSize]
@@ -75,6 +76,18 @@ def read_metrics(directory: Path, problems: list[str] | None = None) -> list[Met
         problems.append(f"{file.name} is missing")
         return []
     return read_valid_jsonl(file, problems, decode_metrics)
+
+
+def losses_by_source(record: Mapping[str, Any], field: Literal["loss", "held_out_loss"]) -> dict[str, float]:
+    """Return the losses of a mixture's sources in the record of a step or of an evaluation, by name.
+
+    Losses that were not finite, and damaged ones, are left out."""
+    prefix = f"{field}/"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in record.items()
+        if name.startswith(prefix) and type(value) in (int, float) and abs(value) <= MAX_FINITE
+    }
 
 
 def have_same_held_out_text(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from phalanx.data.bad_records import BAD_RECORDS_FILE, read_bad_records
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import EVENTS_FILE, FAILED, FINISHED, LIFECYCLE_EVENTS, STARTED, decode_event, mtime_or_none
 from phalanx.runs.jsonl import lines_from_end
@@ -22,6 +23,7 @@ from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import METRICS_FILE, decode_metrics
 from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.hub import hub_name
 from phalanx.spec.files.tables import MARKER_FILE, Table, read_toml
 
 SPEED_STEPS = 20
@@ -49,8 +51,12 @@ class RunSummary:
     model: str | None = None
     layout: str | None = None
     ranks: int | None = None
+    finish_reason: str | None = None
+    """Why the run ended before the steps that were planned."""
     updated: float | None = None
     """Time of the last step or event, in seconds since 1970."""
+    bad_records: int = 0
+    """Broken records of the data that were skipped."""
     problems: tuple[str, ...] = ()
 
 
@@ -106,7 +112,9 @@ def summarize_run(directory: Path) -> RunSummary:
         model=_describe_model(table) if table else None,
         layout=_describe_layout(table, ranks) if table else None,
         ranks=ranks,
+        finish_reason=event.get("reason") if event.get("kind") == FINISHED else None,
         updated=next((time for time in times if isinstance(time, int | float)), None),
+        bad_records=len(read_bad_records(directory / BAD_RECORDS_FILE)),
         problems=tuple(problems),
     )
 
@@ -164,7 +172,7 @@ def _value(table: Any, section: str, field: str, kind: type) -> Any:
 def _describe_model(table: Table) -> str:
     """Return the preset of the model, or its width and depth."""
     if source := _value(table, "model", "from_hf", str):
-        return Path(source).name
+        return Path(source).name if (name := hub_name(source)) is None else name.repo
     width, depth = (_value(table, "model", field, int) for field in ("hidden_size", "num_layers"))
     shape = f"{depth}x{width}" if width and depth else ""
     return " ".join(filter(None, (_value(table, "model", "preset", str), shape))) or "?"

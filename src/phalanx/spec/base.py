@@ -13,13 +13,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.formatting import number_fix
-from phalanx.spec.local_paths import check_local_path, check_text_source
+from phalanx.spec.local_paths import check_local_path, check_store, check_text_source
 
 S = TypeVar("S", bound="Spec")
 LocalPath = Annotated[str, AfterValidator(partial(check_local_path, ""))]
 """Type of a field with the path of a file or directory on this machine."""
 TextSource = Annotated[str, AfterValidator(partial(check_text_source, ""))]
-"""Type of a field with a local path, or with `hf:` and the name of a Hugging Face dataset."""
+"""Type of a field with a local path, a URL, or `hf:` and the name of a Hugging Face dataset."""
+StoreFolder = Annotated[str, AfterValidator(partial(check_store, ""))]
+"""Type of a field with the URL of a folder in an object store."""
 FIELD_ALIASES = {
     "lr": "learning_rate",
     "warmup": "warmup_steps",
@@ -134,6 +136,8 @@ def _validation_error(
 def _suggest_fix(error_type: str, field: str, value: object, context: dict[str, Any]) -> str:
     """Return the fix for a pydantic error of a given type in a field, which is named with its tables."""
     name = field.rpartition(".")[2]
+    header = re.sub(r"(.*)\[\d+\]$", r"[\1]", field)  # an entry of a list has two brackets: [[data.source]]
+    table_fix = f"write a table: [{header}], with its keys in the lines below"
     if error_type == "literal_error":
         return did_you_mean(
             str(value), re.findall(r"'([^']*)'", context["expected"]), fallback="use one of these values"
@@ -146,8 +150,8 @@ def _suggest_fix(error_type: str, field: str, value: object, context: dict[str, 
         "bool_type": f"write {name} = true or {name} = false",
         "list_type": f"write a list in brackets: {name} = [{json.dumps(value, default=str)}]",
         "tuple_type": f"write a list in brackets: {name} = [..., ...]",
-        "model_type": f"write a table: [{field}], with its keys in the lines below",
-        "model_attributes_type": f"write a table: [{field}], with its keys in the lines below",
+        "model_type": table_fix,
+        "model_attributes_type": table_fix,
         "greater_than": f"increase {name}",
         "greater_than_equal": f"increase {name}",
         "less_than": f"decrease {name}",
@@ -160,13 +164,13 @@ def _suggest_fix(error_type: str, field: str, value: object, context: dict[str, 
 
 def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:
     """Return the field names of the table at `path` inside a description."""
-    for part in path:
+    for part in (part for part in path if not part.isdigit()):
         annotation = spec_class.model_fields[part].annotation if part in spec_class.model_fields else None
         nested = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, Spec)]
         if not nested:
             return []
         spec_class = nested[0]
-    return list(spec_class.model_fields)
+    return [name for name, info in spec_class.model_fields.items() if not info.exclude]
 
 
 def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
@@ -199,6 +203,8 @@ def require(ok: bool, field: str, value: object, problem: str, fix: str = "") ->
 def walk_fields(table: Spec, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted path, the value and the default of each field of a table, and of the tables in it."""
     for name, info in type(table).model_fields.items():
+        if info.exclude:
+            continue
         value = getattr(table, name)
         yield f"{prefix}{name}", value, info.default
         if isinstance(value, Spec):

@@ -190,6 +190,11 @@ class ClusterSpec(Spec):
         return self.fast_link_domain or self.nproc_per_node or 1
 
     @property
+    def planned_nproc_per_node(self) -> int:
+        """Ranks of a node, if `nproc_per_node` is not set as many as it has cores or devices."""
+        return self.nproc_per_node or self.cores or DEFAULT_DEVICES_PER_NODE
+
+    @property
     def ranks(self) -> int:
         """Total number of ranks over all nodes. A node has one rank if `nproc_per_node` is not set."""
         return (self.nproc_per_node or 1) * self.nodes

@@ -17,13 +17,23 @@ def layer_specs(spec: ModelSpec) -> tuple[ModelSpec, ...]:
     """Return the description of each layer: the model's, with the values of the layer's kind.
 
     Those for multi-token prediction follow the others; only they have `mtp`. Equal layers are one object. A layer has
-    no experts if its `moe` is None, and no window if that is None."""
+    no experts if its `moe` is None, and no window if that is None. It reads the keys and values of another one if its
+    `num_shared_kv_layers` is 1."""
     layers = _model_layers(spec)
+    if spec.num_shared_kv_layers:
+        shared = cache(lambda layer: _reading_other_keys(layer, spec.shared_kv_ffn_size))
+        first = spec.num_layers - spec.num_shared_kv_layers
+        layers = (*layers[:first], *map(shared, layers[first:]))
     if spec.mtp is None:
         return layers
     kind = next((kind for kind in spec.kinds if kind.name == spec.mtp.kind), None)
     layer = spec.layer_of_kind(kind) if spec.mtp.kind else layers[-1]
     return layers + (layer.model_copy(update={"mtp": spec.mtp, "layer_scalars": False}),) * spec.mtp.layers
+
+
+def _reading_other_keys(layer: ModelSpec, ffn_size: int | None) -> ModelSpec:
+    values = {"num_shared_kv_layers": 1, "ffn_hidden_size": ffn_size or layer.ffn_hidden_size}
+    return layer.model_copy(update=values)
 
 
 def _model_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
@@ -59,7 +69,7 @@ def expert_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 def longest_sequence(spec: ModelSpec) -> int:
     """Return the tokens of the longest sequence for which a model is made, and which its mixers compute."""
-    limits = [layer.mixer.max_tokens for layer in distinct_layers(spec) if layer.mixer]
+    limits = [layer.max_tokens for layer in distinct_layers(spec)]
     return min([spec.max_seq_len, *filter(None, limits)])
 
 
@@ -69,7 +79,8 @@ def check_sequence(spec: ModelSpec, field: str, tokens: int) -> None:
         problem = f"is longer than the model's learned positions (model.max_seq_len = {spec.max_seq_len})"
         raise UserError(field, tokens, problem, f"use at most {spec.max_seq_len}")
     for layer in distinct_layers(spec):
-        limit = layer.mixer.max_tokens if layer.mixer else None
+        limit = layer.max_tokens
         if limit and tokens > limit:
-            problem = f"exceeds model.mixer.indexer.top_k ({limit}): of more tokens, sparse attention skips some"
+            name = "model.mixer.indexer.top_k" if layer.mixer else "model.indexer.block_size x top_blocks"
+            problem = f"exceeds {name} ({limit}): of more tokens, sparse attention skips some"
             raise UserError(field, tokens, f"{problem}, which Phalanx does not compute", f"use at most {limit}")

@@ -114,6 +114,9 @@ class Layout(Spec):
     the number of micro-batches of a step."""
     virtual_stages: int = Field(1, gt=0)
     """Pipeline stages on each rank (interleaved)."""
+    split_seq_len: int | None = Field(None, gt=1, examples=[4096])
+    """Sequence length for which pipeline stages are balanced; by default `training.seq_len`. Phases with other lengths
+    keep the stages."""
     micro_batch_size: int | None = Field(None, gt=0, examples=[4])
     """Sequences per rank in one forward pass. By default the maximum that divides the rank's share of a step and has at
     most 16,384 tokens and 2 GiB of logits: tokens x vocabulary in 16 bits, or fp32 with a loss or network of your own.

@@ -7,13 +7,15 @@ from itertools import cycle, islice
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from phalanx.spec.activations import NUM_INPUTS, ActivationName
 from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.layer_pattern import parse_layers
-from phalanx.spec.parts.mixers import MixerSpec
+from phalanx.spec.parts.mixers import Mamba2, MixerSpec
+from phalanx.spec.tuning import TuningSpec
 
 MAX_FLASH_HEAD_DIM = 256
 
@@ -68,6 +70,27 @@ class QueryTemperatureSpec(Spec):
     """Number added to positions: 1 in Llama 4."""
 
 
+class BlockIndexerSpec(Spec):
+    """The indexer of sparse attention, which chooses the blocks of keys that a query sees (MiniMax-M3).
+
+    In sequences of up to `top_blocks` blocks it chooses all of them, and attention is dense. Phalanx trains such
+    sequences only. The tensors of the indexer are then loaded and saved with the model, and not trained."""
+
+    num_heads: int = Field(gt=0, examples=[4])
+    """Heads of its queries, each of which chooses for some heads of attention; they have one key together."""
+    head_dim: int = Field(gt=0, examples=[128])
+    """Width of a head."""
+    block_size: int = Field(gt=0, examples=[128])
+    """Keys of a block."""
+    top_blocks: int = Field(gt=0, examples=[16])
+    """Blocks that a query sees at most."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens up to which sparse attention is dense."""
+        return self.block_size * self.top_blocks
+
+
 NO_ATTENTION: dict[str, object] = {
     "sliding_window": None,
     "attention_chunk": None,
@@ -80,13 +103,26 @@ NO_ATTENTION: dict[str, object] = {
     "qk_norm": "none",
     "values_from_keys": False,
     "value_norm": False,
+    "value_head_dim": None,
+    "value_scale": 1.0,
+    "side_mixer": None,
     "query_temperature": None,
+    "indexer": None,
     "position_embedding": "none",
     "rope": RopeSpec(),
 }
 """Values of attention's fields in a layer with another mixer."""
 QkNorm = Literal["none", "head", "full", "each_head", "rotated", "rotated_plain"]
 """Norms of queries and keys."""
+NormPosition = Literal["before", "after", "both"]
+"""Norms of the input of a residual branch, of its output, or of both."""
+ACTIVATION_FIELDS = {
+    "swiglu_alpha": "clamped_swiglu",
+    "swiglu_limit": "clamped_swiglu",
+    "silu_limit": "swiglu",
+    "shared_silu_limit": "swiglu",
+}
+"""Fields of one activation."""
 ATTENTION_FIELDS = {*NO_ATTENTION, "num_heads", "num_kv_heads", "head_dim"}
 """Fields of a kind of layers that describe attention."""
 
@@ -228,12 +264,20 @@ class KindSpec(Spec):
     """Parameters of the rotary embedding, in place of all of `[model.rope]`."""
     values_from_keys: bool | None = None
     """Values are the products of keys, before the norm and the rotation of these."""
+    norm_position: NormPosition | None = None
+    """Norms of the inputs of attention and MLP, of their outputs, or both."""
     query_temperature: QueryTemperatureSpec | Literal[False] | None = None
     """Factor of queries that grows with their position; false: none."""
+    indexer: BlockIndexerSpec | None = None
+    """Indexer of sparse attention."""
     mixer: MixerSpec | Literal[False] | None = None
     """Mixer of tokens in place of attention; false: attention in place of the model's."""
     branches: Literal["mixer", "mlp"] | None = None
     """The only residual branch of the layer, in place of both (Nemotron-H)."""
+    silu_limit: Annotated[float, Field(gt=0)] | None = None
+    """Limit of silu(g) and u in the MLP or in routed experts."""
+    shared_silu_limit: Annotated[float, Field(gt=0)] | None = None
+    """Limit of silu(g) and u in shared experts."""
     moe: Literal[False] | None = None
     """false: an MLP in place of the model's experts."""
 
@@ -252,9 +296,10 @@ class ModelSpec(Spec):
     preset: str | None = Field(None, examples=["tiny"])
     """A known model (`phalanx info --list`) whose values the other fields override."""
     from_hf: LocalPath | None = Field(None, examples=["path/to/model"])
-    """Directory with a Hugging Face config.json and safetensors: the shape and the initial weights. With model.moe over
-    a dense model, every expert starts as its MLP (sparse upcycling, arXiv 2212.05055). With normalize_top_k the initial
-    output equals the dense model's; without it, each MoE layer scales its output by the sum of the selected scores."""
+    """Directory with a Hugging Face config.json and safetensors, or a model on the hub, such as "org/name" or
+    "org/name@revision": the shape and the initial weights. With model.moe over a dense model, every expert starts as
+    its MLP (sparse upcycling, arXiv 2212.05055). With normalize_top_k the initial output equals the dense model's;
+    without it, each MoE layer scales its output by the sum of the selected scores."""
     upcycle_reinit_fraction: float = Field(0.0, ge=0, le=1)
     """Share of each expert's inner width that is reinitialized when `from_hf` is dense, so that experts differ
     (Drop-Upcycling, arXiv 2502.19261); 0 copies."""
@@ -288,34 +333,54 @@ class ModelSpec(Spec):
     """Fields of the kinds that `layers` names. A kind without a table is as the model says."""
     mixer: MixerSpec | None = Field(None, examples=[{"kind": "short_convolution"}])
     """Mixer of tokens in place of attention, usually that of a kind of layers."""
+    num_shared_kv_layers: int = Field(0, ge=0)
+    """Layers, the last ones, whose attention has queries only: they read the keys and values of the last earlier layer
+    of their kind (Gemma 4 E2B)."""
+    shared_kv_ffn_size: int | None = Field(None, gt=0, examples=[12288])
+    """Inner width of the MLP in these layers; by default that of the others."""
+    per_layer_input_size: int | None = Field(None, gt=0, examples=[256])
+    """Width of an input of each layer, from a second embedding and a product of the first one. After its MLP, the layer
+    adds a product of it and of a gate to the residual stream (Gemma 4 E2B); by default there is none."""
     branches: Literal["both", "mixer", "mlp"] = "both"
     """Residual branches of a layer: a mixer and an MLP or experts, or one of these; usually that of a kind."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of attention, of the MLP, and before the head."""
-    norm_position: Literal["before", "after", "both"] = "before"
+    norm_position: NormPosition = "before"
     """Norms of the inputs of attention and MLP, of their outputs (OLMo 2, arXiv 2501.00656), or both (Gemma 2)."""
     norm_parameters: Literal["all", "weight", "none"] = "all"
     """Parameters of norms: a weight, and of LayerNorm a bias; no bias (Cohere); or none (OLMo)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance that a norm divides by."""
-    norm_offset: bool = False
-    """Norms multiply by 1 + weight, which is 0 at first (Gemma)."""
+    norm_after_eps: float | None = Field(None, gt=0, examples=[1e-8])
+    """The same in norms of the outputs of attention and MLP (Muse); by default `norm_eps`."""
+    norm_offset: bool | Literal["layers"] = False
+    """Norms multiply by 1 + weight, which is 0 at first (Gemma); "layers": all but the norm before the head (Muse)."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Biases in attention only: of queries, keys and values (Qwen2), or of its output too."""
     attention_scale: float | None = Field(None, gt=0, examples=[0.0884])
     """Factor of attention's scores; by default 1 / sqrt(head_dim)."""
     attention_clip: float | None = Field(None, gt=0, examples=[8.0])
     """Clamp queries, keys and values to this absolute value, after their norms (OLMo)."""
-    attention_gate: Literal["none", "channel"] = "none"
-    """Multiply each channel of attention's output by the sigmoid of a product of the layer's input (Qwen3-Next)."""
+    attention_gate: Literal["none", "channel", "head", "head_softplus"] = "none"
+    """Multiply each channel of attention's output by the sigmoid of a product of the layer's input (Qwen3-Next), or
+    each head (Step 3.5, LFM3), or a head by the softplus (Laguna)."""
     attention_softcap: float | None = Field(None, gt=0, examples=[50.0])
     """Cap c of attention's scores: s becomes c tanh(s / c) (Gemma 2)."""
     values_from_keys: bool = False
     """Values are the products of keys, before the norm and the rotation of these (Gemma 4); requires `value_norm`."""
     value_norm: bool = False
     """RMSNorm of the values of each head, without a weight (Gemma 4)."""
+    value_head_dim: int | None = Field(None, gt=0, examples=[128])
+    """Width of a head's values, and of its output (MiMo-V2); by default `head_dim`."""
     query_temperature: QueryTemperatureSpec | None = None
     """Factor of queries that grows with their position (Llama 4, Ministral 3); without this table there is none."""
+    indexer: BlockIndexerSpec | None = None
+    """Indexer of sparse attention (MiniMax-M3), usually that of a kind; without this table attention is dense."""
+    value_scale: float = Field(1.0, gt=0)
+    """Factor of values (MiMo-V2, Falcon-H1)."""
+    side_mixer: Mamba2 | None = None
+    """Mixer of tokens parallel to attention: both read the output of one norm, and their outputs are added
+    (Falcon-H1)."""
     embedding_scale: float = Field(1.0, gt=0)
     """Factor of the embedding's output, rounded to its precision (Gemma: the square root of D)."""
     embedding_norm: bool = False
@@ -333,12 +398,20 @@ class ModelSpec(Spec):
     """Cap c of the logits: z becomes c tanh(z / c) (Gemma 2)."""
     activation: ActivationName = "swiglu"
     """Activation of the MLP: gated (swiglu, geglu_tanh, clamped_swiglu: three matrices), or plain GELU, exact or with
-    tanh (GPT-2), or the square of ReLU (Nemotron). clamped_swiglu is g sigmoid(a g) (u + 1), where g is at most a
-    limit, and u within it (gpt-oss)."""
+    tanh (GPT-2), or the square of ReLU (Nemotron), or xIELU, with two trained numbers in each layer (Apertus).
+    clamped_swiglu is g sigmoid(a g) (u + 1), where g is at most a limit, and u within it (gpt-oss)."""
+    gate_scale: float = Field(1.0, gt=0)
+    """Factor of the MLP's product that is the argument of a gated activation (Falcon-H1)."""
+    up_scale: float = Field(1.0, gt=0)
+    """Factor of the product that this multiplies, or of the only one."""
     swiglu_alpha: float = Field(1.702, gt=0)
     """Slope of the sigmoid, a (clamped_swiglu)."""
     swiglu_limit: float = Field(7.0, gt=0)
     """Limit of g and u (clamped_swiglu)."""
+    silu_limit: float | None = Field(None, gt=0, examples=[7.0])
+    """Limit of silu(g) and u in the MLP or in routed experts (swiglu; Step 3.5); by default there is none."""
+    shared_silu_limit: float | None = Field(None, gt=0, examples=[16.0])
+    """The same in shared experts."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """Rotary embedding (rope), a learned embedding for each of `max_seq_len` positions (GPT-2), or none (NoPE)."""
     rope: RopeSpec = RopeSpec()
@@ -359,6 +432,8 @@ class ModelSpec(Spec):
     """Import path of a `torch.nn.Module` to train in place of Phalanx's transformer, "package.module:Class" or a table
     with `class` and its arguments; called with this description (`spec`). The other fields describe its size to the
     planner."""
+    tuning: SkipJsonSchema[TuningSpec] = Field(TuningSpec(), exclude=True)
+    """The part that is trained, as the run says (`spec.run`): no field of a file."""
 
     @model_validator(mode="before")
     @classmethod
@@ -366,6 +441,8 @@ class ModelSpec(Spec):
         """Fill in the numbers of layers and key/value heads, and the width of a head."""
         if not isinstance(table, dict):
             return table
+        if isinstance(table.get("tuning"), dict):
+            raise UserError("tuning", None, "is not a known field", "set training.freeze")
         table = dict(table)
         if isinstance(table.get("layers"), str):
             table.setdefault("num_layers", len(parse_layers(table["layers"])))
@@ -396,6 +473,12 @@ class ModelSpec(Spec):
             raise UserError("attention_bias", self.attention_bias, problem, "remove one of them")
         if self.values_from_keys and not self.value_norm:
             raise UserError("values_from_keys", True, "requires norms of values", "set model.value_norm = true")
+        if self.value_head_dim and self.value_head_dim > self.head_dim:
+            fix = "use a smaller value_head_dim"
+            raise UserError("value_head_dim", self.value_head_dim, f"exceeds head_dim ({self.head_dim})", fix)
+        if self.values_from_keys and self.value_width != self.head_dim:
+            problem = "requires values as wide as keys"
+            raise UserError("values_from_keys", True, problem, "remove model.value_head_dim")
         if self.attention_chunk and self.sliding_window:
             problem = "cannot be combined with model.sliding_window in a layer"
             raise UserError("attention_chunk", self.attention_chunk, problem, "remove one of them")
@@ -411,9 +494,14 @@ class ModelSpec(Spec):
                 problem = 'has no effect with branches = "mlp"'
                 raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it")
         if self.norm_offset and self.norm == "layernorm":
-            raise UserError("norm_offset", True, 'requires model.norm = "rmsnorm"', "remove it")
+            raise UserError("norm_offset", self.norm_offset, 'requires model.norm = "rmsnorm"', "remove it")
         if self.norm_offset and self.norm_parameters == "none":
-            raise UserError("norm_offset", True, "requires weights of norms", 'set model.norm_parameters = "all"')
+            fix = 'set model.norm_parameters = "all"'
+            raise UserError("norm_offset", self.norm_offset, "requires weights of norms", fix)
+        has_norms_after = {self.norm_position, *(kind.norm_position for kind in self.kinds)} & {"after", "both"}
+        if self.norm_after_eps and not has_norms_after:
+            fix = 'remove it, or set model.norm_position = "both"'
+            raise UserError("norm_after_eps", self.norm_after_eps, "has no effect without norms of outputs", fix)
         if self.parallel_residual != "none" and self.norm_position != "before":
             problem = f"is not supported with model.norm_position = {self.norm_position!r}"
             raise UserError("parallel_residual", self.parallel_residual, problem, 'set it to "none"')
@@ -423,10 +511,24 @@ class ModelSpec(Spec):
                 problem = "has no effect in a model without attention"
                 raise UserError(unused[0], getattr(self, unused[0]), problem, "remove it, or the mixer")
             self.mixer.check(self)
-        for field in ("swiglu_alpha", "swiglu_limit"):
-            if self.activation != "clamped_swiglu" and getattr(self, field) != type(self).model_fields[field].default:
+        if self.side_mixer:
+            self._check_side_mixer(self.side_mixer)
+        for field in ("gate_scale", "up_scale"):
+            if getattr(self, field) != 1 and self.moe is not None:
+                raise UserError(field, getattr(self, field), "is not supported with experts", "remove it")
+        if self.gate_scale != 1 and NUM_INPUTS[self.activation] == 1:
+            problem = f"has no effect with model.activation = {self.activation!r}"
+            raise UserError("gate_scale", self.gate_scale, problem, 'remove it, or set "swiglu"')
+        for field, activation in ACTIVATION_FIELDS.items():
+            default = type(self).model_fields[field].default
+            if self.activation != activation and getattr(self, field) != default:
                 problem = f"has no effect with model.activation = {self.activation!r}"
-                raise UserError(field, getattr(self, field), problem, 'remove it, or set "clamped_swiglu"')
+                raise UserError(field, getattr(self, field), problem, f'remove it, or set "{activation}"')
+        if self.activation == "xielu" and self.moe:
+            raise UserError("activation", "xielu", "is not supported with experts", "use another, or remove model.moe")
+        if self.shared_silu_limit and not (self.moe and self.moe.num_shared_experts):
+            problem = "has no effect without shared experts"
+            raise UserError("shared_silu_limit", self.shared_silu_limit, problem, "remove it")
         rotated = self.rope.width(self.head_dim)
         if self.position_embedding == "rope" and (rotated % 2 or rotated == 0):
             times = "" if self.rope.fraction == 1 else f"times model.rope.fraction ({self.rope.fraction}) "
@@ -444,6 +546,14 @@ class ModelSpec(Spec):
             problem = "has no effect without a sliding window"
             raise UserError("full_attention_layers", layers, problem, "set model.sliding_window, or remove it")
         self._check_kinds()
+        if self.num_shared_kv_layers:
+            self._check_shared_kv()
+        elif self.shared_kv_ffn_size:
+            problem = "has no effect without layers that share keys and values"
+            raise UserError("shared_kv_ffn_size", self.shared_kv_ffn_size, problem, "set model.num_shared_kv_layers")
+        if self.per_layer_input_size and NUM_INPUTS[self.activation] == 1:
+            problem = f"requires a gated activation, not model.activation = {self.activation!r}"
+            raise UserError("per_layer_input_size", self.per_layer_input_size, problem, "remove it")
         if self.mtp is not None:
             self._check_mtp(self.mtp)
         if self.moe is not None:
@@ -465,7 +575,54 @@ class ModelSpec(Spec):
                 raise UserError("moe.dense_branch", True, problem, 'set model.norm_position = "before" or "both"')
         return self
 
+    def _check_side_mixer(self, mixer: Mamba2) -> None:
+        forms = {"norm_position": "before", "parallel_residual": "none", "branches": "both", "residual_scale": 1.0}
+        for field, value in forms.items():
+            if getattr(self, field) != value:
+                problem = "is not supported with model.side_mixer"
+                raise UserError(field, getattr(self, field), problem, f"set it to {value!r}")
+        mixer.check(self)
+
+    def _check_shared_kv(self) -> None:
+        field = "num_shared_kv_layers"
+        kinds = {kind.name: kind for kind in self.kinds}
+        names = self._kinds_of_layers
+        first = self.num_layers - self.num_shared_kv_layers
+        for layer in range(max(first, 0), self.num_layers):
+            if names[layer] not in names[: max(first, 0)]:
+                problem = f"leaves no earlier layer of the kind of layer {layer}, whose keys and values it reads"
+                raise UserError(field, self.num_shared_kv_layers, problem, "use a smaller number")
+            described = self.layer_of_kind(kinds.get(names[layer]))
+            for other in ("value_head_dim", "value_scale", "side_mixer", "indexer"):
+                if (value := getattr(described, other)) != NO_ATTENTION[other]:
+                    raise UserError(other, value, f"is not supported with model.{field}", "remove one of them")
+            if described.mixer or not described.attends:
+                problem = f"includes layer {layer}, which has no attention with keys and values of its own"
+                raise UserError(field, self.num_shared_kv_layers, problem, "use a smaller number")
+        if self.shared_kv_ffn_size and self.moe and not self.moe.dense_branch:
+            problem = "has no effect on layers with experts"
+            raise UserError("shared_kv_ffn_size", self.shared_kv_ffn_size, problem, "remove it")
+
+    @property
+    def _kinds_of_layers(self) -> list[str]:
+        """The name of the kind of each layer."""
+        if self.layers is not None:
+            return list(islice(cycle(parse_layers(self.layers)), self.num_layers))
+        full = set(self.full_attention_layers)
+        return ["full" if layer in full else "" for layer in range(self.num_layers)]
+
+    @property
+    def kv_sources(self) -> dict[int, int]:
+        """The layer whose keys and values a layer reads, by the latter: the last earlier one of its kind."""
+        names = self._kinds_of_layers
+        first = self.num_layers - self.num_shared_kv_layers
+        last = {name: layer for layer, name in enumerate(names[:first])}
+        return {layer: last[names[layer]] for layer in range(first, self.num_layers)}
+
     def _check_mtp(self, mtp: MtpSpec) -> None:
+        for field in ("num_shared_kv_layers", "per_layer_input_size"):
+            if value := getattr(self, field):
+                raise UserError(field, value, "is not supported with model.mtp", "remove one of them")
         names = parse_layers(self.layers) if self.layers is not None else []
         if mtp.kind is not None and mtp.kind not in names:
             fix = f"use one of: {', '.join(dict.fromkeys(names))}" if names else "remove it, or set model.layers"
@@ -488,11 +645,16 @@ class ModelSpec(Spec):
     def one_layer(self, **values: object) -> ModelSpec:
         """Return the description of one layer with some values, which are not checked."""
         one_layer: dict[str, object] = {"num_layers": 1, "layers": None, "kinds": (), "full_attention_layers": ()}
+        one_layer |= {"num_shared_kv_layers": 0, "shared_kv_ffn_size": None}
         of_whole_model = {"preset": None, "from_hf": None, "upcycle_reinit_fraction": 0.0, "mtp": None}
         moe = self.moe and self.moe.model_copy(update={"num_leading_dense_layers": 0})
         layer = self.model_copy(update={**one_layer, **of_whole_model, "moe": moe, **values})
         if layer.branches == "mixer":
             layer = layer.model_copy(update={"moe": None})
+        if layer.moe is None:
+            layer = layer.model_copy(update={"shared_silu_limit": None})
+        if layer.norm_position == "before":
+            layer = layer.model_copy(update={"norm_after_eps": None})
         if layer.branches == "mlp":
             layer = layer.model_copy(update={"mixer": None})
         if layer.mixer is None and layer.attends:
@@ -532,10 +694,16 @@ class ModelSpec(Spec):
         if unused := sorted(kind.model_fields_set & ATTENTION_FIELDS - read):
             problem = "has no effect on a layer with this mixer" if kind.mixer else "has no effect without attention"
             raise UserError(f"{field}.{unused[0]}", getattr(kind, unused[0]), problem, "remove it, or the mixer")
-        of_other_branch = {"mixer": ("ffn_hidden_size", "moe"), "mlp": ("mixer",)}.get(kind.branches or "both", ())
+        of_other_branch = {
+            "mixer": ("ffn_hidden_size", "moe", "silu_limit", "shared_silu_limit"),
+            "mlp": ("mixer",),
+        }.get(kind.branches or "both", ())
         if unused := [name for name in of_other_branch if name in kind.model_fields_set]:
             problem = f"has no effect on a layer with branches = {kind.branches!r}"
             raise UserError(f"{field}.{unused[0]}", getattr(kind, unused[0]), problem, "remove one of them")
+        if kind.moe is False and kind.shared_silu_limit:
+            problem = "has no effect without experts"
+            raise UserError(f"{field}.shared_silu_limit", kind.shared_silu_limit, problem, "remove one of them")
         if kind.moe is False and self.moe is None:
             raise UserError(f"{field}.moe", False, "has no effect without model.moe", "remove it, or set model.moe")
         if kind.rope is not None and layer.position_embedding != "rope":
@@ -548,6 +716,11 @@ class ModelSpec(Spec):
             if not isinstance(cause, UserError):
                 raise
             raise UserError(f"{field}.{cause.field}", cause.value, cause.problem, cause.fix) from None
+
+    @property
+    def without_tuning(self) -> ModelSpec:
+        """The model itself: all of it trained, and without adapters."""
+        return self.model_copy(update={"tuning": TuningSpec()})
 
     @property
     def num_blocks(self) -> int:
@@ -580,14 +753,28 @@ class ModelSpec(Spec):
         return self.mixer.rotary_width if self.mixer else self.rope.width(self.head_dim)
 
     @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a sequence up to which a layer is computed exactly; None: any number."""
+        if self.mixer:
+            return self.mixer.max_tokens
+        return self.indexer.max_tokens if self.indexer else None
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values in a layer with attention."""
+        return self.value_head_dim or self.head_dim
+
+    @property
     def query_scale(self) -> float:
         """Factor of queries in a layer, because kernels divide scores by sqrt(head_dim)."""
         return self.attention_scale * self.head_dim**0.5 if self.attention_scale else 1.0
 
-    @property
-    def activation_arguments(self) -> tuple[float, ...]:
-        """Numbers in the formula of the activation."""
-        return (self.swiglu_alpha, self.swiglu_limit) if self.activation == "clamped_swiglu" else ()
+    def activation_with(self, silu_limit: float | None) -> tuple[str, tuple[float, ...]]:
+        """Return the function of the activation, with a limit if there is one, and the numbers in its formula."""
+        if silu_limit is not None:
+            return "limited_swiglu", (silu_limit,)
+        numbers = (self.swiglu_alpha, self.swiglu_limit) if self.activation == "clamped_swiglu" else ()
+        return self.activation, numbers
 
     @property
     def source_name(self) -> str | None:

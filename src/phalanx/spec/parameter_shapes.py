@@ -1,4 +1,4 @@
-"""Names and shapes of all trained tensors of `phalanx.model.transformer`, without torch."""
+"""Names and shapes of all parameters of `phalanx.model.transformer`, without torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ Shapes = dict[str, Shape]
 def parameter_shapes(spec: ModelSpec) -> Shapes:
     """Return shapes by name, in the order of the transformer's `named_parameters`."""
     return {name: parameter.shape for name, parameter in model_parameters(spec).items()}
+
+
+def trained_shapes(spec: ModelSpec) -> Shapes:
+    """Return the shapes of the parameters that a run does not freeze."""
+    return {name: parameter.shape for name, parameter in model_parameters(spec).items() if not parameter.is_frozen}
 
 
 @cache

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from phalanx.spec.base import LocalPath, Spec, TextSource, require
+from phalanx.spec.base import LocalPath, Spec, StoreFolder, TextSource, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.errors import UserError
 from phalanx.spec.layers import check_sequence
 from phalanx.spec.layout import Layout
 from phalanx.spec.learning_rate import default_learning_rate
+from phalanx.spec.mixture import RecordKind, SourceSpec, TooLong, check_mixture
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.model import adaptable_products, model_parameters
+from phalanx.spec.phases import PhaseSpec, check_phases
 from phalanx.spec.precision import Precision
+from phalanx.spec.preference import PreferenceSpec, check_preference
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SwarmSpec, check_swarm_run
+from phalanx.spec.tuning import AdapterSpec, TuningSpec, check_adapter, check_freeze, check_patterns
 
 END_OF_TEXT = "<|endoftext|>"
 """Token at the end of a document, in every tokenizer file that Phalanx writes."""
@@ -27,34 +33,79 @@ BYTES_VOCAB = 257
 """Vocabulary size of the byte tokenizer: ids 0 to 255 are the bytes of UTF-8, 256 ends a document."""
 
 
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
 class DataSpec(Spec):
     """Text and its tokenization."""
 
     train: list[TextSource] = ["stdlib"]  # noqa: RUF012
     """Training text: files, directories or glob patterns of text, JSON records (lines or an array, whatever the file's
-    name) or .parquet, also compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset; "stdlib",
-    the source of the Python library; or prefixes of Megatron .bin/.idx pairs. Of a directory, all files below it are
-    read, except hidden, binary and empty ones, and those of `__pycache__`, `site-packages` and `dist-packages`."""
+    name), .parquet, .arrow, .tar (WebDataset) or .mds (MosaicML), also compressed (.gz, .zst, .bz2, .xz);
+    `hf:NAME_OR_DIR:CONFIG:SPLIT` for a Hugging Face dataset, whose last two parts may be left out; "stdlib", the source
+    of the Python library; or prefixes of Megatron .bin/.idx pairs. Files and pairs may be on this machine, or in object
+    stores and on web servers: `s3://`, `gs://`, `az://`, `https://` and `hf://`. Of a directory, all files below it are
+    read, except hidden, binary and empty ones, those of `__pycache__`, `site-packages` and `dist-packages`, and those
+    that describe others, such as the index of MDS shards."""
+    source: list[SourceSpec] = Field([], examples=[[{"name": "code", "path": "texts/code", "weight": 0.7}]])
+    """Sources that are mixed by weight, in place of `train`: a table [[data.source]] for each."""
     held_out: list[TextSource] = []  # noqa: RUF012
     """Evaluation text, in the format of `train`. If empty, documents of `train` are held out by file name, and from
     Megatron pairs the end of each."""
+    held_out_sets: dict[str, list[TextSource]] = Field({}, examples=[{"wiki": "wiki/*.txt", "code": ["a.py", "b.py"]}])
+    """Evaluation text by name, in place of `held_out`. The loss of each set is recorded as well. A set with the name of
+    a source has its format, others have that of `data`."""
     held_out_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of documents that are held out if `held_out` is empty."""
-    text_key: str = "text"
-    """Field with the text in a JSON record or Parquet row."""
+    format: RecordKind = "text"
+    """Format of the records: "text"; "chat", conversations (messages with role and content, or
+    conversations with from and value, and perhaps tools), which `chat_template` renders; "prompt", prompts with
+    completions; or "preference", a chosen and a rejected answer to a prompt, for `[preference]`. Only the answers are
+    trained on, and no sequence cuts a conversation, or separates two answers."""
+    text_key: str | None = None
+    """Field with the text in a JSON record or Parquet row; by default "text". With `format = "chat"` the field with the
+    messages; by default "messages" or "conversations"."""
+    chat_template: LocalPath | None = Field(None, examples=["chatml"])
+    """Jinja template that renders conversations: a file, "chatml", or "plain", whose answers end with the end token. By
+    default the tokenizer's own."""
+    too_long: TooLong = "error"
+    """Treatment of conversations of more than `training.seq_len` + 1 tokens, and of pairs with both answers: "error",
+    "drop", or "truncate" to their beginning (of a pair, each conversation to half of a sequence). Those without an
+    answer in their beginning are dropped."""
+    max_bad_records: int = Field(0, ge=0)
+    """Broken records of each source that are skipped and listed: lines that are not valid JSON, records without text,
+    text that is not UTF-8, damaged ends of files. One more is an error with file and line."""
     tokenizer: LocalPath = "bpe"
-    """Tokenizer: "bpe" trains one on the text; "bytes"; or the path of a Hugging Face tokenizer.json."""
+    """Tokenizer: "bpe" trains one on the text; "bytes"; the path of a Hugging Face tokenizer.json; or the name of a
+    model on the hub, such as "org/name" or "org/name@revision"."""
+    end_token: str | None = Field(None, min_length=1, examples=["<|endoftext|>"])
+    """Token of a tokenizer.json that ends a document. By default the `eos_token` of the files next to it, else a known
+    one such as <|endoftext|>."""
     tokenizer_vocab: int = Field(2048, ge=BYTES_VOCAB)
     """Vocabulary size of the BPE that `tokenizer = "bpe"` trains."""
     streaming: bool = False
     """Tokenize during training instead of once before it. Every rank then reads all of the text."""
     cache: LocalPath = "~/.cache/phalanx"
-    """Directory of the tokenized text."""
+    """Directory of the tokenized text, and of local copies of objects (s3:// and other URLs)."""
+    cache_max_bytes: int = Field(100_000_000_000, gt=0)
+    """Maximum size of the local copies of objects. Those used least recently are removed first."""
     mask_documents: bool = True
     """Mask attention between documents packed into one sequence."""
     dataset: ComponentSpec | None = Field(None, examples=["my_data:Sequences"])
     """Import path of a map-style or iterable dataset of token sequences to train on; called with `seq_len`. Targets of
     -100 are ignored. `train` then provides only the tokenizer's and the held-out text."""
+
+    @model_validator(mode="after")
+    def _require_tokenizer_of_end_token(self) -> Self:
+        problem = f"has no effect with data.tokenizer = {self.tokenizer!r}, which has its own"
+        is_used = self.end_token is None or self.tokenizer not in ("bpe", "bytes")
+        require(is_used, "end_token", self.end_token, problem, fix="remove it")
+        return self
+
+    @property
+    def has_held_out_text(self) -> bool:
+        """True if evaluation text is given, so that none of the training text is held out."""
+        return bool(self.held_out or self.held_out_sets)
 
     @property
     def writes_train_tokens(self) -> bool:
@@ -65,6 +116,54 @@ class DataSpec(Spec):
     @classmethod
     def _accept_one_source(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("held_out_sets", mode="before")
+    @classmethod
+    def _accept_one_source_of_each_set(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        for name, sources in value.items():
+            require(bool(sources), name, sources, "is empty", "name its text, or remove the set")
+            require(SET_NAME.fullmatch(name) is not None, name, sources, "is not a name of letters, digits, ., _ and -")
+        return {name: [sources] if isinstance(sources, str) else sources for name, sources in value.items()}
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _require_tables(cls, value: object) -> object:
+        fix = "write [[data.source]], with two brackets, above each source"
+        require(not isinstance(value, dict), "", None, "is a single table", fix)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_train_by_sources(cls, table: object) -> object:
+        """Leave `train` empty in a mixture, instead of its default."""
+        if not isinstance(table, dict) or not table.get("source"):
+            return table
+        fix = "make it a table [[data.source]] as well, or remove one of the two"
+        require(not table.get("train"), "train", table.get("train"), "cannot be combined with data.source", fix)
+        return {**table, "train": []}
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> DataSpec:
+        check_mixture(self.source)
+        if self.held_out_sets and self.held_out:
+            problem = "cannot be combined with data.held_out_sets"
+            raise UserError("held_out", self.held_out, problem, "make it a set, or remove one of the two")
+        if self.source and self.streaming:
+            fix = "set data.streaming = false: each source is then tokenized once, and cached"
+            raise UserError("streaming", True, "cannot be combined with data.source", fix)
+        if self.source and self.dataset is not None:
+            problem = "cannot be combined with data.source"
+            raise UserError("dataset", self.dataset.class_path, problem, "remove one of the two")
+        if self.streaming and self.format != "text":
+            fix = "set data.streaming = false: conversations are then tokenized once, and cached"
+            raise UserError("streaming", True, f"cannot be combined with data.format = {self.format!r}", fix)
+        formats = {source.format or self.format for source in self.source} | {self.format}
+        problem = "has no effect without conversations"
+        fix = 'set data.format = "chat", or remove it'
+        require(formats != {"text"} or not self.chat_template, "chat_template", self.chat_template, problem, fix)
+        return self
 
 
 UNDECIDED_STEPS = 2**31 - 1
@@ -84,6 +183,9 @@ class TrainingSpec(Spec):
     seconds: float | None = Field(None, gt=0, examples=[200])
     """Seconds of training without evaluation and checkpoints, in place of `steps`. The first steps determine the number
     of steps and the learning rate of each from the measured speed; run.toml of the run directory records it."""
+    epochs: float | None = Field(None, gt=0, examples=[3])
+    """How often the run reads its text, in place of `steps`: of a mixture, the source that it reads most often. The
+    number of steps is known when the text is tokenized; run.toml of the run directory records it."""
     seq_len: int = Field(256, gt=1)
     """Tokens in a sequence (T)."""
     tokens_per_step: int = Field(16_384, gt=0)
@@ -117,6 +219,9 @@ class TrainingSpec(Spec):
     replica_check_interval: int = Field(0, ge=0)
     """Steps between bitwise comparisons of the state that ranks must have in common, to find silent corruption. 0
     disables them."""
+    freeze: tuple[str, ...] = Field((), strict=False, examples=[["embedding.*", "blocks.[0-3].*"]])
+    """Names of parameters that are not trained, with the wildcards `*`, `?` and `[...]`. They have neither gradients
+    nor optimizer state. Blocks before all trained parameters have no backward pass, except in a pipeline."""
     loss: ComponentSpec | None = Field(None, examples=["my_loss:smoothed"])
     """Import path of a loss function in place of cross-entropy: called with logits [B, T, V], targets [B, T] and the
     target to ignore, it returns the sum over targets. Evaluations use cross-entropy."""
@@ -124,27 +229,39 @@ class TrainingSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _leave_steps_undecided(cls, table: object) -> object:
-        """Allow an undecided number of steps if the time is given."""
-        if not isinstance(table, dict) or table.get("seconds") is None:
+        """Allow an undecided number of steps if the time or the number of epochs is given."""
+        if not isinstance(table, dict):
+            return table
+        lengths = [name for name in ("seconds", "epochs") if table.get(name) is not None]
+        if not lengths:
             return table
         steps = table.get("steps", UNDECIDED_STEPS)
-        if steps != UNDECIDED_STEPS:
-            problem = f"cannot be combined with training.steps = {steps}"
-            fix = "remove one of them; on the command line: --set training.steps= or --set training.seconds="
-            raise UserError("seconds", table["seconds"], problem, fix)
+        others = [f"training.steps = {steps}"] if steps != UNDECIDED_STEPS else []
+        others += [f"training.{name} = {table[name]}" for name in lengths[1:]]
+        if others:
+            problem = f"cannot be combined with {others[0]}"
+            fix = f"remove one of them; on the command line: --set training.steps= or --set training.{lengths[0]}="
+            raise UserError(lengths[0], table[lengths[0]], problem, fix)
         return {**table, "steps": UNDECIDED_STEPS}
 
     @property
     def has_decided_steps(self) -> bool:
         """True if the number of steps of the run is known."""
-        return self.seconds is None
+        return self.seconds is None and self.epochs is None
+
+    @property
+    def length_field(self) -> tuple[str, float]:
+        """The name and the value of the field that determines the length of the run."""
+        lengths = {"training.seconds": self.seconds, "training.epochs": self.epochs, "training.steps": self.steps}
+        return next((name, value) for name, value in lengths.items() if value is not None)
 
     @property
     def steps_text(self) -> str:
         """Number of steps as text; a phrase if it is undecided."""
         if self.has_decided_steps:
             return str(self.steps)
-        return f"an undecided number (training.seconds = {self.seconds:g})"
+        name, value = self.length_field
+        return f"an undecided number ({name} = {value:g})"
 
 
 class OptimizerSpec(Spec):
@@ -195,7 +312,10 @@ class EvaluationSpec(Spec):
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates at the end only."""
     tokens: int = Field(0, ge=0)
-    """Held-out tokens per evaluation, from the start; 0 uses all."""
+    """Held-out tokens per evaluation, from the start; 0 uses all. A mixture divides them by its shares."""
+    stop_after: int = Field(0, ge=0)
+    """End the run after this number of evaluations in a row without a new lowest held-out loss (validation loss); 0
+    never does. The best weights stay in a checkpoint with `checkpoint.keep.best`."""
     prompt: str = ""
     """Prompt from which a sample is generated at the end, if given."""
     samples: int = Field(1, gt=0)
@@ -228,6 +348,12 @@ class CheckpointSpec(Spec):
     failure on the observed rate. The first save is early, to measure its cost."""
     keep: Annotated[KeepSpec, BeforeValidator(_keep_table, int | KeepSpec)] = KeepSpec()
     """Checkpoints to keep, or the number of the newest ones."""
+    directory: StoreFolder | None = Field(None, examples=["s3://bucket/checkpoints"])
+    """Folder in an object store (`s3://`, `gs://` or `az://`) for checkpoints, below which each run has a folder of its
+    name. A checkpoint is written to the run directory, and then uploaded while training continues; the run directory
+    keeps the shards of the newest only. By default, all checkpoints remain in the run directory."""
+    upload_timeout_seconds: float = Field(600, gt=0)
+    """Seconds for which a run waits at its end for uploads."""
 
 
 class MetricsSpec(Spec):
@@ -237,6 +363,9 @@ class MetricsSpec(Spec):
     """Steps between lines of metrics.jsonl."""
     per_rank_records: bool = True
     """Record compute and wait times of each step on every rank, for `phalanx report`."""
+    gradient_noise_every: int = Field(0, ge=0)
+    """Steps between measurements of the gradient noise scale, the batch in tokens from which more of them bring little
+    (critical batch size, arXiv 1812.06162). Each takes as long as the passes of a step. 0 disables them."""
     allocation_history: bool = False
     """Record allocations on a GPU with their Python stacks, and write them to failures/ if its memory runs out, for
     https://pytorch.org/memory_viz. Costs about 2 µs per allocation, and up to 100 MB of host memory."""
@@ -278,6 +407,12 @@ class RunSpec(Spec):
     """Training data."""
     training: TrainingSpec = TrainingSpec()
     """Training length and arithmetic."""
+    adapter: AdapterSpec | None = None
+    """Adapters that are trained in place of the model; without this table the model is."""
+    phase: list[PhaseSpec] = Field([], examples=[[{"from_share": 0.8, "lr_schedule": "linear", "min_lr_ratio": 0.0}]])
+    """Parts of the run with other settings, in order: a table [[phase]] for each."""
+    preference: PreferenceSpec | None = None
+    """Training on preferences (DPO) in place of the next token, with `data.format = "preference"`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer."""
     layout: Layout = Layout()
@@ -322,12 +457,16 @@ class RunSpec(Spec):
         Names, places and machines are left out, and so is what is not set or not decided yet.
         """
         table = self.model_dump(mode="json", exclude_none=True, exclude={"name", "output_dir", "cluster"})
+        table["data"]["source"] = {source.pop("name"): source for source in table["data"]["source"]}
+        table["phase"] = {str(number): phase for number, phase in enumerate(table["phase"])}
         left_out = {
             "auto_layout",
             "training.auto_precision",
             "training.seconds",
+            "training.epochs",
             "layout.auto_checkpointing",
             "data.cache",
+            "data.cache_max_bytes",
         }
         if not self.training.has_decided_steps:
             left_out.add("training.steps")
@@ -342,6 +481,10 @@ class RunSpec(Spec):
             optimizer.model_fields_set.discard("learning_rate")
             object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
         training = self.training
+        tuning = TuningSpec(freeze=training.freeze, adapter=self.adapter)
+        if tuning != self.model.tuning:
+            object.__setattr__(self, "model", self.model.model_copy(update={"tuning": tuning}))
+        _check_tuning(self)
         if training.tokens_per_step % training.seq_len:
             nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
             problem = f"is not a multiple of training.seq_len ({training.seq_len})"
@@ -352,17 +495,61 @@ class RunSpec(Spec):
             max_rollbacks = self.recovery.max_rollbacks
             if max_rollbacks:
                 raise UserError("recovery.max_rollbacks", max_rollbacks, problem, "set recovery.max_rollbacks = 0")
-            if not training.has_decided_steps:
+            if training.seconds is not None:
                 raise UserError("training.seconds", training.seconds, problem, "set training.steps instead")
         if training.replica_check_interval and self.layout.data_parallel == "parameter_server":
             problem = 'cannot be combined with layout.data_parallel = "parameter_server", which has no replicas'
             fix = "set training.replica_check_interval = 0"
             raise UserError("training.replica_check_interval", training.replica_check_interval, problem, fix)
+        limited = next((number for number, source in enumerate(self.data.source) if source.epochs is not None), None)
+        if limited is not None and training.seconds is not None:
+            problem = "cannot be checked before a run with training.seconds, whose number of steps is not known yet"
+            fix = "set training.steps instead, or remove the limit"
+            raise UserError(f"data.source[{limited}].epochs", self.data.source[limited].epochs, problem, fix)
+        for field, is_set in (("streaming", self.data.streaming), ("dataset", self.data.dataset is not None)):
+            if training.epochs is not None and is_set:
+                problem = f"cannot be combined with data.{field}, whose text is not counted before the training"
+                raise UserError("training.epochs", training.epochs, problem, "set training.steps instead")
+        stop_after = self.evaluation.stop_after
+        problem = "counts evaluations during the run, but the run is evaluated at its end only"
+        fix = "set evaluation.every to a number of steps, or evaluation.stop_after = 0"
+        require(not stop_after or self.evaluation.every > 0, "evaluation.stop_after", stop_after, problem, fix)
         _check_kept_checkpoints(self.checkpoint, self.evaluation.every)
+        if self.metrics.gradient_noise_every:
+            _check_gradient_noise(self)
         check_components(self)
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
+        check_phases(self)
+        check_preference(self)
         return self
+
+
+def _check_tuning(run: RunSpec) -> None:
+    """Raise UserError if parameters cannot be frozen, or a pattern or target is wrong."""
+    freeze = run.training.freeze
+    adapter = run.adapter
+    if not freeze and adapter is None:
+        return
+    field, value = ("training.freeze", list(freeze)) if freeze else ("adapter.rank", adapter and adapter.rank)
+    unsupported = (
+        (run.swarm is not None, "a swarm"),
+        (run.model.implementation is not None, "model.implementation: the network sets requires_grad itself"),
+    )
+    for is_set, what in unsupported:
+        problem = f"is not supported with {what}"
+        require(not is_set, field, value, problem, f"remove {field.partition('.')[0] if adapter else field}")
+    names = list(model_parameters(run.model))
+    if adapter is not None:
+        problem = "needs the model that it adapts"
+        is_complete = adapter.from_peft is None or run.model.from_hf is not None
+        require(is_complete, "adapter.from_peft", adapter.from_peft, problem, "set model.from_hf")
+        check_adapter(adapter, adaptable_products(run.model))
+        check_patterns("adapter.train", adapter.train, names)
+    check_freeze(freeze, names)
+    if all(run.model.tuning.freezes(name) for name in names):
+        problem = "matches all parameters that the run would train"
+        raise UserError("training.freeze", list(freeze), problem, "remove some of the patterns")
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -392,6 +579,24 @@ def _check_kept_checkpoints(checkpoint: CheckpointSpec, evaluation_every: int) -
         problem = "needs the held-out loss (validation loss) of each checkpoint, but the run is evaluated " + interval
         fix = f"set evaluation.every = {every}, as checkpoint.every, or a divisor of it"
         raise UserError("checkpoint.keep.best", keep.best, problem, fix)
+
+
+def _check_gradient_noise(run: RunSpec) -> None:
+    """Raise UserError if gradients of a part of a step's rows are not defined, or the step cannot be divided."""
+    field = "metrics.gradient_noise_every"
+    every = run.metrics.gradient_noise_every
+    fix = f"set {field} = 0"
+    if run.training.tokens_per_step == run.training.seq_len:
+        problem = "compares gradients of two batches, but a step has one sequence"
+        raise UserError(field, every, problem, f"increase training.tokens_per_step, or {fix}")
+    unsupported = (
+        (run.model.moe is not None, "model.moe, whose balance loss counts all tokens"),
+        (run.layout.data_parallel == "parameter_server", 'layout.data_parallel = "parameter_server"'),
+        (run.layout.gradient_compression == "powersgd", 'layout.gradient_compression = "powersgd", which has a state'),
+        (run.swarm is not None, "a swarm"),
+    )
+    for is_set, what in unsupported:
+        require(not is_set, field, every, f"is not supported with {what}", fix)
 
 
 def require_settings_of_weights(run: RunSpec) -> None:

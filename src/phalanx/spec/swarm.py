@@ -193,7 +193,8 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
         raise UserError(f"model.moe.{field}", getattr(moe, field), problem, "remove it")
     if carried_tensors(run.model):
         problem = "is not supported in a swarm, because nodes do not exchange its tensors"
-        raise UserError("model.mixer.indexer", None, problem, "remove it")
+        field = "model.indexer" if run.model.indexer else "model.mixer.indexer"
+        raise UserError(field, None, problem, "remove it")
     if swarm.sends_gradients and run.optimizer.name != "adamw":
         problem = 'is not supported with swarm.method = "ddp", whose coordinator runs AdamW'
         fix = 'set optimizer.name = "adamw", or swarm.method = "fedavg"'
@@ -211,7 +212,7 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
         raise UserError("layout.data_parallel", layout.data_parallel, problem, "use ddp or a ZeRO stage")
     if not training.has_decided_steps:
         problem = "is not supported in a swarm, whose rounds require a fixed number of steps"
-        raise UserError("training.seconds", training.seconds, problem, "set training.steps instead")
+        raise UserError(*training.length_field, problem, "set training.steps instead")
     for field, component in named_components(run):
         raise UserError(field, component.class_path, "is not supported in a swarm", f"remove {field}")
     if training.auto_precision:
@@ -226,3 +227,9 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
     if run.data.streaming:
         problem = "is not supported in a swarm, because every node would read the same text"
         raise UserError("data.streaming", True, problem, "set data.streaming = false")
+    if run.evaluation.stop_after:
+        problem = "is not supported in a swarm, whose nodes do not evaluate between rounds"
+        raise UserError("evaluation.stop_after", run.evaluation.stop_after, problem, "set evaluation.stop_after = 0")
+    if run.data.source:
+        names = [source.name for source in run.data.source]
+        raise UserError("data.source", names, "is not supported in a swarm yet", "use data.train")

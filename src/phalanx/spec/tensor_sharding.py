@@ -11,8 +11,18 @@ from typing import Literal
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block, blocks
-from phalanx.spec.parts.model import model_parameters
-from phalanx.spec.parts.operations import Core, Cut, GatedNorm, GroupedLinear, Linear, Norm, Operation
+from phalanx.spec.parts.model import layer_inputs, model_parameters
+from phalanx.spec.parts.operations import (
+    Activation,
+    Core,
+    Cut,
+    GatedNorm,
+    GroupedLinear,
+    Linear,
+    LookUp,
+    Norm,
+    Operation,
+)
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,16 @@ class TensorSharding:
 def parameter_shardings(spec: ModelSpec, layout: Layout) -> Mapping[str, TensorSharding]:
     """Return the sharding of each parameter over tensor- or expert-parallel ranks, by the operation that has it.
 
-    Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
+    Embeddings and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
     they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2).
     """
     of_block = cache(partial(block_shardings, layout=layout))
     vocabulary = TensorSharding(0, 1) if layout.tp > 1 else _replicated(layout)
     shardings = {"embedding.weight": vocabulary, "head.weight": vocabulary}
+    if inputs := layer_inputs(spec):
+        for operation in inputs.operations:
+            for name in operation.named_parameters:
+                shardings[f"{inputs.name}.{name}"] = operation_sharding(operation, name, layout)
     for layer, block in enumerate(blocks(spec, layout)):
         shardings |= {f"blocks.{layer}.{name}": sharding for name, sharding in of_block(block).items()}
     return {name: shardings.get(name, _replicated(layout)) for name in model_parameters(spec)}
@@ -68,6 +82,8 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
     if layout.tp == 1:
         return _replicated(layout)
     match operation:
+        case LookUp():
+            return TensorSharding(0, 1)
         case Linear():
             matrix_dim = 1 if isinstance(operation, GroupedLinear) else 0
             if operation.role == "column":
@@ -84,6 +100,8 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             # Each head is on some ranks only, which add to the gradient of a scale that all heads share.
             is_sharded = operation.crosses_ranks or (operation.kind == "head_layernorm" and x.cut.share == "units")
             return _sharded_units(x.cut, layout.tp) if is_sharded else _replicated(layout, partial=True)
+        case Activation():
+            return _replicated(layout, partial=True)
         case Core():
             cut = operation.named_parameters[name].cut or operation.heads
             return _sharded_units(cut, layout.tp) if cut.share == "units" else _replicated(layout, partial=True)

@@ -6,19 +6,25 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.data.bad_records import BAD_RECORDS_FILE, describe_bad_records
 from phalanx.data.indexed_dataset import IndexedDataset
-from phalanx.data.loader import TokenLoader
+from phalanx.data.loader import StepLoader, TokenLoader
+from phalanx.data.mixture_loader import MixtureLoader, describe_mixtures
+from phalanx.data.pair_metadata import has_whole_documents
+from phalanx.data.phased_loader import open_phases, open_token_files
 from phalanx.data.prepare import PreparedData, prepare
-from phalanx.data.source_checks import describe_unchecked_pairs
+from phalanx.data.source_checks import describe_unchecked_pairs, long_held_out, naming_text
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.launch.preflight import check_memory, check_vocab_size, preflight
+from phalanx.data.whole_documents import pack_whole
+from phalanx.launch.preflight import check_memory_of_phases, check_vocab_size, preflight
 from phalanx.launch.process import query_gpus, select_device
 from phalanx.launch.recomputation import machine_memory_bytes, resolve_recomputation
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
@@ -30,15 +36,20 @@ from phalanx.runs.create import (
     run_directory,
     write_run_directory,
 )
+from phalanx.runs.events import read_events
+from phalanx.runs.reference_log_probs import require_reference
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
+from phalanx.spec.formatting import plural
 from phalanx.spec.learning_rate import learning_rate_note
+from phalanx.spec.mixture import shares_of_weights
+from phalanx.spec.phases import Phase, errors_of_phase, phase_at, phases_of, rate_spans
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
-from phalanx.train.optim.optimizers import learning_rate_factor
+from phalanx.train.optim.optimizers import learning_rate_ratio
 from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
 
@@ -52,7 +63,7 @@ def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
 
     Raises UserError if the run cannot work; then nothing is written."""
     run = decide_recomputation(decide_choices(run, resume), world_size)
-    return write_run_directory(run, check_and_prepare(run, world_size, resume))
+    return write_run_directory(*check_and_prepare(run, world_size, resume))
 
 
 def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
@@ -101,9 +112,9 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
     if select_device(run) == "cuda":
         memory_bytes = run.cluster.memory_bytes or _gpu_memory_bytes()
         if memory_bytes is not None:
-            check_memory(run, nproc, memory_bytes, "cuda")
+            check_memory_of_phases(run, nproc, memory_bytes, "cuda")
     else:
-        check_memory(run, nproc, machine_memory_bytes(), "cpu")
+        check_memory_of_phases(run, nproc, machine_memory_bytes(), "cpu")
 
 
 def _gpu_memory_bytes() -> int | None:
@@ -114,8 +125,10 @@ def _gpu_memory_bytes() -> int | None:
 
 def check_and_prepare(
     run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None, step: int | None = None
-) -> PreparedData:
-    """Check a run that may resume, from `step` if given, and prepare its data. Raises UserError if it cannot work."""
+) -> tuple[RunSpec, PreparedData]:
+    """Check a run that may resume, from `step` if given, and prepare its data. Raises UserError if it cannot work.
+
+    The result has the steps of `training.epochs`."""
     preflight(ResolvedRun(run, world_size), resume, step)
     saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR, step) if resume else []
     if not saved_checkpoints:
@@ -127,15 +140,22 @@ def check_and_prepare(
         # The paths are still those that the user wrote, because errors quote them.
         prepared = prepare(run.data, progress)
     _log_note(describe_unchecked_pairs(run.data))
-    run = with_absolute_paths(run)
-    sequences = ResolvedRun(run, world_size).batch.global_batch_size
-    _check_tokens(run, prepared, sequences, latest_manifest(saved_checkpoints) if saved_checkpoints else None)
-    if saved_checkpoints:
+    if prepared.bad_records:
+        _log_note(f"{describe_bad_records(prepared.bad_records)} ({BAD_RECORDS_FILE} of the run lists them)")
+    manifest = latest_manifest(saved_checkpoints) if saved_checkpoints else None
+    decided = _decide_epochs(run, prepared, world_size, manifest)
+    run = with_absolute_paths(decided)
+    _check_tokens(run, prepared, world_size, manifest)
+    if manifest is not None:
+        if run.preference is not None:
+            require_reference(run_directory(run))
+        for note in _describe_changes(run, manifest, world_size):
+            _log_note(note)
         _log_note(_describe_schedule_change(run, step_of(saved_checkpoints[0])))
-        return prepared
+        return decided, prepared
     if run.model.implementation is None:
         try:
-            hf_config(run.model)
+            hf_config(run.model.without_tuning)
         except UserError as error:
             reason = f"{error.field} = {error.value!r} {error.problem} ({error.fix})"
             _log_note(f"this model cannot be exported to Hugging Face: {reason}")
@@ -144,7 +164,27 @@ def check_and_prepare(
         from phalanx.train.training_data import initial_weights
 
         initial_weights(run)
-    return prepared
+    return decided, prepared
+
+
+def _decide_epochs(run: RunSpec, prepared: PreparedData, world_size: int, manifest: dict[str, Any] | None) -> RunSpec:
+    """Return the run with the number of steps that read its text as often as `training.epochs` says.
+
+    Of a run that resumes from a checkpoint, perhaps with other batches, only the steps that are left are counted."""
+    if run.training.epochs is None:
+        return run
+    train = IndexedDataset(prepared.train) if prepared.train else None
+    sources = [IndexedDataset(source) for source in prepared.sources]
+    loader = open_token_files(run, train, sources, ResolvedRun(run, world_size).batch.global_batch_size)
+    if manifest is not None:
+        _resume_loader(loader, run, prepared, manifest)
+    steps = max(loader.steps_of_epochs(Fraction(str(run.training.epochs))), manifest["step"] if manifest else 0)
+    if not steps:
+        problem = f"is less than one step of {run.training.tokens_per_step:,} tokens"
+        fix = "set more epochs, or a smaller training.tokens_per_step, or add text"
+        raise UserError("training.epochs", run.training.epochs, problem, fix)
+    _log_note(f"training.epochs = {run.training.epochs:g}: {plural(steps, 'step')}")
+    return with_decided_steps(run, steps)
 
 
 def _log_note(line: str | None) -> None:
@@ -158,9 +198,44 @@ def offer_recorded_tokens(run: RunSpec, resume: bool) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if resume and error.field in ("data.train", "data.held_out"):
+        if resume and error.field.startswith(("data.train", "data.held_out", "data.source")):
             error.fix += _suggest_recorded_tokens(run_directory(run).absolute(), None)
         raise
+
+
+def _describe_changes(run: RunSpec, manifest: dict[str, Any], world_size: int) -> Iterator[str]:
+    """Yield what a run that resumes on other ranks, with another optimizer or with other batches carries over."""
+    layout = list(_changed_layout(run, manifest["world_size"], world_size))
+    if layout:
+        yield f"{', '.join(layout)}: weights, optimizer state and the position in the text are carried over"
+    if manifest["optimizer"] != run.optimizer.name:
+        kept = "the weights are kept, and the state that both optimizers have; the rest starts from zero"
+        yield f"optimizer.name {manifest['optimizer']} -> {run.optimizer.name}: {kept}"
+    saved = manifest["loader"]
+    current = phase_at(phases_of(run), manifest["step"]).run
+    seq_len = current.training.seq_len
+    sequences = ResolvedRun(current, world_size).batch.global_batch_size
+    if saved.get("sequence", seq_len) != seq_len:
+        yield f"training.seq_len {saved['sequence']} -> {seq_len}: the text starts a new epoch"
+    elif saved.get("sequences_per_step", sequences) != sequences:
+        change = f"{saved['sequences_per_step']} -> {sequences} sequences per update"
+        yield f"{change}: the text continues after the last sequence of the checkpoint"
+    sources = current.data.source
+    shares = shares_of_weights([source.weight for source in sources])
+    if saved.get("shares", {}) != {source.name: str(share) for source, share in zip(sources, shares, strict=True)}:
+        yield "data.source has other shares: each source continues after what the run has read of it"
+
+
+def _changed_layout(run: RunSpec, ranks_before: int, ranks: int) -> Iterator[str]:
+    """Yield the changes of the number of ranks and of the layout since the last start of a run."""
+    if ranks != ranks_before:
+        yield f"{plural(ranks_before, 'rank')} -> {ranks}"
+    events = reversed(read_events(run_directory(run)))
+    before: dict[str, Any] = next((event["settings"] for event in events if "settings" in event), {})
+    now = run.settings
+    for name in sorted(before.keys() | now.keys() if before else ()):
+        if name.startswith("layout.") and before.get(name) != now.get(name):
+            yield f"{name} {before.get(name)} -> {now.get(name)}"
 
 
 def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
@@ -178,12 +253,12 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
         old_rate, same_step_rate = (_unscaled_learning_rate(spec, step - 1) for spec in (recorded_run, run))
         if math.isclose(old_rate, same_step_rate):
             return None
-        settings = [("training.steps", recorded_run.training.steps, run.training.steps)]
-        for field in type(run.optimizer).model_fields:
-            settings.append(
-                (f"optimizer.{field}", getattr(recorded_run.optimizer, field), getattr(run.optimizer, field))
-            )
-        changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in settings if old != new)
+        before = recorded_run.settings
+        now = run.settings
+        names = [name for name in (before | now) if name.startswith(("training.steps", "optimizer.", "phase."))]
+        changes = ", ".join(
+            f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)
+        )
         rates = f"{old_rate:.3g} at step {step} -> {_unscaled_learning_rate(run, step):.3g} at step {step + 1}"
         return f"{changes}: the learning rate follows the new schedule, {rates}"
     return None
@@ -191,10 +266,10 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
 
 def _unscaled_learning_rate(run: RunSpec, step: int) -> float:
     """Return the learning rate of a step (from 0), before it is scaled for the number of ranks."""
-    return run.optimizer.learning_rate * learning_rate_factor(run.optimizer, step, run.training.steps)
+    return run.optimizer.learning_rate * learning_rate_ratio(rate_spans(run), step)
 
 
-def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:
+def _check_tokens(run: RunSpec, prepared: PreparedData, world_size: int, manifest: dict[str, Any] | None) -> None:
     """Raise UserError if the tokens do not suit the run.
 
     The text may be too short, the tokenizer may have more tokens than the model, or a checkpoint to resume from may be
@@ -204,20 +279,71 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
     if manifest is None and not run.model.from_hf and num_tokens < MIN_USED_VOCABULARY * run.model.vocab_size:
         unused = f"the tokenizer has {num_tokens:,} tokens, and the model rows for {run.model.vocab_size:,}"
         _log_note(f"{unused}: set model.vocab_size = {num_tokens} for a smaller model")
-    held_out = IndexedDataset(prepared.held_out)
-    if held_out.size < 2:
-        problem = f"leaves only {held_out.size} tokens for evaluation"
-        fix = "add text, or increase data.held_out_fraction"
-        raise UserError("data.held_out", run.data.held_out or run.data.train, problem, fix)
-    if prepared.train:
-        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
-        if manifest is not None:
-            try:
-                loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
-            except UserError as error:
-                if error.field == "data":
-                    error.fix += _suggest_recorded_tokens(run_directory(run), prepared)
-                raise
+    for number, prefix in enumerate(prepared.held_out_sources or (prepared.held_out,)):
+        held_out = IndexedDataset(prefix)
+        if held_out.size < 2:
+            problem = f"leaves only {held_out.size} tokens for evaluation"
+            fix = "add text, or increase data.held_out_fraction"
+            if run.data.held_out_sets:
+                name, text = list(run.data.held_out_sets.items())[number]
+                raise UserError(f"data.held_out_sets.{name}", text, f"has only {held_out.size} tokens", "add text")
+            if prepared.held_out_sources:
+                fix = "add text, increase data.held_out_fraction, or set data.held_out"
+                raise UserError(f"data.source[{number}].path", run.data.source[number].path, problem, fix)
+            raise UserError("data.held_out", run.data.held_out or run.data.train, problem, fix)
+    run_phases = phases_of(run)
+    _check_held_out_conversations(run, prepared, run_phases)
+    if not (prepared.train or prepared.sources):
+        return
+    train = IndexedDataset(prepared.train) if prepared.train else None
+    sources = [IndexedDataset(source) for source in prepared.sources]
+    loaders: dict[int, TokenLoader | MixtureLoader] = {}
+
+    def open_phase(phase: Phase) -> TokenLoader | MixtureLoader:
+        with errors_of_phase(phase):
+            sequences = ResolvedRun(phase.run, world_size).batch.global_batch_size
+            loaders[phase.first_step] = open_token_files(phase.run, train, sources, sequences)
+        return loaders[phase.first_step]
+
+    loader = open_phases(run_phases, open_phase)
+    if manifest is not None:
+        _resume_loader(loader, run, prepared, manifest)
+    if not run.training.has_decided_steps:
+        return
+    step = manifest["step"] if manifest else 0
+    # Phases that read alike have one loader.
+    first = next(iter(loaders.values()))
+    remaining = [(phase, loaders.get(phase.first_step, first)) for phase in run_phases if phase.end > step]
+    mixtures = [(phase, loader) for phase, loader in remaining if isinstance(loader, MixtureLoader)]
+    for phase, mixture in mixtures:
+        with errors_of_phase(phase):
+            mixture.check_epochs(phase.end)
+    for line in describe_mixtures(mixtures, step):
+        _log_note(line)
+
+
+def _check_held_out_conversations(run: RunSpec, prepared: PreparedData, run_phases: Sequence[Phase]) -> None:
+    """Raise UserError if held-out conversations do not fit the sequences of a phase."""
+    held_out = [IndexedDataset(prefix) for prefix in prepared.held_out_sources or (prepared.held_out,)]
+    for dataset, too_long in zip(held_out, long_held_out(run.data), strict=True):
+        for seq_len in {phase.run.training.seq_len for phase in run_phases} if has_whole_documents(dataset) else ():
+            with naming_text(dataset.prefix, run.data.held_out or run.data.train):
+                pack_whole(dataset, seq_len, too_long)
+
+
+def _resume_loader(loader: StepLoader, run: RunSpec, prepared: PreparedData, manifest: dict[str, Any]) -> None:
+    """Resume a loader from a checkpoint. An error about other text offers the tokens of the run's first start."""
+    try:
+        loader.resume(manifest["loader"])
+    except UserError as error:
+        if error.field == "data":
+            directory = run_directory(run).absolute()
+            suggestion = _suggest_recorded_tokens(directory, prepared)
+            # A BPE is trained on the text of all sources, so that a new one changes the tokens of the others.
+            if not suggestion and run.data.tokenizer == "bpe":
+                suggestion = f"; or keep the run's tokenizer: --set data.tokenizer={directory / TOKENIZER_FILE}"
+            error.fix += suggestion
+        raise
 
 
 def _suggest_recorded_tokens(directory: Path, prepared: PreparedData | None) -> str:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.scalar_reductions import num_preference_sums
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
+from phalanx.data.preference_pairs import NO_ANSWER
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
@@ -20,9 +22,11 @@ from phalanx.model.transformer import Ahead, Transformer, cap_logits
 from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
+from phalanx.parallel.cross_entropy import GroupedLosses
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction, Strategy
+from phalanx.parallel.summed_over_ranks import sum_over_ranks
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.layers import expert_layers
@@ -30,7 +34,27 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.components import build_loss, build_network
 from phalanx.train.expert_counts import ExpertCounts
 from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
+from phalanx.train.preference_loss import pair_losses
 from phalanx.train.step_sums import StepSums
+
+
+@dataclass(frozen=True)
+class MicroPairs:
+    """The pairs of answers of a micro-batch. Pair p has the answers 2p, which is chosen, and 2p + 1."""
+
+    answer_of_token: Tensor
+    """Answer of each of this rank's tokens, int64 [B, T]; 2P for padding."""
+    documents: Tensor
+    """Document of each answer in its file, int64 [2P]."""
+    num_targets: Tensor
+    """Number of tokens of each answer, fp64 [P, 2]."""
+    reference: Tensor
+    """Log-probability of each answer by the reference, fp64 [P, 2]; 0 while that is computed."""
+    loss_weight: float
+    """Factor of losses, by which the sum over pairs counts as one over targets (`PreferencePairs.targets_per_pair`)."""
+    results: list[Tensor] = field(default_factory=list, init=False)
+    """This rank's share of the sums over pairs, fp64 [4], once they have been computed: their number, that of those
+    whose chosen answer has the higher reward, the differences of rewards, and the losses."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,10 @@ class MicroBatch:
     """Tokens that the layers for multi-token prediction read (`data.packing.tokens_ahead`), [layers, B, T]."""
     targets_ahead: Tensor | None = None
     """Their targets, [layers, B, T]."""
+    groups: GroupedLosses | None = None
+    """Sources of the tokens in a mixture, and the sums of their losses."""
+    pairs: MicroPairs | None = None
+    """The pairs of answers, if the rows have preferences."""
     mtp_losses: list[Tensor] = field(default_factory=list, init=False)
     """Their losses, summed over tokens, once they have run. Copies of a micro-batch have none."""
 
@@ -124,8 +152,10 @@ class Learner:
             return slice(None)
         return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Return this rank's rows of a step as micro-batches on the device."""
+    def micro_batches(self, batch: Batch, reference: np.ndarray | None = None) -> list[MicroBatch]:
+        """Return this rank's rows of a step as micro-batches on the device.
+
+        `reference` has the log-probability of each document's answer, if the rows have preferences."""
         local_indices = self.local_tokens(batch.tokens.shape[1])
         # Rows of one document are treated like others, so that compiled blocks have one graph.
         mtp = self.run.model.mtp
@@ -147,9 +177,39 @@ class Learner:
                 if self.compiles:
                     torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
-            ahead = (self._to_device(x[:, rows][..., local_indices]) for x in all_ahead)
-            micros.append(MicroBatch(tokens, targets, documents, *ahead))
+            ahead: list[Tensor | None] = [self._to_device(x[:, rows][..., local_indices]) for x in all_ahead]
+            ahead = ahead or [None, None]
+            sources = None if batch.sources is None else batch.sources[rows]
+            groups = self.group_by_source(sources, tokens.shape[1])
+            pairs = self._pairs_of_rows(batch, rows, reference)
+            micros.append(MicroBatch(tokens, targets, documents, ahead[0], ahead[1], groups, pairs))
         return micros
+
+    def _pairs_of_rows(self, batch: Batch, rows: slice, reference: np.ndarray | None) -> MicroPairs | None:
+        """Return the pairs of some rows on the device; None if they have none."""
+        if batch.pairs is None:
+            return None
+        pairs = batch.pairs.of_rows(rows)
+        answers = np.where(pairs.answer_of_token == NO_ANSWER, len(pairs.documents), pairs.answer_of_token)
+        num_targets = np.bincount(answers[batch.targets[rows] != IGNORE_INDEX], minlength=len(pairs.documents) + 1)
+        log_probs = np.zeros(len(pairs.documents)) if reference is None else reference[pairs.documents]
+        return MicroPairs(
+            answer_of_token=self._to_device(answers[:, self.local_tokens(answers.shape[1])]),
+            documents=self._to_device(pairs.documents),
+            num_targets=self._to_device(num_targets[:-1].reshape(-1, 2).astype(np.float64)),
+            reference=self._to_device(log_probs.reshape(-1, 2)),
+            loss_weight=pairs.targets_per_pair,
+        )
+
+    def group_by_source(self, sources: np.ndarray | None, num_local_tokens: int) -> GroupedLosses | None:
+        """Return the groups in which losses are also summed: the sources of rows, [B]; None if there is one source.
+
+        Only the target tokens of this rank are counted. The user's loss is a sum, of which sources have no share."""
+        if sources is None or self.loss is not None:
+            return None
+        source_of_token = self._to_device(np.repeat(sources, num_local_tokens))
+        sums = torch.zeros(len(self.run.data.source), dtype=torch.float64, device=self.device)
+        return GroupedLosses(source_of_token, sums)
 
     def _to_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -157,14 +217,20 @@ class Learner:
 
     def forward_backward(self, micros: Sequence[MicroBatch]) -> StepSums:
         """Compute the gradients of the summed loss of this rank's rows, and return the values that ranks must sum."""
-        sums = StepSums.zeros(self.experts.load_shape, self.device)
+        sums = self.zero_sums()
         mtp = self.run.model.mtp
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
-            sums.tokens.add_((micro.targets != IGNORE_INDEX).sum() * self.strategy.has_loss)
+            counted = (micro.targets != IGNORE_INDEX) * self.strategy.has_loss
+            sums.tokens.add_(counted.sum())
+            if micro.groups is not None:
+                sums.source_losses.add_(micro.groups.sums)
+                sums.source_targets.index_add_(0, micro.groups.group_of_token, counted.flatten().double())
             sums.loss.add_(loss)
             sums.auxiliary_loss.add_(auxiliary)
+            if micro.pairs is not None and micro.pairs.results:
+                sums.preferences.add_(micro.pairs.results[0][:3])
             if mtp and micro.mtp_losses:
                 mtp_loss = torch.stack(micro.mtp_losses).mean()
                 sums.mtp_loss.add_(mtp_loss)
@@ -174,10 +240,22 @@ class Learner:
             sums.dropped_choices.add_(router.dropped / router.forward_passes)
         return sums
 
+    def zero_sums(self) -> StepSums:
+        """Return the sums of a step before its passes."""
+        run = self.run
+        return StepSums.zeros(len(run.data.source), num_preference_sums(run), self.experts.load_shape, self.device)
+
+    def unpack_sums(self, packed: Tensor) -> StepSums:
+        """Name the values of a step's sums."""
+        run = self.run
+        return StepSums.unpack(packed, len(run.data.source), num_preference_sums(run), self.experts.load_shape)
+
     def compute_losses(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss and the auxiliary loss, summed over tokens.
 
         Logits, the largest tensor of all, are freed here."""
+        if micro.pairs is not None:
+            return self.compute_preference_loss(model, micro, micro.pairs)
         mtp = self.run.model.mtp
         ahead = None
         if mtp is not None:
@@ -196,23 +274,59 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
         data_parallel = self.strategy.data_parallel
-        head = data_parallel.head_loss(micro.targets, IGNORE_INDEX)
+        head = data_parallel.head_loss(micro.targets, IGNORE_INDEX, micro.groups)
         if head is not None:
             return self._run_model(model, micro, head=head, ahead=ahead)
         logits, auxiliary = self._run_model(model, micro, head=data_parallel.uncapped_logits, ahead=ahead)
-        return data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
+        return data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX, micro.groups), auxiliary
+
+    def compute_preference_loss(
+        self, model: Callable[..., Any], micro: MicroBatch, pairs: MicroPairs
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of pairs, weighted as a sum over targets, and the auxiliary loss; add to `pairs.results`.
+
+        Ranks that share sequences each have an equal share of the loss, whose sums over answers need the tokens of all.
+        """
+        assert self.run.preference is not None
+        sums, auxiliary = self.answer_log_probs(model, micro)
+        ranks = 1
+        if self.mesh.cp_mesh is not None:
+            ranks = self.mesh.cp_mesh.size()
+            sums = sum_over_ranks(sums, self.mesh.cp_mesh.get_group(), self.strategy.comm_wait)
+        losses, margins = pair_losses(self.run.preference, sums.view(-1, 2), pairs.reference, pairs.num_targets)
+        loss = losses.sum() / ranks
+        count = torch.full_like(loss, len(losses) / ranks)
+        pairs.results.append(
+            torch.stack([count, (margins > 0).sum() / ranks, margins.sum() / ranks, loss]).double().detach()
+        )
+        return (pairs.loss_weight * loss).to(auxiliary.dtype), auxiliary
+
+    def answer_log_probs(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of this rank's targets of each answer, fp64 [2P], and the auxiliary loss."""
+        assert micro.pairs is not None
+        data_parallel = self.strategy.data_parallel
+        head = data_parallel.head_token_losses(micro.targets, IGNORE_INDEX)
+        if head is not None:
+            losses_BT, auxiliary = self._run_model(model, micro, head=head)
+        else:
+            logits, auxiliary = self._run_model(model, micro, head=data_parallel.uncapped_logits)
+            losses_BT = data_parallel.token_losses(logits, micro.targets, IGNORE_INDEX)
+        num_answers = len(micro.pairs.documents)
+        sums = losses_BT.new_zeros(num_answers + 1, dtype=torch.float64)
+        sums = sums.index_add(0, micro.pairs.answer_of_token.flatten(), losses_BT.flatten().double())
+        return -sums[:num_answers], auxiliary
 
     def _mtp_loss(self, micro: MicroBatch, targets: Tensor, weight: float, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return the weighted loss of a layer for multi-token prediction, whose output is the head's input."""
         data_parallel = self.strategy.data_parallel
-        head = None if self.loss else data_parallel.head_loss(targets, IGNORE_INDEX)
+        head = None if self.loss else data_parallel.head_loss(targets, IGNORE_INDEX, None)
         if head is not None:
             loss = head(x_BTD, weight_VD)
         else:
             logits = cast(Transformer, self.module).logits(x_BTD, weight_VD)
             with torch.autocast(self.device.type, enabled=False):
                 if self.loss is None:
-                    loss = data_parallel.cross_entropy(logits, targets, IGNORE_INDEX)
+                    loss = data_parallel.cross_entropy(logits, targets, IGNORE_INDEX, None)
                 else:
                     loss = self.loss(cap_logits(logits, self.run.model.logits_softcap), targets, IGNORE_INDEX)
         micro.mtp_losses.append(loss.detach())

@@ -8,11 +8,13 @@ from datetime import datetime, timedelta
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.formatting import plural
+from phalanx.spec.phases import describe_phases
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.train.evaluator import evaluation_message
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.sample import sample_message
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import held_out_names
 
 MAX_SIZE_DIFFERENCE = 0.05
 """Maximum relative difference between a network's number of parameters and that of its description that goes
@@ -26,7 +28,8 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
     precision = f"{trainer.run.training.precision}{', compiled' if trainer.compiles else ''}"
     size = f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {precision}"
-    lines = [size, _describe_batch(trainer), *_describe_surprising_settings(trainer)]
+    lines = [size, _describe_batch(trainer), *_describe_held_out_text(trainer), *_describe_phases(trainer)]
+    lines += _describe_surprising_settings(trainer)
     if resumed:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != trainer.mesh.dims.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
@@ -51,14 +54,29 @@ def _describe_layout(trainer: Trainer) -> str:
 
 def _describe_batch(trainer: Trainer) -> str:
     batch = trainer.batch
-    seq_len = trainer.run.training.seq_len
-    train = trainer.corpus.train
+    seq_len = trainer.phase.run.training.seq_len
+    num_tokens = trainer.corpus.num_train_tokens
     return (
         f"{batch.global_batch_size * seq_len:,} tokens per update = {batch.micro_batch_size} sequences of "
         f"{seq_len} x {plural(batch.dp_size, 'rank')} x {batch.gradient_accumulation_steps} accumulated"
         f"{', shared unevenly' if batch.global_batch_size % batch.dp_size else ''}"
-        f"{f'; the text is {train.size:,} tokens' if train is not None else ''}"
+        f"{f'; the text is {num_tokens:,} tokens' if num_tokens is not None else ''}"
     )
+
+
+def _describe_held_out_text(trainer: Trainer) -> Iterator[str]:
+    """Yield a line with the size of each named set, or of the held-out part of each source."""
+    if datasets := trainer.corpus.held_out_sources:
+        named = zip(held_out_names(trainer.run.data), datasets, strict=True)
+        yield f"held-out text (validation set): {', '.join(f'{name} {text.size:,} tokens' for name, text in named)}"
+
+
+def _describe_phases(trainer: Trainer) -> list[str]:
+    """Return a line for each `[[phase]]` that has not ended."""
+    if not trainer.run.phase:
+        return []
+    remaining = {phase.number for phase in trainer.phases if phase.end > trainer.step}
+    return [line for number, line in describe_phases(trainer.run).items() if number in remaining]
 
 
 def _describe_surprising_settings(trainer: Trainer) -> Iterator[str]:
@@ -90,6 +108,10 @@ def _describe_surprising_settings(trainer: Trainer) -> Iterator[str]:
             f"warms up in {plural(optimizer.warmup_within(training.steps), 'step')}, half of the run: "
             f"optimizer.warmup_steps is {optimizer.warmup_steps}, but training.steps is {training.steps}"
         )
+    stop_after = trainer.run.evaluation.stop_after
+    if stop_after and not trainer.run.checkpoint.keep.best:
+        evaluations = f"{plural(stop_after, 'evaluation')} without a lower loss"
+        yield f"ends after {evaluations}, and may keep no checkpoint of the lowest: checkpoint.keep.best is 0"
     if training.seconds is not None:
         end = datetime.now() + timedelta(seconds=training.seconds)
         yield f"trains for {training.seconds:g} s, until {end:%H:%M:%S}, and then evaluates"
@@ -98,7 +120,8 @@ def _describe_surprising_settings(trainer: Trainer) -> Iterator[str]:
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
     """Return the message at the end of a run; `evaluation` and `sample` are empty if there are none."""
     lines = []
-    if evaluation:
+    # A run that was stopped has printed its last evaluation before.
+    if evaluation and trainer.is_complete:
         earlier = "" if evaluation["step"] == trainer.step else f"step {evaluation['step']}: "
         lines.append(f"{earlier}{evaluation_message(evaluation)}")
     if trainer.should_stop and not trainer.is_complete:

@@ -79,6 +79,8 @@ class ProgressDisplay:
 def format_metrics(record: dict[str, Any]) -> str:
     """Return the main metrics of a step as text."""
     parts = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
+    if "pair_accuracy" in record:
+        parts.insert(1, f"accuracy {record['pair_accuracy']:.0%}")
     if has_ignored_targets(record):
         parts.append(f"{record['targets_per_second']:,.0f} targets/s")
     if "mfu" in record:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.model.sampling import generate
+from phalanx.model.generation import generate
 from phalanx.parallel.apply import autocast_context
 from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.parallel.data.fsdp import reshard_parameters
@@ -55,7 +55,7 @@ def generate_sample(trainer: Trainer) -> str:
     trainer.strategy.drain_pending_updates()
     trainer.module.eval()
     with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
-        limits = {"eos_id": tokenizer.end, "context": run.training.seq_len, "vocab": tokenizer.vocab}
+        limits = {"eos_id": tokenizer.end, "context": trainer.phase.run.training.seq_len, "vocab": tokenizer.vocab}
         tokens = generate(trainer.strategy.model, prompt, SAMPLE_TOKENS, 0.7, 50, generator, **limits)
     trainer.module.train()
     reshard_parameters(trainer.module)

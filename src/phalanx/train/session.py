@@ -13,6 +13,7 @@ from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.log import RESULT
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.train.callbacks.callback import build_callbacks
+from phalanx.train.callbacks.gradient_noise import GradientNoise
 from phalanx.train.callbacks.standard import build_record_writers, standard_callbacks
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.guards.divergence import LossSpikeDetector
@@ -47,7 +48,8 @@ def train_session(
             alive_until=mtime_or_none(trainer.directory / METRICS_FILE),
             **changed_settings(trainer.directory, trainer.run.settings),
         )
-    steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
+    planned = trainer.run.training
+    steps = planned.steps if planned.has_decided_steps else None
     with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:
         for name, problem in damaged.items():
             if trainer.is_main:
@@ -62,6 +64,8 @@ def train_session(
         elif window is not None:
             text = f"steps {window[0]} to {window[-1]} are already done or after the last step"
             progress.log(f"no step is profiled: {text}")
+        if isinstance(noise := callbacks.get("gradient noise"), GradientNoise):
+            step = noise.around(trainer, step)
         evaluation = trainer.train(callbacks, progress, order_guard.after_each(step))
         if steps_to_profile and trainer.step < steps_to_profile[0]:
             progress.log(f"no step was profiled: the last step was {trainer.step}")
@@ -69,7 +73,10 @@ def train_session(
     # The number of steps may have been decided during the run.
     run = trainer.run
     if trainer.is_main:
-        append_event(trainer.directory, FINISHED, step=trainer.step)
+        ended_early = trainer.finish_reason is not None and run.training.steps < planned.steps
+        append_event(
+            trainer.directory, FINISHED, step=trainer.step, **({"reason": trainer.finish_reason} if ended_early else {})
+        )
     sample = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""
     if trainer.is_main:
         result_logger = logging.getLogger(RESULT)

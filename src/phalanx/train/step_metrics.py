@@ -25,6 +25,8 @@ class LaunchedResults:
 
     step: int
     """Number of optimizer updates with this one."""
+    tokens: int
+    """Tokens of this step, over all ranks."""
     reduced: StepReduction
     on_host: PendingCopies
     """Copies of the sums and the norm."""
@@ -40,13 +42,16 @@ class UtilizationMeter:
 
     def __init__(self, run: RunSpec, ranks: int, device: torch.device, peak_flops: float | None) -> None:
         """Measure against the peak of a rank in FLOP/s; if it is unknown (None), utilization is not recorded."""
-        seq_len = run.training.seq_len
-        self.model_flops = training_flops_per_token(run.model, seq_len)
-        self.hardware_flops = self.model_flops + run_recomputed_flops_per_token(run)
+        self.set_run(run)
         self.ranks = ranks
         self.peak_flops = peak_flops
         self.raises_peak = device.type == "cpu" and not run.cluster.peak_flops
         """True if the peak is from a short measurement, which may be too low."""
+
+    def set_run(self, run: RunSpec) -> None:
+        """Count the FLOPs of steps with the lengths of a run, from the next step on."""
+        self.model_flops = training_flops_per_token(run.model, run.training.seq_len)
+        self.hardware_flops = self.model_flops + run_recomputed_flops_per_token(run)
 
     def metrics(self, tokens_per_second: float) -> MetricsRecord:
         """Return the utilization at a speed of all ranks."""

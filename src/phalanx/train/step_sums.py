@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 
 import torch
 from torch import Tensor
@@ -34,24 +35,35 @@ class StepSums:
     """Step after which all ranks stop, announced by an asynchronous server; 0: none."""
     dropped_choices: Tensor
     """Number of choices of experts that exceeded a capacity."""
+    source_losses: Tensor
+    """Loss of each source of a mixture, summed over tokens, [sources]."""
+    source_targets: Tensor
+    """Number of targets of each source, [sources]."""
+    preferences: Tensor
+    """Number of pairs, of those whose chosen answer has the higher reward, and the sum of the differences of rewards,
+    [3]; [0] unless the run is on preferences."""
     expert_loads: Tensor
     """Number of choices of each expert, [layers with experts, E]."""
     packed: Tensor
-    """All values: the scalars, then the loads."""
+    """All values: the scalars, the sources, preferences, then the loads."""
 
     @classmethod
-    def unpack(cls, packed: Tensor, load_shape: tuple[int, int]) -> StepSums:
+    def unpack(cls, packed: Tensor, num_sources: int, num_preferences: int, load_shape: tuple[int, int]) -> StepSums:
         """Name the values of a vector without copying it. `load_shape` is [layers with experts, experts]."""
-        # A slice, since iterating over the whole vector would make a view of each expert's load.
-        scalars = dict(zip(SCALARS, packed[: len(SCALARS)], strict=True))
-        return cls(**scalars, expert_loads=packed[len(SCALARS) :].view(load_shape), packed=packed)
+        sizes = [len(SCALARS), num_sources, num_sources, num_preferences, prod(load_shape)]
+        scalars, losses, targets, preferences, loads = packed.split(sizes)
+        arrays = {"source_losses": losses, "source_targets": targets, "preferences": preferences}
+        arrays["expert_loads"] = loads.view(load_shape)
+        return cls(**dict(zip(SCALARS, scalars, strict=True)), **arrays, packed=packed)
 
     @classmethod
-    def zeros(cls, load_shape: tuple[int, int], device: torch.device) -> StepSums:
+    def zeros(
+        cls, num_sources: int, num_preferences: int, load_shape: tuple[int, int], device: torch.device
+    ) -> StepSums:
         """Return sums of zero on the device."""
-        num_layers, num_experts = load_shape
-        values = torch.zeros(len(SCALARS) + num_layers * num_experts, dtype=torch.float64, device=device)
-        return cls.unpack(values, load_shape)
+        length = len(SCALARS) + 2 * num_sources + num_preferences + prod(load_shape)
+        packed = torch.zeros(length, dtype=torch.float64, device=device)
+        return cls.unpack(packed, num_sources, num_preferences, load_shape)
 
 
 SCALARS = tuple(field.name for field in fields(StepSums))[:NUM_SCALARS]

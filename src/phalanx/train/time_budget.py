@@ -11,6 +11,7 @@ from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.phases import with_fixed_starts
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
 
@@ -46,11 +47,14 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
 
 
 def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
-    """Return the run with a number of steps instead of its seconds; it warms up for at most half of them."""
+    """Return the run with this number of steps; it warms up for at most half of them.
+
+    Phases start at the same steps as before."""
     warmup_steps = min(run.optimizer.warmup_steps, steps // 2)
-    training = run.training.replace(steps=steps, seconds=None)
+    training = run.training.replace(steps=steps, seconds=None, epochs=None)
     optimizer = run.optimizer.replace(warmup_steps=warmup_steps)
-    return run.replace(training=training, optimizer=optimizer)
+    phase = with_fixed_starts(run, steps) if run.phase else []
+    return run.replace(training=training, optimizer=optimizer, phase=phase)
 
 
 class TimeBudget(Callback):

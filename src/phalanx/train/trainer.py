@@ -19,13 +19,17 @@ import torch.distributed as dist
 
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
+from phalanx.launch.process import STOP_SECONDS
+from phalanx.model.transformer import set_rotary_embedding
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.parallel.comm.host_copy import PendingCopies
-from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
+from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0, rank_and_world_size
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
+from phalanx.runs.checkpoint_store import store_folder
 from phalanx.runs.checkpoints import (
     CHECKPOINTS_DIR,
+    adapter_table,
     check_manifest,
     check_not_all_damaged,
     implementations,
@@ -36,7 +40,10 @@ from phalanx.runs.checkpoints import (
 )
 from phalanx.runs.create import read_run_directory, rewrite_run_file
 from phalanx.runs.metrics import MetricsRecord
+from phalanx.runs.reference_log_probs import ReferenceLogProbs
 from phalanx.runs.step_records import PauseRecord, StepRecord
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.phases import Phase, describe_phases, phase_at, phases_of, rate_spans, source_shares
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback, call_callback
 from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
@@ -58,17 +65,21 @@ from phalanx.train.optim.optimizers import (
     LearningRateRescaling,
     build_lr_function,
     can_skip_on_device,
-    learning_rate_factor,
+    learning_rate_ratio,
     skip_if,
 )
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
+from phalanx.train.reference import open_reference
 from phalanx.train.step_metrics import LaunchedResults, ReadRecord, UtilizationMeter, time_metrics
 from phalanx.train.step_sums import StepSums
 from phalanx.train.time_budget import with_decided_steps
 from phalanx.train.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 60
+"""Seconds that a stopped rank needs after its wait for uploads."""
 
 
 class Trainer(Learner):
@@ -89,8 +100,16 @@ class Trainer(Learner):
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
         self.corpus = corpus
         self.directory = directory
-        self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, self.batch.dp_size)
+        self.phases = phases_of(run)
+        """Phases of the run in order, of which most runs have one."""
+        self.phase = self.phases[0]
+        """The phase of the last step."""
+        self.loader = corpus.phased_loader(self.phases, self.mesh.dp_rank, self.batch.dp_size)
         self.utilization = UtilizationMeter(run, world_size, device, peak_flops)
+        self.rate_spans = rate_spans(run)
+        """Learning-rate schedules of the run in order."""
+        self.source_shares = source_shares(run)
+        """Share of each source in the tokens of the run as it was started, by which evaluations divide their text."""
         self.lr_function = build_lr_function(run.optimizer)
         scale = self.batch.learning_rate_scale
         self.rescaling = LearningRateRescaling(scale, scale, 0, steps=0)
@@ -105,8 +124,10 @@ class Trainer(Learner):
         """Number of targets trained on: tokens without those whose target is ignored."""
         self.skipped = 0
         """Number of steps whose gradient was not finite."""
+        self.reference: ReferenceLogProbs | None = None
+        """Log-probabilities of answers by the initial weights, in a run on preferences, once they are known."""
         # Checkpoints.
-        self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
+        self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep, store_folder(run))
         self.in_memory_checkpointer: InMemoryCheckpointer | None = None
         if run.recovery.in_memory_checkpoint_every:
             # Copies from before a rollback are not of this run.
@@ -137,8 +158,8 @@ class Trainer(Learner):
         self.allows_late_reads = device.type == "cuda"
         """True if the record of a step may be read while a GPU runs the next, where the optimizers permit it."""
         # The end of the run.
-        self.stop_requested = False
-        """Set by a signal on this rank, at any time."""
+        self.stop_requested_at: float | None = None
+        """Time (monotonic) of the first stop request by a signal on this rank."""
         self.finish_reason: str | None = None
         """Reason why this rank requests the end of the run."""
         self.stop_after_step: int | None = None
@@ -158,6 +179,17 @@ class Trainer(Learner):
     def should_stop(self) -> bool:
         """True if all ranks have agreed to save and stop now."""
         return self.stop_after_step is not None and self.step >= self.stop_after_step
+
+    @property
+    def stop_requested(self) -> bool:
+        """True after a signal on this rank; set at any time."""
+        return self.stop_requested_at is not None
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        # The time until ranks are killed begins with the first signal.
+        requested_at = time.monotonic() if self.stop_requested_at is None else self.stop_requested_at
+        self.stop_requested_at = requested_at if value else None
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -230,6 +262,11 @@ class Trainer(Learner):
             except Exception as second:
                 logger.warning("%s: on_exception raised %s: %s", name, type(second).__name__, second)
 
+    def prepare_reference(self) -> None:
+        """Compute or read what the loss of preferences needs of the initial weights (a collective)."""
+        if self.run.preference is not None and self.reference is None:
+            self.reference = open_reference(self)
+
     def evaluate(self) -> MetricsRecord:
         """Return the loss on the held-out text, and the expert counts of the last interval."""
         return evaluate(self)
@@ -255,8 +292,11 @@ class Trainer(Learner):
 
         The phases are forward and backward passes, their sum over ranks, and the update. With `reads_late` the host
         does not wait for a GPU here: fused AdamW skips a gradient that is not finite by itself."""
+        self.enter_phase(phase_at(self.phases, self.step))
+        self.prepare_reference()
         phases = StepPhaseTimer(self.strategy)
-        micros = self.micro_batches(next(batches)) if self.strategy.runs_model else []
+        reference = None if self.reference is None else self.reference.train
+        micros = self.micro_batches(next(batches), reference) if self.strategy.runs_model else []
         phases.end("data")
         rank_sums = self.forward_backward(micros)
         rank_sums.stop_requests.fill_(self.stop_requested)
@@ -279,14 +319,13 @@ class Trainer(Learner):
         if self.experts.layers:
             # A worker of a parameter server has no trained parameters, and receives its biases.
             self.experts.add(
-                StepSums.unpack(reduced.sums, self.experts.load_shape).expert_loads,
+                self.unpack_sums(reduced.sums).expert_loads,
                 self.routers,
                 self.strategy.model_parallel.router_count_multiplicity,
                 update_biases=is_finite and bool(self.strategy.trainable_parameters),
             )
         if is_finite:
-            steps = self.run.training.steps
-            ratio = learning_rate_factor(self.run.optimizer, self.step, steps, self.lr_function)
+            ratio = learning_rate_ratio(self.rate_spans, self.step, self.lr_function)
             self.update(ratio * self.rescaling.factor_at(self.step))
         else:
             self.strategy.zero_grad()
@@ -296,6 +335,7 @@ class Trainer(Learner):
         pop_expert_rows = self.strategy.model_parallel.pop_expert_rows
         results = LaunchedResults(
             step=self.step,
+            tokens=self.batch.global_batch_size * self.phase.run.training.seq_len,
             reduced=reduced,
             on_host=on_host,
             phases=phases,
@@ -304,6 +344,20 @@ class Trainer(Learner):
             peak_memory_bytes=peak_memory_bytes(self.device),
         )
         return partial(self._read_step, results)
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Change to the batches and the rotary embedding of a phase, unless the last step was in it."""
+        if phase is self.phase:
+            return
+        before = self.phase.run
+        if phase.number != self.phase.number:
+            changes = describe_phases(self.run)
+            self.progress.log(phase.name if phase.number is None else changes[phase.number])
+        self.phase = phase
+        self.batch = plan_batch(phase.run, self.mesh.dims.dp_size)
+        self.utilization.set_run(phase.run)
+        if phase.run.model.rope != before.model.rope:
+            set_rotary_embedding(self.module, phase.run.model)
 
     @property
     def reads_late(self) -> bool:
@@ -322,9 +376,9 @@ class Trainer(Learner):
     def _read_step(self, results: LaunchedResults) -> MetricsRecord:
         """Return the record of a launched step, and count its tokens, its targets, and a step that was skipped."""
         host_sums, norm = results.on_host.wait()
-        sums = StepSums.unpack(host_sums, self.experts.load_shape)
+        sums = self.unpack_sums(host_sums)
         targets = int(sums.tokens)
-        tokens = self.batch.global_batch_size * self.run.training.seq_len
+        tokens = results.tokens
         self.tokens += tokens
         self.targets += targets
         self.skipped += not math.isfinite(float(norm))
@@ -334,6 +388,12 @@ class Trainer(Learner):
             "loss": float(sums.loss) / targets if targets else math.nan,
             "grad_norm": float(norm),
         }
+        for source, loss, count in zip(self.run.data.source, sums.source_losses, sums.source_targets, strict=True):
+            if count:
+                record[f"loss/{source.name}"] = float(loss / count)
+        if self.run.preference is not None:
+            pairs, correct, margins = sums.preferences.tolist()
+            record |= {"pairs": round(pairs), "pair_accuracy": correct / pairs, "reward_margin": margins / pairs}
         self._agree_to_stop(record["step"], sums)
         if results.reduced.staleness is not None and self.run.layout.max_staleness is not None:
             record["staleness"] = results.reduced.staleness
@@ -369,7 +429,9 @@ class Trainer(Learner):
 
         One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps. Rank 0
         prints the reason if it is one of the ranks."""
-        if self.finish_reason is None and not self.is_complete:
+        if self.is_complete:
+            return
+        if self.finish_reason is None:
             self.progress.log(f"step {self.step}: finishing the run after the next step: {reason}")
         self.finish_reason = reason
 
@@ -395,6 +457,9 @@ class Trainer(Learner):
     def set_last_step(self, step: int) -> None:
         """Set the number of steps of the run, at the same step on all ranks; rank 0 records it in the run directory."""
         self.run = with_decided_steps(self.run, step)
+        self.phases = phases_of(self.run)
+        self.phase = phase_at(self.phases, max(0, self.step - 1))
+        self.rate_spans = rate_spans(self.run)
         self.progress.set_steps(step)
         if self.is_main:
             # The recorded run is only written back, so its components need no trust.
@@ -423,9 +488,35 @@ class Trainer(Learner):
         self.unreported_checkpoint = self.checkpointer.directory / step_name(self.step)
 
     def finish_checkpoint(self) -> None:
-        """Wait until all ranks have completed the last checkpoint, and report it."""
+        """Wait until all ranks have completed the last checkpoint and its upload, and report it."""
         self.checkpointer.wait_for_all_ranks()
         self._report_checkpoint()
+        missing = self.finish_uploads()
+        folder = store_folder(self.run)
+        if missing and self.is_main:
+            text = "%s: not in %s, but only in %s. The next start with --resume and more steps uploads what it keeps"
+            logger.warning(text, ", ".join(missing), folder, self.checkpointer.directory)
+        elif folder is not None and self.is_main:
+            logger.info("checkpoints uploaded to %s", folder)
+
+    def finish_uploads(self) -> list[str]:
+        """Wait for uploads on all ranks, after a stop request not for longer than ranks have until they are killed.
+
+        Return the names of checkpoints that the store lacks."""
+        if store_folder(self.run) is None:
+            return []
+        # A rank that left earlier than others would wait for them in its next collective.
+        seconds = min(all_gather_objects(self._seconds_for_uploads))
+        return self.checkpointer.finish_uploads(seconds, lambda: self._seconds_for_uploads <= 0)
+
+    @property
+    def _seconds_for_uploads(self) -> float:
+        """Seconds for which this rank may still wait for uploads."""
+        timeout_seconds = self.run.checkpoint.upload_timeout_seconds
+        if self.stop_requested_at is None:
+            return timeout_seconds
+        killed_at = self.stop_requested_at + STOP_SECONDS
+        return min(timeout_seconds, killed_at - EXIT_SECONDS - time.monotonic())
 
     def _report_checkpoint(self) -> None:
         """Call `on_checkpoint_saved` for the checkpoint that all ranks have completed, unless that was done."""
@@ -448,6 +539,7 @@ class Trainer(Learner):
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
             "implementations": implementations(self.run),
+            "adapter": adapter_table(self.run),
             "expert_tokens": self.experts.intervals.long().tolist(),
             "callbacks": copies,
             "evaluation": saved_evaluation(self.evaluation, self.step),
@@ -485,11 +577,12 @@ class Trainer(Learner):
         return int(manifest["world_size"]), damaged
 
     def _restore_progress(self, manifest: MetricsRecord) -> None:
-        self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
+        self.loader.resume(manifest["loader"])
         if self.experts.layers and "expert_tokens" in manifest:
             self.experts.load_state(manifest["expert_tokens"])
         self.callback_states = manifest.get("callbacks", {})
         self.step = self.resumed_at_step = manifest["step"]
+        self.enter_phase(phase_at(self.phases, max(0, self.step - 1)))
         self.tokens = manifest["tokens"]
         # Earlier versions of Phalanx counted targets only, as "tokens".
         self.targets = manifest.get("targets", self.tokens)
@@ -512,7 +605,7 @@ def in_memory_identity(run: RunSpec) -> dict[str, Any]:
     """Return the settings that a copy in memory must share with the run.
 
     They exclude the length of the run, which may be decided during the run (`training.seconds`)."""
-    identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
+    identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data", "phase"})
     for table, field in (("training", "steps"), ("training", "seconds"), ("optimizer", "warmup_steps")):
         del identity[table][field]
     return identity

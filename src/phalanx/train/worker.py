@@ -33,6 +33,7 @@ from phalanx.launch.process import (
 )
 from phalanx.launch.starters import is_restart
 from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
+from phalanx.runs.checkpoint_store import list_in_run_directory
 from phalanx.runs.checkpoints import (
     CHECKPOINTS_DIR,
     abandon_newer,
@@ -262,6 +263,7 @@ class RankSession:
         step = None
         if options.step is not None:
             require(continues, "--step", options.step, "has no effect without --resume", fix="add --resume")
+            list_in_run_directory(run, directory)
             step = step_of(require_valid_checkpoint(directory, options.step))
         # Ranks that are started again may have failed after the last step, in the evaluation.
         if continues and not self.is_restarted and (steps := completed_steps(run, step)):
@@ -378,6 +380,8 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
     It is the newest checkpoint, or the previous one if the newest has led to divergence twice. Raises `error` without a
     previous one."""
     directory = trainer.directory
+    # Its thread would compete with that of the next trainer.
+    trainer.finish_uploads()
     checkpoint_directory = trainer.checkpointer.directory
     newest = latest_step(checkpoint_directory)
     before_step = newest if broadcast_from_rank0(partial(has_diverged_again, directory, newest)) else None
@@ -402,4 +406,4 @@ def _create_run(run: RunSpec, resume: bool, force: bool, step: int | None) -> No
     run = decide_recomputation(decide_choices(run, resume), world_size, nproc)
     if not force:
         check_machine_memory(run, nproc)
-    write_run_directory(run, check_and_prepare(run, world_size, resume, step=step))
+    write_run_directory(*check_and_prepare(run, world_size, resume, step=step))

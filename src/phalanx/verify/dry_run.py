@@ -43,7 +43,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import expert_parallel_groups, process_groups
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from phalanx.train.learner import Learner, MicroBatch
+from phalanx.train.learner import Learner, MicroBatch, MicroPairs
 from phalanx.train.profiling.step_profiler import StepRecorders, first_steady_step, profile_step
 from phalanx.verify.fake_tensors import shape_only_tensors
 from phalanx.verify.repeated_blocks import RepeatedBlocks
@@ -206,4 +206,19 @@ def _make_micro_batches(learner: Learner) -> Iterator[MicroBatch]:
         ids, targets = (torch.empty(end - begin, num_local_tokens, device=learner.device).long() for _ in range(2))
         masked = Documents.whole_rows(end - begin, sequence, learner.device) if run.data.mask_documents else None
         ahead = torch.empty(run.model.num_prediction_layers, *ids.shape, device=learner.device).long()
-        yield MicroBatch(ids, targets, masked, ahead, ahead)
+        sources = np.zeros(end - begin, np.int64) if run.data.source else None
+        groups = learner.group_by_source(sources, num_local_tokens)
+        pairs = None if run.preference is None else _one_pair_per_row(ids)
+        yield MicroBatch(ids, targets, masked, ahead, ahead, groups, pairs)
+
+
+def _one_pair_per_row(ids: torch.Tensor) -> MicroPairs:
+    """Return pairs of which each row has one."""
+    rows = len(ids)
+    return MicroPairs(
+        answer_of_token=torch.zeros_like(ids),
+        documents=torch.arange(2 * rows, device=ids.device),
+        num_targets=torch.ones(rows, 2, dtype=torch.float64, device=ids.device),
+        reference=torch.zeros(rows, 2, dtype=torch.float64, device=ids.device),
+        loss_weight=1.0,
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, REDUCTION_PURPOSE, num_reduced_scalars
+from phalanx.cost.exact.scalar_reductions import REDUCTION_PURPOSE, num_expert_loads, num_reduced_scalars
 from phalanx.cost.exact.traffic import server_loads
 from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.cost.precision import STATE_BYTES
-from phalanx.spec.parameter_shapes import parameter_shapes
+from phalanx.spec.parameter_shapes import trained_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 
 Group = tuple[int, ...]
@@ -25,10 +25,10 @@ def parameter_server_collectives(resolved: ResolvedRun, rank: int) -> dict[tuple
     servers = resolved.dims.servers
     element_bytes = STATE_BYTES[run.training.precision]
     workers = tuple(range(servers, resolved.world_size))
-    owned_bytes = [element_bytes * load for load in server_loads(parameter_shapes(run.model), servers)]
+    owned_bytes = [element_bytes * load for load in server_loads(trained_shapes(run.model), servers)]
     num_scalars = num_reduced_scalars(run)
     updates_biases = run.model.moe is not None and run.model.moe.bias_update_rate
-    num_biases = num_scalars - NUM_SCALARS if updates_biases else 0
+    num_biases = num_expert_loads(run) if updates_biases else 0
     traffic = defaultdict[tuple[str, Group], list[Traffic]](list)
 
     def add(operation: Operation, group: Group, size_bytes: float, purpose: str, calls: int = 1) -> None:

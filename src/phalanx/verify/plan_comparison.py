@@ -15,7 +15,7 @@ from phalanx.cost.formulas.collectives import Traffic
 from phalanx.plan.predicted_vs_measured import STATE
 from phalanx.spec.communication_groups import Group, group_ranks
 from phalanx.spec.parallel_dims import pipeline_stage_groups, uses_model_parallelism
-from phalanx.spec.parameter_shapes import parameter_shapes
+from phalanx.spec.parameter_shapes import trained_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives
@@ -160,6 +160,6 @@ def _find_planned_memory(resolved: ResolvedRun, rank: int) -> tuple[RankMemory, 
     stage = sizes.coordinates(rank)["pp"]
     if not sizes.servers:
         return role_memories[stage], rank == pipeline_stage_groups(sizes)[stage][0]
-    loads = [*server_loads(parameter_shapes(resolved.run.model), sizes.servers), 0]
+    loads = [*server_loads(trained_shapes(resolved.run.model), sizes.servers), 0]
     is_fullest = loads[min(rank, sizes.servers)] in (0, max(loads))
     return role_memories[rank >= sizes.servers], is_fullest

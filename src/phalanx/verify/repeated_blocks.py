@@ -418,13 +418,16 @@ def _present_tensors(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
 def _repeatable_stages(learner: Learner) -> list[list[nn.Module]]:
     """Return the blocks of each of this rank's stages; none if blocks cannot be repeated.
 
-    Four options prevent repetition. Activation offload fetches the input of another block. FSDP units inside blocks
-    gather their parameters there. Split backward passes continue a block's graph later. If blocks recompute under
-    autocast, the cast copies of weights outlive the block until the end of the forward pass.
+    Blocks that read tensors of others are traced. Four options prevent repetition, too. Activation offload fetches the
+    input of another block. FSDP units inside blocks gather their parameters there. Split backward passes continue a
+    block's graph later. If blocks recompute under autocast, the cast copies of weights outlive the block until the end
+    of the forward pass.
     """
     module = learner.module
     layout = learner.run.layout
     if not isinstance(module, Transformer) or layout.activation_checkpointing == "offload":
+        return []
+    if module.kv_sources or module.spec.per_layer_input_size:
         return []
     is_autocast = learner.strategy.data_parallel.autocast and learner.run.training.precision in BF16_PRECISIONS
     if is_autocast and layout.activation_checkpointing != "none":

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from phalanx.api.trained_model import load_model
 from phalanx.cli.commands.generate import pieces
 from phalanx.data.tokenizer import byte_tokenizer, train_bpe
+from phalanx.model.generation import generate
 from phalanx.model.huggingface.export import export_hf
-from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.testing.fault_injection import NotAllowed, small_disk
@@ -157,6 +157,46 @@ def test_export_hands_on_files_of_the_model_that_training_started_from(tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (moved, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def test_export_of_adapters_is_merged_or_for_peft_and_starts_another_run(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    source = tmp_path / "source"
+    save_chat_model(source)
+    shutil.copy(source / "tokenizer.json", tmp_path)
+    adapter = {"rank": 2, "alpha": 4.0}
+    changes = {
+        "model": {"from_hf": str(source)},
+        "data.tokenizer": str(tmp_path / "tokenizer.json"),
+        "adapter": adapter,
+    }
+    changes |= SHORT_TRAINING | {"training.steps": 4, "optimizer.learning_rate": 0.01}
+    run = small_run(Path(json.__file__).parent, tmp_path, changes)
+    directory = create_run(run, 1, resume=False)
+    trainer = make_trainer(run)
+    train_to_end(trainer)
+    assert "adapter_config.json" in command_output("export", directory, tmp_path / "adapter", "--to", "peft")
+    command_output("export", directory, tmp_path / "merged")
+    ids = torch.tensor([list(b"import json")])
+    base = transformers.AutoModelForCausalLM.from_pretrained(source)
+    models = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+        peft.PeftModel.from_pretrained(base, tmp_path / "adapter"),
+    )
+    with torch.no_grad():
+        expected = trainer.module.eval()(ids)[0]
+        for model in models:
+            torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=0, atol=2e-5)
+    adapter["from_peft"] = str(tmp_path / "adapter")
+    second = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "second", changes))
+    with torch.no_grad():
+        torch.testing.assert_close(second.module.eval()(ids)[0], expected)
+
+
+def test_export_for_peft_needs_adapters(run_directory, tmp_path):
+    with pytest.raises(UserError, match=r"(?s)writes adapters only.*the run has no \[adapter\]"):
+        command_output("export", run_directory, tmp_path / "out", "--to", "peft")
 
 
 def test_export_has_the_trained_biases_of_routers(tmp_path):

@@ -47,6 +47,10 @@ def test_init_file_starts_with_path_of_existing_json_schema(tmp_path):
     assert (tmp_path / "run.schema.json").read_text() == schema
 
 
+UNADAPTED = ("# from_peft", "# targets", "# train")
+"""Keys of adapters whose examples suit another model."""
+
+
 def test_run_file_template_commented_keys_equal_defaults():
     """Each key, uncommented, leaves the run unchanged, or is an example of a field without a default."""
     examples = {
@@ -61,12 +65,19 @@ def test_run_file_template_commented_keys_equal_defaults():
         "attention_factor",
         "mixer",
         "attention_softcap",
+        "norm_after_eps",
+        "value_head_dim",
+        "shared_kv_ffn_size",
+        "per_layer_input_size",
+        "silu_limit",
+        "shared_silu_limit",
         "logits_softcap",
         "query_temperature",
         "shared_ffn_size",
         "dp_shard",
         "micro_batch_size",
         "preset",
+        "directory",
         "nproc_per_node",
         "peak_flops",
         "memory_bytes",
@@ -81,6 +92,8 @@ def test_run_file_template_commented_keys_equal_defaults():
         "schedule_file",
         "first_bucket_mb",
         "base_dp_size",
+        "split_seq_len",
+        "epochs",
         "max_staleness",
         "loss_spike_ratio",
         "seconds",
@@ -89,6 +102,7 @@ def test_run_file_template_commented_keys_equal_defaults():
         "loss",
         "lr_function",
         "dataset",
+        "end_token",
     }
     examples |= {"hbm_bytes_per_second", "fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts_per_device", "price_per_device_hour", "matmul_flops", "matmul_flops_8bit", "num_sms"}
@@ -102,16 +116,38 @@ def test_run_file_template_commented_keys_equal_defaults():
     temperature = range(lines.index("# [model.query_temperature]"), lines.index("[model.rope]"))
     first = lines.index("# [model.mtp]")
     mtp = range(first, lines.index("", first))
+    first = lines.index("# [adapter]")
+    adapter = range(first, lines.index("", first))
+    first = lines.index("# [[data.source]]")
+    source = range(first, lines.index("", first))
+    first = lines.index("# [data.held_out_sets]")
+    sets = range(first, lines.index("", first))
+    phase = range(lines.index("# [[phase]]"), lines.index("[optimizer]"))
     swarm = lines.index("# [swarm]")  # [swarm] and its tables below
     for number, line in enumerate(lines[:swarm]):
         key = re.match(r"# (\w+) = ", line)
-        is_in_table = moe.start <= number < moe.stop or number in temperature or number in mtp
+        is_in_table = moe.start <= number < moe.stop or any(
+            number in table for table in (temperature, mtp, adapter, source, sets, phase)
+        )
         if key and key[1] not in examples and not is_in_table:
             table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
             assert run_from_table(table) == DEFAULTS, line
     # Without shared experts, their width has no effect.
     lines[moe] = [line if line.startswith("# shared_ffn_size") else line.removeprefix("# ") for line in lines[moe]]
     assert run_from_table(tomllib.loads("\n".join(lines))).model.moe.num_experts == 8
+    adapted = [
+        line.removeprefix("# ") for line in lines[adapter.start : adapter.stop] if not line.startswith(UNADAPTED)
+    ]
+    adapted_file = [*lines[: adapter.start], *adapted, *lines[adapter.stop :]]
+    assert run_from_table(tomllib.loads("\n".join(adapted_file))).adapter.rank == 16
+    # One start, and no ramp.
+    named = ("# [[phase]]", "# from_share", "# tokens_per_step", "# lr_schedule")
+    decay = [line.removeprefix("# ") for line in lines[phase.start : phase.stop] if line.startswith(named)]
+    phase_file = [*lines[: phase.start], *decay, *lines[phase.stop :]]
+    assert run_from_table(tomllib.loads("\n".join(phase_file))).phase[0].lr_schedule == "linear"
+    mixture = [line.removeprefix("# ") for line in lines[source.start : source.stop]]
+    mixture_file = [line for line in [*lines[: source.start], *mixture, *lines[source.stop :]] if line[:5] != "train"]
+    assert run_from_table(tomllib.loads("\n".join(mixture_file))).data.source[0].weight == 0.7
     below = [line.removeprefix("# ") for line in lines[swarm:] if re.match(r"# (\[swarm|(?!codec|mixing)\w+ = )", line)]
     lines[moe] = [line.replace("bias_update_rate = ", "# ") for line in lines[moe]]
     lines = [line.replace('precision = "auto"', 'precision = "fp32"') for line in lines]  # equal on all nodes

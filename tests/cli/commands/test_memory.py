@@ -77,8 +77,9 @@ def test_memory_json_equals_rank_memory(run):
 
 
 def test_memory_uses_cluster_rank_count_unless_ranks_option_is_given(run):
-    assert memory_json(run)["ranks"] == 1
-    assert "1 rank (one per node, because cluster.nproc_per_node is not set" in memory_output(run)
+    assert memory_json(run)["ranks"] == 8  # as in phalanx plan
+    assert "8 ranks (8 per node, because cluster.nproc_per_node is not set" in memory_output(run)
+    assert memory_json(run, "--set", "cluster.cores=4", "--set", "cluster.nodes=2")["ranks"] == 8
     cluster = ["--set", "cluster.nproc_per_node=4", "--set", "cluster.nodes=2"]
     assert memory_json(run, *cluster)["ranks"] == 8
     assert "8 ranks (cluster.nproc_per_node x cluster.nodes)" in memory_output(run, *cluster)
@@ -93,7 +94,7 @@ def test_memory_of_cpu_node_is_shared_by_its_own_ranks_only(run, nodes, ranks, r
 
 
 def test_memory_prints_single_process_row_for_one_rank(run):
-    text = memory_output(run)
+    text = memory_output(run, "--ranks", "1")
     assert "one process" in text
     assert "micro-batch 64 x 256 tokens" in text
     assert "hsdp" not in text

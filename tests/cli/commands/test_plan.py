@@ -314,6 +314,22 @@ def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
         plan_output("explain", run, 500, *one_gpu)
 
 
+def test_plan_explain_and_compare_show_the_phase_with_the_most_tokens(run):
+    run.write_text(
+        '[model]\npreset = "tiny"\n[training]\nsteps = 10\nseq_len = 128\ntokens_per_step = 4096\n'
+        "[[phase]]\nfrom_step = 2\nseq_len = 256\n"
+    )
+    for command in (("explain", run), ("compare", run, "micro_batch_size=1", "micro_batch_size=2")):
+        text = plan_output(*command, "--machine", "h100", "--nodes", 1, "--nproc", 1)
+        assert "4,096 tokens a step in sequences of 256" in text
+        assert "(from step 3), which has the most tokens" in text
+
+
+def test_plan_of_fp32_run_on_gpus_names_the_option_that_plans_it(run):
+    with pytest.raises(UserError, match=r"= 'fp32' is not .*\n.*\(--set training.precision=bf16\), or calib"):
+        plan_output(run, *H100, "--set", "training.precision=fp32")
+
+
 def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
     layouts = plan_json(run, *H100)["layouts"]
     title = "llama3-8b on 16 x h100, 524,288 tokens a step in sequences of 4,096"

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 
 from phalanx.cli.main import main
@@ -17,6 +20,8 @@ from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.model_state import checkpoint_bytes
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory, worker_memories
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
+from phalanx.data.pair_metadata import write_pair_metadata
+from phalanx.data.tokenizer import train_bpe
 from phalanx.launch import preflight, supervisor
 from phalanx.launch.preflight import MAX_SEARCHED_LAYERS, check_memory
 from phalanx.plan.advice import oom
@@ -27,6 +32,7 @@ from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.testing.processes import run_python
 from phalanx.train import create_run
 
+MDS_SHARDS = Path(__file__).parents[2] / "data" / "mds_shards"
 VALID_RUN = """
 name = "bad"
 output_dir = "OUT"
@@ -105,6 +111,18 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.head_dim": 32,
         },
         ("layout.tp_attention = 'gathered'", "requires model.num_kv_heads (3) to equal", '"split"'),
+    ),
+    (
+        {"model.side_mixer.kind": '"mamba2"', "model.side_mixer.num_heads": 4, "model.norm_position": '"after"'},
+        ("model.norm_position = 'after'", "is not supported with model.side_mixer", "'before'"),
+    ),
+    (
+        {"model.gate_scale": 0.5, "model.moe.num_experts": 4, "model.moe.top_k": 1, "model.moe.expert_ffn_size": 8},
+        ("model.gate_scale = 0.5", "is not supported with experts", "remove it"),
+    ),
+    (
+        {"layout.tp": 2, "layout.tp_attention": "gathered", "model.attention_gate": "head", **FOUR_HEADS},
+        ("layout.tp_attention = 'gathered'", "model.attention_gate = 'head'", '"split"'),
     ),
     (
         {"layout.tp": 2, "model.num_heads": 6, "model.num_kv_heads": 3, "model.head_dim": 32},
@@ -310,6 +328,30 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"data.train": '["BROKEN.jsonl"]'}, ("BROKEN.jsonl", "1")),
     ({"data.train": '["FIELDS.jsonl"]', "data.text_key": '"body"'}, ("body", "FIELDS.jsonl")),
+    ({"data.max_bad_records": -1}, ("data.max_bad_records = -1", "greater than or equal to 0")),
+    (
+        {"data.train": '["DIRTY.jsonl"]', "data.max_bad_records": 1},
+        ("DIRTY.jsonl:2", "after 1 broken record", "increase data.max_bad_records"),
+    ),
+    ({"data.train": '["IMAGES.tar"]'}, ("IMAGES.tar:1 (0)", "has no text: its members are .jpg", "data.text_key")),
+    ({"data.train": '["LINK.tar"]'}, ("LINK.tar", "member 0.txt, which is neither a file nor a folder")),
+    ({"data.train": '["MDS"]'}, ("MDS/shard.00000.mds", "column 'other' of pickles", "'json'")),
+    ({"data.train": '["MDS"]', "data.text_key": '"body"'}, ("MDS/shard.00000.mds", "pickles")),
+    ({"data.train": '["MISSING"]'}, ("MISSING/index.json", "lists shard.00000.mds, which does not exist")),
+    ({"data.train": '["ROWS.arrow"]'}, ("data.text_key = 'text'", "ROWS.arrow:1", "'body'")),
+    ({"data.train": '["PAIR", "OTHER"]'}, ("data.train = 'OTHER'", "was tokenized with another tokenizer")),
+    (
+        {"data.train": "", "data.source": '[{name = "a", path = "EMPTY", weight = 1}]'},
+        ("data.source[0].path", "EMPTY", "is a directory without a readable file"),
+    ),
+    (
+        {"data.train": "", "data.source": '[{name = "a", path = "TEXT", split = "dev", weight = 1}]'},
+        ("data.source[0].split = 'dev'", "belongs to Hugging Face datasets", "'TEXT'"),
+    ),
+    (
+        {"data.train": "", "data.source": '[{name = "a", path = "hf:TEXT:en", config = "de", weight = 1}]'},
+        ("data.source[0].config = 'de'", "is also in path"),
+    ),
     ({"data.tokenizer": '"missing.json"'}, ("data.tokenizer = 'missing.json'",)),
     ({"data.tokenizer": '"BROKEN.jsonl"'}, ("data.tokenizer", "BROKEN.jsonl")),
     ({"data.held_out_fraction": 1.5}, ("data.held_out_fraction = 1.5", "less than 1")),
@@ -336,8 +378,30 @@ INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def invalid_formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files of several formats, each with a fault."""
+    folder = tmp_path_factory.mktemp("formats")
+    (folder / "DIRTY.jsonl").write_text('{"text": 1}\n{"text": 2}\n{"text": "x"}\n')
+    for name, member, kind in (("IMAGES.tar", "0.jpg", tarfile.REGTYPE), ("LINK.tar", "0.txt", tarfile.SYMTYPE)):
+        info = tarfile.TarInfo(member)
+        info.type = kind
+        with tarfile.open(folder / name, "w") as archive:
+            archive.addfile(info)
+    shutil.copytree(MDS_SHARDS / "pickles", folder / "MDS")
+    (folder / "MISSING").mkdir()
+    shutil.copy(folder / "MDS" / "index.json", folder / "MISSING")
+    rows = pyarrow.table({"body": ["x"]})
+    with pyarrow.ipc.new_stream(folder / "ROWS.arrow", rows.schema) as arrow:
+        arrow.write_table(rows)
+    with IndexedWriter(folder / "OTHER", np.dtype(np.uint16)) as pair:
+        pair.add(np.arange(200))
+    write_pair_metadata(folder / "OTHER", train_bpe(["other text"], 257))
+    return folder
+
+
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, invalid_formats: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a directory with a valid run file and with invalid data of every kind."""
     (tmp_path / "TEXT").mkdir()
     for name in "abcdefgh":
@@ -350,6 +414,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
             writer.add(np.arange(200))
     (tmp_path / "CUT.bin").write_bytes((tmp_path / "CUT.bin").read_bytes()[:-7])
+    shutil.copytree(invalid_formats, tmp_path, dirs_exist_ok=True)
     (tmp_path / "run.toml").write_text(VALID_RUN)
     monkeypatch.chdir(tmp_path)
 
@@ -376,6 +441,11 @@ def directory_contents(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+def without_free_space(message: str) -> str:
+    """Leave out the free space of the disk, which other processes change."""
+    return re.sub(r"[\d.]+ GB free", "GB free", message)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected_texts"),
     INVALID_SETTINGS,
@@ -392,7 +462,8 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
         assert text in stderr
     assert stderr.count("phalanx: ") == 1
     if "cluster.nodes" not in changes:  # printing needs no rendezvous address
-        assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
+        printed = error_output([*command, "--print-config"], monkeypatch, capsys)
+        assert without_free_space(printed) == without_free_space(stderr)
     assert directory_contents(workspace) == before
 
 

@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from phalanx.cli.commands.watch import watch
-from phalanx.cli.views.report import format_latest_step, render_live, sparkline
+from phalanx.cli.views.report import evaluation_lines, format_latest_step, render_live, sparkline
 from phalanx.report import formatting
 from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
@@ -30,6 +30,8 @@ from tests.helpers.trained_runs import (
     TIMEOUT_SECONDS,
     copy_run,
     hybrid_run,
+    mixture_run,
+    read_source_losses,
     single_threaded_environment,
     stop_after,
     train_command,
@@ -41,11 +43,36 @@ from tests.helpers.watch_server import watch_server
 
 
 def test_watch_prints_one_line_per_step_when_not_on_terminal():
-    lines = command_output("watch", two_rank_run()).splitlines()
+    printed = command_output("watch", two_rank_run()).splitlines()
     facts = report_facts(read_run(two_rank_run()))
+    evaluations = [f"step {step}  held-out loss {loss:.3f}" for step, loss in facts["curves"]["held_out"][0]["loss"]]
+    assert [printed[4], printed[9]] == evaluations
+    lines = [*printed[:4], *printed[5:9]]
     assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
     for line, loss in zip(lines, facts["curves"]["loss"], strict=True):
         assert f"loss {loss:.3f}" in line
+
+
+def test_watch_shows_losses_of_sources(tmp_path):
+    run = copy_run(mixture_run(), tmp_path)
+    losses = read_source_losses(run)
+    facts = report_facts(read_run(run))
+    held_out = {name: curves["held_out_loss"][0][1] for name, curves in facts["curves"]["sources"].items()}
+    lines = command_output("watch", run).splitlines()
+    assert lines[3].startswith("step 4/8  loss ")
+    assert f"  json {losses['json'][3]:.3f}  email {losses['email'][3]:.3f}  " in lines[3]
+    assert lines[4].endswith(f"  json {held_out['json']:.3f}  email {held_out['email']:.3f}")
+    screen = "\n".join(str(part) for part in render_live(facts).renderables)
+    assert f"{sparkline(losses['email'], 60)}  loss of email" in screen
+    assert command_output("watch", run).splitlines()[-1] in screen
+
+
+def test_evaluation_lines_include_losses_that_were_not_finite():
+    """Two evaluations of one step, on different text, and one of them without a loss."""
+    facts = report_facts(read_run(two_rank_run()))
+    facts["curves"]["held_out"].insert(0, {**facts["curves"]["held_out"][0], "loss": [[4, None]]})
+    assert [step for step, _ in evaluation_lines(facts)] == [4, 4, 8]
+    assert evaluation_lines(facts)[0][1] == "step 4  held-out loss -"
 
 
 def test_watch_follows_running_training_to_its_last_step():

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from phalanx.cli import main
-from phalanx.cli.common.usage_errors import FREE_TEXT_OPTIONS
+from phalanx.cli.common.usage_errors import FREE_TEXT_OPTIONS, TEXT_COMMANDS, refuse_urls
 from phalanx.cli.main import COMMANDS, PANELS
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import run_python
@@ -103,8 +103,9 @@ def _arguments_with_url(command, command_words):
     for parameter in command.params:
         option = parameter.opts[0] if parameter.param_type_name == "option" else None
         if option is None:
-            yield (*command_words, URL), "argument"
-        elif not getattr(parameter, "is_flag", False) and option not in FREE_TEXT_OPTIONS:
+            if command_words not in TEXT_COMMANDS:
+                yield (*command_words, URL), "argument"
+        elif not getattr(parameter, "is_flag", False) and option not in (*FREE_TEXT_OPTIONS, "--upload"):
             yield (
                 (*command_words, option, *["other"] * (parameter.nargs - 1), URL),
                 option if parameter.nargs == 1 else URL,
@@ -122,10 +123,27 @@ def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
         assert f"= '{URL}'" in str(error_info.value)
 
 
-@pytest.mark.parametrize("words", [("report", "--json", URL), ("data", "prepare", "--force", URL)])
+@pytest.mark.parametrize("words", [("report", "--json", URL), ("data", "step", "--json", URL)])
 def test_url_after_a_flag_is_an_argument(words):
     with pytest.raises(UserError, match=f"^argument = '{URL}' is a URL"):
         cli_runner.command_output(*words)
+
+
+def test_text_in_an_object_store_may_be_inspected():
+    for words in (("data", "inspect", URL), ("data", "inspect", "--json", URL)):
+        refuse_urls(words, is_flag=lambda option: option == "--json")
+    with pytest.raises(UserError, match="SOURCE = 's4://bucket' has an unknown scheme"):
+        cli_runner.command_output("data", "inspect", "s4://bucket")
+
+
+@pytest.mark.parametrize("words", [words for words in TEXT_COMMANDS if words != ("data", "inspect")])
+def test_text_may_be_in_an_object_store_but_not_the_output(words):
+    with pytest.raises(UserError, match="--out is missing"):
+        cli_runner.command_output(*words, URL)
+    with pytest.raises(UserError, match=r"--out = 's3://.*' is a URL, but only local paths"):
+        cli_runner.command_output(*words, URL, "--out", URL)
+    with pytest.raises(UserError, match="SOURCE = 's4://bucket' has an unknown scheme"):
+        cli_runner.command_output(*words, "s4://bucket")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,12 @@ SPECS = {
     "layernorm-swiglu": LLAMA.replace(norm="layernorm", qk_norm="head"),
     "windows-and-sinks": LLAMA.replace(sliding_window=5, full_attention_layers=[1], attention_sinks=True),
     "sinks": LLAMA.replace(attention_sinks=True),
-    "dials": LLAMA.replace(attention_softcap=2.0, query_temperature={"scale": 0.5, "interval": 4}, embedding_norm=True),
+    "dials": LLAMA.replace(
+        attention_softcap=2.0,
+        query_temperature={"scale": 0.5, "interval": 4},
+        embedding_norm=True,
+        norm_offset="layers",
+    ),
     "mixtral": LLAMA.replace(moe=MOE),
     "deepseek": LLAMA.replace(moe=MOE | DEEPSEEK | {"balance_loss_scope": "micro_batch"}),
     "olmoe": LLAMA.replace(moe=MOE | {"num_shared_experts": 1, "top_k": 1}, qk_norm="full", norm="layernorm"),

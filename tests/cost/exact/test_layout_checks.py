@@ -10,7 +10,7 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.tables import set_path
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
-from tests.helpers.small_runs import BRANCHES, DENSE, MAMBAS, Table
+from tests.helpers.small_runs import BRANCHES, DENSE, MAMBAS, SHARED_KEYS, Table
 from tests.helpers.small_runs import MOE as SMALL_MOE
 
 FULL = {"activation_checkpointing": "full"}
@@ -175,3 +175,29 @@ def test_groups_and_heads_of_mamba_are_never_divided(model: Table, layout: Table
     run = run_from_table({"model": model, "training": {"seq_len": 32}, "layout": layout | {"micro_batch_size": 1}})
     with pytest.raises(UserError, match=message):
         check_divisibility(ResolvedRun(run, 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        ({}, {"pp": 2}, r"model\.num_shared_kv_layers = 2 is not supported in a pipeline \(layout\.pp = 2\)"),
+        (
+            {"num_shared_kv_layers": 0},
+            {"pp": 2},
+            r"model\.per_layer_input_size = 6 is not supported in a pipeline \(layout\.pp = 2\)",
+        ),
+        (
+            {"num_kv_heads": 4, "kinds": [], "value_norm": False},
+            {"tp": 2, "tp_attention": "gathered"},
+            r"layout\.tp_attention = 'gathered' is not supported with model\.num_shared_kv_layers",
+        ),
+    ],
+)
+def test_tensors_that_later_layers_read_stay_on_their_rank(model: Table, layout: Table, message: str) -> None:
+    table = {**SHARED_KEYS, **model}
+    if not table["num_shared_kv_layers"]:
+        del table["shared_kv_ffn_size"]
+    run = run_from_table({"model": table, "training": {"seq_len": 32}, "layout": layout | {"micro_batch_size": 1}})
+    with pytest.raises(UserError, match=message) as error:
+        check_layout(ResolvedRun(run, 2))
+    assert error.value.fix

@@ -13,6 +13,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.model import ModelSpec
 from tests.helpers.random_models import load_model
+from tests.helpers.small_runs import BIASED_EXPERTS
 
 SHAPE = {
     "vocab_size": 97,
@@ -103,6 +104,21 @@ def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(tmp_path, k
     with torch.no_grad():
         expected = theirs(TOKENS).logits
         torch.testing.assert_close(load_model(tmp_path, torch.float32)(TOKENS)[0], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "gpt_oss"])
+def test_part_of_a_weight_is_that_of_the_model(build_model, tmp_path, kind):
+    spec = ModelSpec.model_validate(BIASED_EXPERTS) if kind == "gpt_oss" else build_spec(kind)
+    model = build_model(spec, torch.float32)
+    weights = open_hf_weights(export_model(model, tmp_path / "x"), spec)
+    for name, parameter in model.named_parameters():
+        for number in range(4):
+            part = tuple(
+                slice(number * size // 4, max((number + 1) * size // 4, size // 2)) for size in parameter.shape
+            )
+            assert torch.equal(weights.part(name, parameter.shape, part), parameter[part])
+        none = (slice(0, 0), *(slice(0, size) for size in parameter.shape[1:]))
+        assert weights.part(name, parameter.shape, none).shape == parameter[none].shape
 
 
 def test_hf_import_accepts_gpt2_hub_tensor_names(build_model, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.mixers.gated_delta import gated_delta
+from phalanx.model.mixers.gated_delta import PLAIN, Form, gated_delta
 from phalanx.spec.parts.scan_segments import CHUNK, SEGMENT_CHUNKS, scan_segments
 
 BATCH, GROUPS, HEADS, KEY, VALUE, TAPS = 2, 2, 6, 5, 7, 4
@@ -36,14 +36,15 @@ def random_starts(tokens: int) -> Tensor:
     return torch.where(is_first, torch.arange(tokens), 0).cummax(1).values.int()
 
 
-def recurrence(inputs: list[Tensor], starts: Tensor | None, parameters: list[Tensor]) -> Tensor:
+def recurrence(inputs: list[Tensor], starts: Tensor | None, parameters: list[Tensor], form: Form) -> Tensor:
     """Return the output of the rule as in transformers' `torch_recurrent_gated_delta_rule` or Kimi Linear's."""
     *taps, A_log, dt_bias = parameters
     q, k, v = (convolve(x, tap, starts) for x, tap in zip(inputs[:3], taps, strict=True))
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (q * KEY**-0.5, k))
-    g = -A_log.exp()[:, None] * F.softplus(inputs[3] + dt_bias)
-    beta = inputs[4].sigmoid()
+    rate, step = A_log.exp()[:, None], inputs[3] + dt_bias
+    g = -rate * F.softplus(step) if form.decay_bound is None else form.decay_bound * (rate * step).sigmoid()
+    beta = form.max_update * inputs[4].sigmoid()
     state = torch.zeros(BATCH, HEADS, KEY, VALUE, dtype=torch.float64)
     outputs = []
     for t in range(q.shape[1]):
@@ -72,8 +73,10 @@ def assert_rule_equals_recurrence(
     parameters: Sequence[Tensor],
     output_tolerance: float,
     gradient_tolerance: float,
+    form: Form = PLAIN,
 ) -> None:
-    out, expected = gated_delta(*inputs, starts, *parameters), recurrence(inputs, starts, parameters)
+    out = gated_delta(*inputs, starts, *parameters, form=form)
+    expected = recurrence(inputs, starts, parameters, form)
     torch.testing.assert_close(out, expected, rtol=0, atol=output_tolerance)
     gradient = torch.randn_like(out)
     ours, theirs = (torch.autograd.grad(each, [*inputs, *parameters], gradient) for each in (out, expected))
@@ -88,6 +91,15 @@ def test_rule_and_its_gradients_equal_the_recurrence(tokens: int, masked: bool, 
     inputs, parameters = random_arguments(tokens, by_channel)
     starts = random_starts(tokens) if masked else None
     assert_rule_equals_recurrence(inputs, starts, parameters, output_tolerance=1e-13, gradient_tolerance=1e-11)
+
+
+@pytest.mark.parametrize("form", [Form(max_update=2.0), Form(decay_bound=-5.0)], ids=["updates", "decays"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+def test_forms_of_the_rule_equal_the_recurrence(by_channel: bool, form: Form) -> None:
+    inputs, parameters = random_arguments(CHUNK + 30, by_channel)
+    assert_rule_equals_recurrence(
+        inputs, random_starts(CHUNK + 30), parameters, output_tolerance=1e-12, gradient_tolerance=1e-10, form=form
+    )
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])

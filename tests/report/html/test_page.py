@@ -19,12 +19,13 @@ from phalanx.report.gpu_profile.step import profile_gpu_step
 from phalanx.report.gpu_profile.trace import parse_gpu_trace
 from phalanx.report.gpu_samples import gpu_sample_facts
 from phalanx.report.html import page as page_module
+from phalanx.report.html.figures import legend
 from phalanx.report.html.page import main, page
 from phalanx.report.run_data import read_run
 from tests.helpers.gpu_samples import gpu_run, sampled_lines
 from tests.helpers.gpu_traces import step_events
 from tests.helpers.report_page import parse_embedded_json
-from tests.helpers.trained_runs import hybrid_run, two_rank_run
+from tests.helpers.trained_runs import copy_run, hybrid_run, mixture_run, read_source_losses, two_rank_run
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,40 @@ def test_report_page_curves_have_learning_rate_gradient_norm_and_marks(two_run_r
     (mark,) = figure["layout"]["shapes"]
     assert (mark["x0"], mark["x1"]) == (4.5, 4.5)
     assert "</span>step 4: resumed; layout.pp: 2 (before: &lt;1&gt;)</li>" in text
+
+
+def test_report_page_curves_have_losses_of_sources(tmp_path):
+    from plotly.graph_objects import Figure as PlotlyFigure
+
+    run = copy_run(mixture_run(), tmp_path)
+    expected = read_source_losses(run)
+    facts = report_facts(read_run(run))
+    figure = parse_embedded_json(main(report_data([facts])), "figures")["curves-0"]
+    assert [figure["layout"][axis]["title"]["text"] for axis in ("yaxis", "yaxis2")] == ["loss", "loss by source"]
+    traces = [trace for trace in figure["data"] if trace.get("yaxis") == "y2"]
+    lines = {trace["name"]: trace["y"] for trace in traces if trace["mode"] == "lines"}
+    assert lines == expected
+    assert {trace["name"]: trace["x"] for trace in traces if trace["mode"] == "markers"} == {
+        "json": [4, 8],
+        "email": [4, 8],
+    }
+    PlotlyFigure(data=figure["data"], layout=figure["layout"])  # raises for unknown properties
+    colors = legend(figure)
+    assert len(set(colors.values())) == len(colors) == 4  # training text, held-out text, and both sources
+
+
+def test_report_page_draws_runs_with_other_tokens_per_step_over_tokens(two_run_report):
+    runs = copy.deepcopy(two_run_report["runs"])
+    for factor, facts in enumerate(runs, 1):
+        facts["run"]["tokens_per_step"] *= factor
+        facts["curves"]["tokens"] = [factor * tokens for tokens in facts["curves"]["tokens"]]
+    figure = parse_embedded_json(main(report_data(runs)), "figures")["curves"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "tokens"
+    tokens = runs[1]["curves"]["tokens"]
+    lines, markers = ([trace for trace in figure["data"] if trace["mode"] == mode] for mode in ("lines", "markers"))
+    assert lines[1]["x"] == tokens
+    assert markers[1]["x"] == [tokens[3], tokens[7]]
+    assert markers[1]["hovertemplate"].startswith("%{x:,} tokens: ")
 
 
 def test_report_page_of_many_runs_begins_with_a_sortable_table(two_run_report):

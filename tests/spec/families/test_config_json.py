@@ -49,8 +49,10 @@ ROPES = [
         ("internvl", "vision_config", {"a": 1}),
     ],
 )
-def test_unknown_part_of_a_family_is_refused_by_its_field(model_type, field, value):
-    with pytest.raises(UserError, match=rf"config\.json {field} .*neither trains nor plans") as error:
+def test_family_with_an_unknown_part_is_refused_by_its_type_and_the_part(model_type, field, value):
+    with pytest.raises(
+        UserError, match=rf"model_type = '{model_type}' is not supported: its {field} .*neither trains nor plans"
+    ) as error:
         model_table({"model_type": model_type, field: value})
     assert "gpt_oss" in error.value.fix
 
@@ -136,6 +138,8 @@ def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
     assert model_table(auto_config.to_dict()) == model_table(config)
 
 
+MIMO = {"model_type": "mimo_v2_flash", "rope_parameters": None, "rope_theta": None}
+LAGUNA = {"model_type": "laguna", "rope_parameters": None, "mlp_only_layers": None}
 UNSUPPORTED_SETTINGS = [
     ("is_causal", {"is_causal": False}),
     ("is_causal", {"is_causal": False, "model_type": "gpt2"}),
@@ -176,6 +180,21 @@ UNSUPPORTED_SETTINGS = [
     ("indexer_types", {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}),
     ("index_topk_pattern", {"model_type": "glm_moe_dsa", "index_topk_pattern": "FS"}),
     ("index_topk_freq", {"model_type": "glm_moe_dsa", "index_topk_freq": 4}),
+    ("rope_type", {"model_type": "muse_glimmer_text", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
+    ("hybrid_layer_pattern", MIMO | {"hybrid_layer_pattern": [1, 1]}),
+    ("swa_num_key_value_heads", MIMO | {"swa_num_key_value_heads": 2}),
+    ("swa_rope_theta", MIMO | {"swa_rope_theta": 5e5}),
+    ("mlp_only_layers", LAGUNA | {"mlp_only_layers": [1]}),
+    ("gating_types", LAGUNA | {"gating_types": ["per_element"]}),
+    ("gating", LAGUNA | {"gating": "per-element"}),
+    ("use_rope_layers", {"model_type": "step3p5", "use_rope_layers": [False]}),
+    ("yarn_only_types", {"model_type": "step3p5", "rope_parameters": None, "yarn_only_types": ["sliding_attention"]}),
+    (
+        "attention_other_setting.num_attention_groups",
+        {"model_type": "step3p5", "attention_other_setting": {"num_attention_groups": 3}},
+    ),
+    ("per_layer_config", {"model_type": "step3p5", "per_layer_config": {"0": {"num_attention_heads": 3}}}),
+    ("rope_theta", {"model_type": "step3p5", "rope_parameters": None, "rope_theta": [1e4, 1e5]}),
 ]
 
 

@@ -14,8 +14,8 @@ from phalanx.spec.families.common_fields import FIXED_FIELDS, HARMLESS_FIELDS
 from phalanx.spec.families.config_json import hf_config, model_table, require_known_fields, write_config
 from phalanx.spec.families.family import Fixed, Read, SameAs
 from phalanx.spec.families.registry import EXPORTED_FIRST, families
-from phalanx.spec.model import ModelSpec, MoESpec, QueryTemperatureSpec, RopeSpec
-from phalanx.spec.parts.mixers import MixerSpec
+from phalanx.spec.model import BlockIndexerSpec, ModelSpec, MoESpec, QueryTemperatureSpec, RopeSpec
+from phalanx.spec.parts.mixers import Mamba2, MixerSpec
 from phalanx.spec.parts.mixers.latent_attention import IndexerSpec
 from tests.helpers.altered_fields import altered_fields
 
@@ -44,9 +44,11 @@ SUPPORTED = {
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "kimi_linear": {"num_expert_group": 4},
+    "falcon_h1": {"mamba_norm_before_gate": False},
+    "mimo_v2_flash": {"num_attention_heads": 64, "head_dim": 192, "v_head_dim": 24},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
 }
-"""Values in place of defaults that are refused or absent. GLM's heads have an odd half."""
+"""Values in place of defaults that are refused or absent. GLM's heads have an odd half, MiMo's values are narrow."""
 
 
 @pytest.fixture(params=families())
@@ -116,7 +118,7 @@ def test_altered_field_changes_one_dial_and_is_exported(kind):
         for name, size in SMALL[kind == "gpt2"].items()
         if not isinstance(fields.get(name), SameAs | Fixed) and name not in other_names
     }
-    small = SUPPORTED.get(kind, {}) | sizes | {"model_type": kind}
+    small = sizes | SUPPORTED.get(kind, {}) | {"model_type": kind}
     before = parse_table(ModelSpec, model_table(small))
     for name, value in altered_fields(kind, small).items():
         spec = parse_table(ModelSpec, model_table(small | {name: value}))
@@ -136,6 +138,7 @@ def test_dial_is_set_by_one_field_or_constant(kind):
         inner = ".".join(table.split(".")[2:]) if table.startswith("kinds.") else table
         tables = {"": (ModelSpec,), "rope": (RopeSpec,), "moe": (MoESpec,), "mixer": MIXERS}
         tables["mixer.indexer"] = (IndexerSpec,)
+        tables |= {"indexer": (BlockIndexerSpec,), "side_mixer": (Mamba2,)}
         tables["query_temperature"] = (QueryTemperatureSpec,)
         assert any(name in table.model_fields for table in tables[inner])
 

@@ -217,7 +217,6 @@ def test_file_with_the_name_of_a_preset_is_the_run_file(tmp_path, monkeypatch):
     ("name", "fix"),
     [
         ("lama3-8b", "did you mean 'llama3-8b'"),
-        ("meta-llama/Llama-3.1-8B", "did you mean 'llama3-8b'"),
         ("llama3", "did you mean 'llama3-405b' or 'llama3-70b' or 'llama3-8b'"),
         ("nothing", "name one of command-r7b, .*phalanx init run.toml"),
     ],
@@ -228,6 +227,12 @@ def test_load_run_suggests_models_for_a_name_that_is_no_file(tmp_path, monkeypat
         load_run(name, environment={})
     with pytest.raises(UserError, match=fix):
         load_model_spec(name)
+
+
+def test_load_run_suggests_a_preset_for_a_name_that_the_hub_cannot_provide():
+    for load in (lambda name: load_run(name, environment={}), load_model_spec):
+        with pytest.raises(UserError, match="HF_HUB_OFFLINE is set\n  fix: did you mean 'llama3-8b'"):
+            load("meta-llama/Llama-3.1-8B")
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "config.json", "model"])
@@ -305,6 +310,18 @@ def test_load_run_limits_default_warmup_to_half_of_training_steps(tmp_path, text
     assert load_run(write_run_file(tmp_path, text), [], {}).optimizer.warmup_steps == warmup
 
 
+@pytest.mark.parametrize("entry", ["data.source.1", "data.source[1]"])
+def test_override_of_a_list_names_an_entry_by_its_number(tmp_path, entry):
+    tables = (f'[[data.source]]\nname = "{name}"\npath = "{name}.txt"\nweight = 1\n' for name in "ab")
+    file = write_run_file(tmp_path, "".join(tables))
+    sources = load_run(file, [f"{entry}.path=c.txt", f"{entry}.weight=2"], {}).data.source
+    assert [(source.path, source.weight) for source in sources] == [(["a.txt"], 1), (["c.txt"], 2)]
+    assert len(load_run(file, [f"{entry}="], {}).data.source) == 1
+    for name in ("data.source.2.path", "data.source.b.path"):
+        with pytest.raises(UserError, match=r"in data.source, which is a list of 2\n  fix: number its"):
+            load_run(file, [f"{name}=c.txt"], {})
+
+
 @pytest.mark.parametrize("override", ["training.steps", "=5", "name.x.y=1"])
 def test_load_run_rejects_malformed_override(tmp_path, override):
     with pytest.raises(UserError):
@@ -313,9 +330,10 @@ def test_load_run_rejects_malformed_override(tmp_path, override):
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_model_preset_loads_and_accepts_overrides(preset):
-    run = run_from_table({"model": {"preset": preset, "num_layers": 4}})
-    assert run.model.num_layers == 4
     spec = load_model_spec(preset)
+    shared = {"num_shared_kv_layers": 1} if spec.num_shared_kv_layers else {}
+    run = run_from_table({"model": {"preset": preset, "num_layers": 4, **shared}})
+    assert run.model.num_layers == 4
     assert spec.head_dim * spec.num_heads > spec.hidden_size / 2
 
 

@@ -24,6 +24,7 @@ import torch
 from phalanx.data.loader import prefetch
 from phalanx.launch.preflight import preflight
 from phalanx.model.init import initial_weight
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.runs import checkpoints as manifest
 from phalanx.runs.checkpoints import checkpoints, find_damage, latest_valid, require_valid_checkpoint
 from phalanx.runs.lock import is_running
@@ -36,8 +37,10 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.fault_injection import truncate_file
 from phalanx.testing.processes import POLL_SECONDS, run_python, start_python
+from phalanx.train.checkpoint import checkpointer
 from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
 from phalanx.train.checkpoint.state import load_full_tensors
+from phalanx.train.checkpoint.stored_tensors import open_tensors
 from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import (
     INDEXERS,
@@ -143,8 +146,13 @@ def test_checkpoint_tensors_match_single_process_in_every_layout(
     last = Path("parity", "checkpoints", f"step-{HALF:08d}")
     expected_tensors, tensors = (load_full_tensors(half_trained_run(layout) / last) for layout in ("one", name))
     assert expected_tensors.keys() == tensors.keys()
+    stored = open_tensors(half_trained_run(name) / last)
+    assert stored.keys() == tensors.keys()
     for tensor, expected in expected_tensors.items():
         assert (tensors[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
+        assert torch.equal(stored[tensor][...], tensors[tensor])
+        if expected.ndim:
+            assert torch.equal(stored[tensor][1:3], tensors[tensor][1:3])
 
 
 @pytest.mark.parametrize(("before", "after"), LAYOUT_TRANSITIONS)
@@ -328,6 +336,27 @@ def test_latest_valid_checkpoint_splits_checksum_work_among_ranks(saved_checkpoi
             assert damaged == {newest.name: f"checksum of {name} is wrong"}
 
 
+def message_when_store_fails(directory: Path, failing: str) -> str:
+    """Return the error of this rank if a function of rank 1, or of rank 0, cannot reach the store."""
+
+    def fail(*_: Any) -> None:
+        raise UserError("checkpoint.directory", "s3://bucket", "cannot be accessed")
+
+    rank_of_function = {"find_damaged_files": 1, "quarantine": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_and_world_size()[0] == rank_of_function[failing]:
+            patch.setattr(checkpointer, failing, fail)
+        with pytest.raises(UserError) as caught:
+            latest_valid_checkpoint(directory)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("failing", ["find_damaged_files", "quarantine"])
+def test_latest_valid_checkpoint_raises_error_of_one_rank_on_all(saved_checkpoints: Path, failing: str) -> None:
+    messages = rank_pool(2).run(message_when_store_fails, saved_checkpoints, failing)
+    assert messages == ["checkpoint.directory = 's3://bucket' cannot be accessed"] * 2
+
+
 def test_checkpointer_raises_when_shards_of_a_rank_are_missing(text: Path, tmp_path: Path) -> None:
     trainer = make_trainer(small_run(text, tmp_path, {}))
     trainer.checkpointer.world_size = 2  # the other one has gone
@@ -467,9 +496,7 @@ def test_checkpointer_prunes_old_checkpoints(text: Path, tmp_path: Path) -> None
 INCOMPATIBLE_CHANGES = {
     "model.hidden_size": {"model": {**MOE, "hidden_size": 64}},
     "model.moe.num_experts": {"model": {**MOE, "moe": {**MOE["moe"], "num_experts": 8}}},
-    "optimizer.name": {"model": MOE, "optimizer.name": "muon"},
     "training.seed": {"model": MOE, "training.seed": 7},
-    "training.seq_len": {"model": MOE, "training.seq_len": 16},
     "data": {"model": MOE, "data.train": [str(Path(logging.__file__).parent)]},
 }
 
@@ -485,6 +512,23 @@ def test_resume_rejects_checkpoint_of_incompatible_run(
     with pytest.raises(UserError) as caught:
         make_trainer(run).resume()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_resume_with_another_optimizer_keeps_weights_and_common_state(
+    name: str, text: Path, saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
+    before = make_trainer(small_run(text, tmp_path, {"model": MOE}))
+    after = make_trainer(small_run(text, tmp_path, {"model": MOE, "optimizer.name": name}))
+    for trainer in (before, after):
+        trainer.resume()
+    for own, saved in zip(after.module.parameters(), before.module.parameters(), strict=True):
+        assert torch.equal(own, saved)
+    states = {type(optimizer): list(optimizer.state.values()) for optimizer in after.optimizers}
+    assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in states.get(torch.optim.AdamW, []))
+    assert bool(states.get(torch.optim.AdamW)) == (name == "muon")
+    assert math.isfinite(train_until(after, after.step + 1)[0][0])
 
 
 def test_create_run_accepts_resume_with_unreadable_manifest(

@@ -46,8 +46,8 @@ def replace_targets(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: 
     """Give these sequences of the text, counted from the run's beginning, other targets."""
 
     class Spoiled(Trainer):
-        def micro_batches(self, batch: Any) -> list[MicroBatch]:
-            micros = super().micro_batches(batch)
+        def micro_batches(self, batch: Any, *sums: Any) -> list[MicroBatch]:
+            micros = super().micro_batches(batch, *sums)
             if self.module.training and self.loader.loader.first_sequence(self.step) in sequences:  # type: ignore[attr-defined]
                 return [replace(micro, targets=targets(micro.targets)) for micro in micros]
             return micros

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +53,19 @@ def test_watchdog_preserves_failure_dump_when_collectives_progress(
         fail()
     watchdog_context._thread.join()
     assert "Timed out" in read_dumps(tmp_path)[0]["error"]
+
+
+def test_watchdog_takes_wait_for_uploads_for_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "recorder_fingerprint", lambda: b"")
+    strategy = SimpleNamespace(comm_wait=SimpleNamespace(seconds=0.0))
+    checkpointer = SimpleNamespace(num_upload_polls=0)
+    context: Any = Watchdog(tmp_path, timeout_seconds=0.4)
+    context.trainer = SimpleNamespace(step=1, strategy=strategy, checkpointer=checkpointer, stop_requested=False)
+    with context:
+        for _ in range(50):
+            checkpointer.num_upload_polls += 1
+            time.sleep(0.02)
+            assert not dump_file(tmp_path, 0).exists()
 
 
 @pytest.mark.parametrize("others", [[], ["rank-00001.fault"]])

@@ -21,6 +21,7 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.common.progress import search_progress
     from phalanx.cli.views.plan_json import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
+    from phalanx.plan.search.phases import layout_of_run
 
     resolved = ResolvedRun.on_cluster(run.replace(auto_layout=False))
     with search_progress(resolved.world_size) as report:
@@ -28,7 +29,8 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     best = plan.best
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.searched:,}; {seconds})", file=sys.stderr)
-    resolved = ResolvedRun.on_cluster(resolved.run.replace(layout=best.candidate.layout()))
+    layout = layout_of_run(resolved.run, best.candidate.layout())
+    resolved = ResolvedRun.on_cluster(resolved.run.replace(layout=layout))
     return resolved.run, json.dumps(plan_to_json(resolved, plan, top=10, tokens=None), indent=2)
 
 

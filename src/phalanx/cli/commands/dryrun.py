@@ -17,6 +17,7 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
+from phalanx.spec.phases import phases_of, phases_to_show
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
@@ -36,6 +37,10 @@ def dryrun(
             metavar="all|corners|0,5,...",
         ),
     ] = "corners",
+    phase_number: Annotated[
+        int | None,
+        Option("--phase", help="Trace this [[phase]] only, from 0; by default the run and each.", min=0, metavar="N"),
+    ] = None,
     jobs: Annotated[int, Option(help="Ranks traced in parallel, one core each.", min=1, metavar="N")] = 2,
     full: Annotated[bool, Option("--full", help="Run all micro-batches; by default equal ones run once.")] = False,
     machine: Machine = None,
@@ -65,22 +70,37 @@ def dryrun(
     run_spec = resolve_recomputation(run_spec, world_size)
     resolved = ResolvedRun(run_spec, world_size)
     check_layout(resolved)  # before the import of torch, which takes a second
+    from phalanx.cli.views.dryrun import dry_run_to_json, print_dry_run
     from phalanx.verify.dry_run import check_traceable, corner_ranks
     from phalanx.verify.dry_run_report import dry_run
 
     check_traceable(resolved)
     traced_ranks = _parse_ranks(trace, world_size, lambda: corner_ranks(resolved))
-    with _show_tracing_progress(len(traced_ranks), jobs) as done:
-        report = dry_run(run_spec, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
+    reports = []
+    for name, traced_run in _traced_runs(run_spec, phase_number):
+        if name:
+            print(f"{name}:", file=sys.stderr if json_ else sys.stdout)
+        with _show_tracing_progress(len(traced_ranks), jobs) as done:
+            report = dry_run(traced_run, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
+        reports.append((name, traced_run, report))
+        if not json_:
+            print_dry_run(traced_run, report)
     if json_:
-        from phalanx.cli.views.dryrun import dry_run_to_json
+        first, *others = [{"phase": name} | dry_run_to_json(traced, report) for name, traced, report in reports]
+        print(json.dumps(first | ({"phases": others} if others else {}), indent=2))
+    raise typer.Exit(not all(report.ok for _, _, report in reports))
 
-        print(json.dumps(dry_run_to_json(run_spec, report), indent=2))
-    else:
-        from phalanx.cli.views.dryrun import print_dry_run
 
-        print_dry_run(run_spec, report)
-    raise typer.Exit(not report.ok)
+def _traced_runs(run: RunSpec, number: int | None) -> list[tuple[str, RunSpec]]:
+    """Return the names and settings of the phases to trace: one with a number, or each with other sizes."""
+    if number is None:
+        return [("", run), *((phase.name, phase.run) for phase in phases_to_show(run))]
+    # Of a ramp, its last batch, which is also the batch after it.
+    phases = [(phase.name, phase.run) for phase in phases_of(run) if phase.number == number][-1:]
+    if not phases:
+        problem = f"is not a phase of this run, which has {plural(len(run.phase), 'table')} [[phase]]"
+        raise UserError("--phase", number, problem, "give the number of a table, from 0")
+    return phases
 
 
 def _resolve_layout(run: RunSpec, ranks: int | None) -> tuple[RunSpec, int]:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from phalanx.cli.common.options import Step, TrainedRun, Trust
+from phalanx.cli.common.options import (
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Step,
+    Temperature,
+    TopK,
+    TopP,
+    TrainedRun,
+    Trust,
+)
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizer import Tokenizer
@@ -17,9 +27,12 @@ def generate(
     run: TrainedRun,
     prompt: Annotated[str, Option(help="Text to continue; empty: begin a document.")] = "",
     tokens: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 200,
-    temperature: Annotated[float, Option(help="Sampling temperature; 0: the most likely token.", min=0)] = 0.8,
-    top_k: Annotated[int, Option(help="Sample from this number of most likely tokens; 0: all.", min=0)] = 50,
-    seed: Annotated[int, Option(help="Random seed; equal seeds give equal texts.", min=0)] = 0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 50,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     step: Step = None,
     trust: Trust = None,
 ) -> None:
@@ -40,7 +53,8 @@ def generate(
     import torch
 
     from phalanx.data.tokenizer import load_tokenizer
-    from phalanx.model.sampling import stream_tokens
+    from phalanx.model.generation import stream_tokens
+    from phalanx.model.sampling import Sampling
     from phalanx.train.checkpoint.load_model import load_trained_model
 
     trained = load_trained_model(run, step, trust=bool(trust))
@@ -48,8 +62,9 @@ def generate(
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)
     context = trained.run.training.seq_len
-    stream = stream_tokens(trained.module, start, temperature, top_k, generator, context, tokenizer.vocab)
-    new = islice(stream, tokens)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    stream = stream_tokens(trained.module, [start], sampling, generator, context, tokenizer.vocab)
+    new = (int(tokens_B[0]) for tokens_B in islice(stream, tokens))
     print(prompt, end="", flush=True)
     for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
         print(text, end="", flush=True)

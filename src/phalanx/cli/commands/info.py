@@ -22,7 +22,10 @@ from phalanx.spec.layers import check_sequence, longest_sequence
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.terminal import Terminal
 
-PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms", "head", "carried")
+PARTS = (
+    *("embedding", "per_layer_inputs", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms"),
+    *("head", "carried"),
+)
 MACHINE_FIELDS = (
     "peak_flops",
     "memory_bytes",
@@ -41,7 +44,7 @@ def info(
     model: Annotated[
         str | None,
         Argument(
-            help="A preset, a Hugging Face config.json (or its directory), or a TOML file.",
+            help="A preset, a Hugging Face config.json, its directory or a name on the hub, or a TOML file.",
             autocompletion=complete_presets("models"),
         ),
     ] = None,

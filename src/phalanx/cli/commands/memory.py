@@ -33,6 +33,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import GIB, format_si, plural
 from phalanx.spec.layout import Layout, describe_recomputation, without_inapplicable_options
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
+from phalanx.spec.phases import errors_of_phase, phases_to_show
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.terminal import Terminal
 
@@ -96,21 +97,36 @@ def memory(
     run_spec = load_run(run, set_ or [], machine=machine)
     require_planned_layout(run_spec)
     cluster = run_spec.cluster
-    world_size = ranks or cluster.ranks
+    nproc = cluster.planned_nproc_per_node
+    world_size = ranks or nproc * cluster.nodes
     ranks_source = "cluster.nproc_per_node x cluster.nodes"
     if ranks is not None:
         ranks_source = "--ranks"
     elif cluster.nproc_per_node is None:
-        ranks_source = "one per node, because cluster.nproc_per_node is not set; see --ranks"
+        ranks_source = f"{nproc} per node, because cluster.nproc_per_node is not set; see --ranks"
     # CPU ranks share a node's memory.
     cluster = cluster.replace(nproc_per_node=-(-world_size // cluster.nodes))
     run_spec = resolve_recomputation(run_spec.replace(cluster=cluster), world_size)
     resolved = ResolvedRun(run_spec, world_size)
     rows = memory_rows(resolved)
+    of_phases = []
+    for phase in phases_to_show(run_spec):
+        with errors_of_phase(phase):
+            resolved_phase = ResolvedRun(phase.run, world_size)
+            of_phases.append((phase, resolved_phase, memory_rows(resolved_phase)))
     if json_:
-        print(json.dumps(memory_to_json(resolved, rows), indent=2))
-    else:
-        _print_memory(resolved, ranks_source, rows=rows if all_ else fullest_ranks(rows))
+        table = memory_to_json(resolved, rows)
+        if of_phases:
+            table["phases"] = [
+                {"phase": phase.number, "first_step": phase.first_step, **memory_to_json(resolved_phase, phase_rows)}
+                for phase, resolved_phase, phase_rows in of_phases
+            ]
+        print(json.dumps(table, indent=2))
+        return
+    _print_memory(resolved, ranks_source, rows=rows if all_ else fullest_ranks(rows))
+    for phase, resolved_phase, phase_rows in of_phases:
+        print(f"\n{phase.name}:")
+        _print_memory(resolved_phase, ranks_source, rows=phase_rows if all_ else fullest_ranks(phase_rows))
 
 
 def memory_rows(resolved: ResolvedRun) -> list[MemoryRow]:

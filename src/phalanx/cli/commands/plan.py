@@ -245,18 +245,19 @@ def _with_best_checkpoint_interval(run: RunSpec, planned: EvaluatedLayout) -> tu
 
 def _new_weights_note(source: Path) -> str | None:
     """Return why a run of a Hugging Face config.json starts from new weights; None for other sources."""
-    from phalanx.spec.files.load import hf_config_file, lacks_weights, model_source
+    from phalanx.spec.files.load import lacks_weights, model_source
 
     if (note := counted_family_note(source)) is not None:
         return note
     is_config = "from_hf" in (model_source(source) or {})
-    return f"{source}: has no *.safetensors" if is_config and lacks_weights(hf_config_file(str(source))) else None
+    return f"{source}: has no *.safetensors" if is_config and lacks_weights(source) else None
 
 
 def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path, source: Path) -> None:
     """Write the run with a layout, ready to train; `source` is its run file or model."""
     from phalanx.cli.common.output_file import write_file
     from phalanx.launch.jobs.job import PORT
+    from phalanx.plan.search.phases import layout_of_run
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY, printable
     from phalanx.spec.learning_rate import learning_rate_note
@@ -269,7 +270,7 @@ def _write_planned_run(run: RunSpec, planned: EvaluatedLayout, file: Path, sourc
     notes = [note for note in (weights_note, learning_rate_note(run), interval_note, unset_note) if note]
     # A comment of TOML is one line without control characters, which a path may have.
     comments = [f"# {printable(' '.join(line.splitlines()))}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
-    toml_text = to_toml(run.replace(layout=planned.candidate.layout()), omitted)
+    toml_text = to_toml(run.replace(layout=layout_of_run(run, planned.candidate.layout())), omitted)
     write_file("--out", file, f"{''.join(comments)}{toml_text}")
     name = shlex.quote(str(file))
     start = f"phalanx train {name}"

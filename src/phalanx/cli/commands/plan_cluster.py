@@ -40,7 +40,7 @@ def run_on_cluster(
     topology overrides the run file and the machine except for nproc; --set overrides the topology.
     """
     from phalanx.spec.base import require
-    from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE, MAX_NODES
+    from phalanx.spec.cluster import MAX_NODES
     from phalanx.spec.files.load import load_run
     from phalanx.spec.resolved_run import ResolvedRun
 
@@ -52,7 +52,7 @@ def run_on_cluster(
     require(is_possible, "--nodes", nodes, "is more than any cluster has", fix=f"use at most {MAX_NODES:,}")
     cluster = run_spec.cluster
     is_given = nproc is not None or cluster.nproc_per_node is not None
-    nproc = nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE
+    nproc = nproc or cluster.planned_nproc_per_node
     cluster = cluster.replace(nodes=nodes or cluster.nodes, nproc_per_node=nproc)
     if not is_given:
         # A plan then lists it among its assumptions.

@@ -52,9 +52,10 @@ def explain(
 
     if picture is not None:
         from phalanx.cli.views.plan_picture import breakdown
+        from phalanx.plan.search.phases import largest_phase
         from phalanx.report.drawing.step_breakdown import save_picture
 
-        save_picture(breakdown(resolved, ranked, index=number - 1), picture)
+        save_picture(breakdown(largest_phase(resolved), ranked, index=number - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
     print_explanation(resolved, ranked, index=number - 1)
 
@@ -88,8 +89,10 @@ def compare(
     from phalanx.cli.views.plan import print_comparison
     from phalanx.plan.search.candidates import describe_other_strategy
     from phalanx.plan.search.evaluate import evaluate_layout_text, parse_layout
+    from phalanx.plan.search.phases import largest_phase
 
-    layouts_by_text = {text: evaluate_layout_text(resolved, text) for text in texts if text not in numbers}
+    largest = largest_phase(resolved)
+    layouts_by_text = {text: evaluate_layout_text(largest, text) for text in texts if text not in numbers}
     names = [f"layout {numbers[text]}" if text in numbers else letter for text, letter in zip(texts, "AB", strict=True)]
     if other is None:
         names = [names[0] if layout in numbers else "yours", "best"]

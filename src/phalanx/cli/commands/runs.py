@@ -58,7 +58,7 @@ def runs(
     """
     from phalanx.runs.summary import find_runs, sort_summaries, summarize_run
     from phalanx.spec.base import did_you_mean, require
-    from phalanx.spec.formatting import UNKNOWN
+    from phalanx.spec.formatting import UNKNOWN, plural
 
     require(sort in SORT_FIELDS, "--sort", sort, "is not a column", did_you_mean(sort, list(SORT_FIELDS)))
     directories = directories or [Path("runs")]
@@ -101,6 +101,12 @@ def runs(
     if rows:
         console.print(table)
     for row in rows:
+        if row.bad_records:
+            print_line(
+                console, f"{row.directory}: {plural(row.bad_records, 'broken record')} of the data skipped", "dim"
+            )
+        if row.finish_reason:
+            print_line(console, f"{row.directory}: ended early: {row.finish_reason}", "dim")
         for problem in row.problems:
             print_line(console, f"{row.directory}: {problem}", "dim")
     if others:

@@ -25,6 +25,7 @@ from phalanx.cli.commands.train_start import (
 from phalanx.cli.common.options import STEP_OPTION, Trust
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.starters import kubeflow_options, set_rank_variables
+from phalanx.runs.checkpoint_store import list_in_run_directory
 from phalanx.runs.checkpoints import require_valid_checkpoint, split_checkpoint_path, step_of
 from phalanx.runs.create import RUN_FILE, completed_steps, is_run_directory, require_run, run_directory
 from phalanx.runs.step_records import parse_step_range
@@ -152,6 +153,7 @@ def train(
             run_in_place("phalanx.train", str(run), *words)
     run_spec = _load_run_or_directory(run, set_ or [], machine, trust)
     if step is not None:
+        list_in_run_directory(run_spec, run_directory(run_spec))
         step = step_of(require_valid_checkpoint(run_directory(run_spec), step))
     if run_spec.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="

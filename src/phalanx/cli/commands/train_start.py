@@ -173,7 +173,7 @@ def _set_up_run_directory(
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
-        prepared = check_and_prepare(run, ranks, start.resume, progress, start.step)
+        run, prepared = check_and_prepare(run, ranks, start.resume, progress, start.step)
     lock = lock_run_directory(run, start.resume, start.step)
     directory = write_run_directory(run, prepared)
     if plan is not None:

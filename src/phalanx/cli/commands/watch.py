@@ -81,15 +81,20 @@ def watch(
                 for facts in _poll_facts(run, every):
                     screen.update(render_live(facts), refresh=True)
         else:
-            from phalanx.cli.views.report import format_latest_step
+            from phalanx.cli.views.report import evaluation_lines, format_latest_step
             from phalanx.report.formatting import round_lines
 
-            last_step = num_printed = 0
+            last_step = last_evaluation = num_printed = 0
             for facts in _poll_facts(run, every):
                 steps = facts["curves"]["step"]
-                for index in range(-sum(step > last_step for step in steps), 0):
-                    print(format_latest_step(facts, index), flush=True)
+                new_steps = range(-sum(step > last_step for step in steps), 0)
+                evaluations = evaluation_lines(facts)
+                lines = [(steps[index], format_latest_step(facts, index)) for index in new_steps]
+                lines += [(step, line) for step, line in evaluations if step > last_evaluation]
+                for _, line in sorted(lines, key=lambda item: item[0]):
+                    print(line, flush=True)
                 last_step = steps[-1] if steps else 0
+                last_evaluation = evaluations[-1][0] if evaluations else 0
                 rounds = round_lines(facts)
                 for line in rounds[num_printed:]:
                     print(line, flush=True)

@@ -46,7 +46,8 @@ RunFile = Annotated[Path, Argument(help="A run file.", metavar="RUN.toml")]
 RunOrModel = Annotated[
     Path,
     Argument(
-        help="A run file, or a model: a preset (`phalanx info --list`), a Hugging Face config.json or its directory.",
+        help="A run file, or a model: a preset (`phalanx info --list`), a Hugging Face config.json or its directory, "
+        "or a name on the hub (org/name).",
         metavar="RUN.toml|MODEL",
         callback=log_counted_family,
     ),
@@ -94,6 +95,12 @@ Step = Annotated[
         **STEP_OPTION,
     ),
 ]
+Temperature = Annotated[float, Option(help="Sampling temperature; 0: the most likely token.", min=0)]
+TopK = Annotated[int, Option(help="Sample from this number of most likely tokens; 0: all.", min=0)]
+TopP = Annotated[float, Option(help="Sample from the most likely tokens of this total probability.", min=0, max=1)]
+MinP = Annotated[float, Option(help="Least probability, as a share of that of the most likely token.", min=0, max=1)]
+RepetitionPenalty = Annotated[float, Option(help="Factor against tokens that the text has already; 1: none.", min=0.1)]
+Seed = Annotated[int, Option(help="Random seed; equal seeds give equal texts.", min=0)]
 TrainedRun = Annotated[
     Path,
     Argument(

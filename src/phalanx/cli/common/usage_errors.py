@@ -11,13 +11,15 @@ import typer
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import number_fix
-from phalanx.spec.local_paths import URL, check_local_path
+from phalanx.spec.local_paths import URL, check_local_path, check_store, check_text_source
 
 UsageError: Any = typer.BadParameter.__base__
 """Base class of usage errors in click, or in the click that newer typer versions include."""
 FREE_TEXT_OPTIONS = ("--prompt", "--image")
 """Options whose values may be URLs: a prompt, and the image of a container."""
 ADDRESS_OPTIONS = ("--listen", "--rendezvous")
+TEXT_COMMANDS = (("data", "prepare"), ("data", "tokenizer"), ("data", "inspect"))
+"""Commands whose arguments are text, which may be in an object store."""
 ADDRESS_COMMANDS = (("swarm", "join"), ("swarm", "status"), ("swarm", "text"))
 """Commands whose argument is an address."""
 
@@ -38,7 +40,11 @@ def refuse_urls(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> Non
         if option in ADDRESS_OPTIONS or (option == "argument" and tuple(arguments[:2]) in ADDRESS_COMMANDS):
             problem = "is a URL, but an address has no scheme"
             raise UserError(option, value, problem, fix="write host:port, such as 203.0.113.7:7077")
-        if option not in FREE_TEXT_OPTIONS:
+        if option == "argument" and tuple(arguments[:2]) in TEXT_COMMANDS:
+            check_text_source("SOURCE", value)
+        elif option == "--upload":
+            check_store(option, value)
+        elif option not in FREE_TEXT_OPTIONS:
             check_local_path(option, value)
 
 

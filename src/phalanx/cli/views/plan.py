@@ -32,14 +32,16 @@ from phalanx.plan.search.oom_risk import (
     describe_memory_limit,
     node_host_bytes,
 )
+from phalanx.plan.search.phases import largest_phase, phase_costs, phase_with_most_tokens
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import UNCERTAIN_GAIN
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.formatting import GIB, format_gib
+from phalanx.spec.formatting import GIB, format_duration, format_gib, format_percent
 from phalanx.spec.resolved_run import ResolvedRun
+from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 
 WIDTH = 100
@@ -56,6 +58,8 @@ def print_layout_table(resolved: ResolvedRun, plan: Plan, top: int, tokens: floa
 
     The plan has at least one layout. `tokens` are those of a full training; None for those of the run.
     """
+    whole = resolved
+    resolved = largest_phase(resolved)
     run = resolved.run
     console = plan_console()
     _print_plan_summary(console, resolved, plan)
@@ -82,13 +86,38 @@ def print_layout_table(resolved: ResolvedRun, plan: Plan, top: int, tokens: floa
         print_line(console, note, "dim")
     exposed = "exposed: communication not hidden by compute."
     console.print(f"{exposed} phalanx plan explain RUN.toml K shows the parts of time and memory.", style="dim")
-    print_line(
-        console, "--out FILE writes a run file with these settings and the first layout; --set changes them.", "dim"
-    )
+    first = "the first layout that is unlikely to run out of memory"
+    print_line(console, f"--out FILE writes a run file with these settings and {first}; --set changes them.", "dim")
     console.print()
-    for line in format_training(run, estimate_training_cost(resolved, plan.layouts[0], tokens)):
-        print_line(console, line)
+    if whole.run.phase:
+        _print_phases(console, whole, plan.best)
+    elif run.training.epochs is not None and tokens is None:
+        print_line(console, "training.epochs needs the size of the text: --tokens N shows the cost of a full training")
+    else:
+        for line in format_training(run, estimate_training_cost(resolved, plan.layouts[0], tokens)):
+            print_line(console, line)
     print_assumptions(console, resolved, plan.layouts[:top])
+
+
+def _print_phases(console: Terminal, resolved: ResolvedRun, layout: EvaluatedLayout) -> None:
+    """Print the predicted time and memory of each phase of a run under a layout."""
+    costs = phase_costs(resolved, layout.layout)
+    table = plan_table("", "phase", "steps", "tokens a step", "sequence", "step s", "GiB", "P(OOM)", "hours")
+    for cost in costs:
+        training = cost.phase.run.training
+        sizes = f"{cost.phase.steps:,}", f"{training.tokens_per_step:,}", f"{training.seq_len:,}"
+        memory = f"{cost.layout.memory_bytes / GIB:.1f}", format_percent(cost.layout.p_oom)
+        step = f"{cost.layout.step_seconds:.3f}"
+        table.add_row("", cost.phase.name, *sizes, step, *memory, f"{cost.seconds / 3600:.3g}")
+    print_line(console, f"phases with {layout.candidate}:")
+    console.print(table)
+    seconds = sum(cost.seconds for cost in costs)
+    print_line(console, f"{format_duration(seconds)} in all; the first table is for the phase with the most tokens")
+
+
+def describe_shown_phase(run: RunSpec) -> str | None:
+    """Return which phase of a run has the figures of a layout; None for a run without phases."""
+    return f"figures of {phase_with_most_tokens(run).name}, which has the most tokens" if run.phase else None
 
 
 def print_explanation(resolved: ResolvedRun, plan: Plan, index: int) -> None:
@@ -96,10 +125,14 @@ def print_explanation(resolved: ResolvedRun, plan: Plan, index: int) -> None:
 
     `index` is that of the layout in `plan.layouts`.
     """
+    note = describe_shown_phase(resolved.run)
+    resolved = largest_phase(resolved)
     run = resolved.run
     console = plan_console()
     layout = plan.layouts[index]
     _print_plan_summary(console, resolved, plan)
+    if note is not None:
+        print_line(console, note)
     console.print(f"{index + 1}. {layout.candidate}", style="bold", highlight=False)
     print_line(
         console,
@@ -171,8 +204,12 @@ def print_comparison(
 
     `notes` are lines on layouts that are not evaluated as they were written.
     """
+    phase_note = describe_shown_phase(resolved.run)
+    resolved = largest_phase(resolved)
     console = plan_console()
     print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(resolved)}")
+    if phase_note is not None:
+        print_line(console, phase_note)
     named = list(zip(names, (first, second), strict=True))
     for name, layout in named:
         console.print(f"{name}: {layout.candidate}", style="bold", highlight=False)

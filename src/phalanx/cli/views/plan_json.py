@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.cli.views.plan_notes import list_assumptions, training_to_json
 from phalanx.plan.search.faster_layout import find_faster_layout
 from phalanx.plan.search.oom_risk import node_host_bytes, safe_capacity_bytes
+from phalanx.plan.search.phases import largest_phase, phase_costs
 from phalanx.plan.search.result import Plan
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.plan.training_cost import estimate_training_cost
@@ -19,6 +20,8 @@ def plan_to_json(resolved: ResolvedRun, plan: Plan, top: int, tokens: float | No
 
     `tokens` are those of a full training; None for those of the run.
     """
+    whole = resolved
+    resolved = largest_phase(resolved)
     run = resolved.run
     faster = find_faster_layout(resolved, plan)
     front = plan.pareto_front
@@ -43,5 +46,28 @@ def plan_to_json(resolved: ResolvedRun, plan: Plan, top: int, tokens: float | No
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
         "taken": str(plan.best.candidate),
-        "training": asdict(estimate_training_cost(resolved, plan.layouts[0], tokens)),
+        **_training_to_json(whole, plan, tokens),
     }
+
+
+def _training_to_json(resolved: ResolvedRun, plan: Plan, tokens: float | None) -> dict[str, Any]:
+    """Return the cost of a full training, if its length is known, or of each phase under the layout that is taken."""
+    if resolved.run.training.epochs is not None and tokens is None:
+        return {"training": None}
+    if not resolved.run.phase:
+        return {"training": asdict(estimate_training_cost(resolved, plan.layouts[0], tokens))}
+    phases = [
+        {
+            "phase": cost.phase.number,
+            "first_step": cost.phase.first_step,
+            "steps": cost.phase.steps,
+            "tokens_per_step": cost.phase.run.training.tokens_per_step,
+            "sequence": cost.phase.run.training.seq_len,
+            "step_seconds": cost.layout.step_seconds,
+            "memory_bytes": cost.layout.memory_bytes,
+            "p_oom": cost.layout.p_oom,
+            "seconds": cost.seconds,
+        }
+        for cost in phase_costs(resolved, plan.best.layout)
+    ]
+    return {"phases": phases}

@@ -60,7 +60,10 @@ def list_assumptions(resolved: ResolvedRun, layouts: Sequence[EvaluatedLayout]) 
     ]
     unset += [] if "name" in run.optimizer.model_fields_set else [f"optimizer.name = {run.optimizer.name}"]
     machine = describe_assumptions(run.cluster, resolved.world_size, offload_targets, precision, offloads_activations)
-    return [*unset, *machine, *balanced]
+    reference = []
+    if run.preference is not None:
+        reference = ["no time for the reference's forward pass over all pairs, before step 1"]
+    return [*unset, *machine, *balanced, *reference]
 
 
 def print_assumptions(console: Terminal, resolved: ResolvedRun, layouts: Sequence[EvaluatedLayout]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.cli.common.text import text_table
+from phalanx.cli.views.scores import scores_table
 from phalanx.report import formatting, gpu_samples
 from phalanx.report.compare_runs import MAX_SIDE_BY_SIDE
 from phalanx.report.gpu_profile import facts as gpu_profile
@@ -34,6 +37,8 @@ BAR_WIDTH = 60
 """Characters in a bar and in a curve."""
 MAX_ROUNDS_SHOWN = 8
 """Maximum number of a swarm's rounds that are listed."""
+MAX_SOURCES_SHOWN = 8
+"""Maximum number of a mixture's sources whose curves are shown."""
 MAX_RANKS_SHOWN = 16
 """Maximum number of ranks that are listed: those with the longest compute time."""
 
@@ -45,11 +50,27 @@ def print_report(report: Facts, file: Path) -> None:
     is_overview = len(report["runs"]) > MAX_SIDE_BY_SIDE
     for part in () if comparison is None else (*_render_run_table(comparison, file, as_rows=is_overview), Text()):
         console.print(part, soft_wrap=isinstance(part, Text))
+    for line in () if comparison is None else _render_loss_curves(report["runs"], comparison["names"]):
+        console.print(line, soft_wrap=True)
     for facts in () if is_overview else report["runs"]:
         for part in _render_report(facts):
             console.print(part, soft_wrap=isinstance(part, Text))
             console.print()
     console.print(f"page: {file}", soft_wrap=True, markup=False)
+
+
+def _render_loss_curves(runs: Sequence[Facts], names: Sequence[str]) -> Iterator[Text]:
+    """Yield the training losses of runs, below each other on one scale of steps and of losses."""
+    losses = [facts["curves"].get("loss", []) for facts in runs]
+    known = [loss for curve in losses for loss in curve if loss is not None]
+    if not known:
+        return
+    most_steps = max(map(len, losses))
+    yield Text(f"loss, on one scale from {min(known):.3f} to {max(known):.3f}", "bold")
+    for name, curve in zip(names, losses, strict=True):
+        width = max(1, round(BAR_WIDTH * len(curve) / most_steps))
+        yield Text(f"{sparkline(curve, width, (min(known), max(known))):<{BAR_WIDTH}}  {name}")
+    yield Text()
 
 
 def render_live(facts: Facts) -> Group:
@@ -63,6 +84,12 @@ def render_live(facts: Facts) -> Group:
     ]
     if not run.get("leads"):
         parts.append(Text(f"{sparkline(curves.get('loss', []), BAR_WIDTH)}  loss"))
+        for name, losses in list(curves.get("sources", {}).items())[:MAX_SOURCES_SHOWN]:
+            field = "loss" if losses["loss"] else "held_out_loss"
+            label = "loss" if losses["loss"] else "held-out loss"
+            values = [loss for _, loss in losses[field]]
+            parts.append(Text(f"{sparkline(values, BAR_WIDTH)}  {label} of {name}"))
+        parts += [Text(line) for _, line in evaluation_lines(facts)[-1:]]
     if "swarm" in facts:
         parts += [Text(), format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-MAX_ROUNDS_SHOWN:])]
     if facts["ranks"]:
@@ -84,16 +111,44 @@ def format_latest_step(facts: Facts, index: int = -1) -> str:
     if not curves["step"]:
         return formatting.format_progress(run) if "swarm" in facts else "no step is complete yet"
     steps = f"/{run['steps']}" if "steps" in run else ""
-    parts = [f"step {curves['step'][index]}{steps}"]
+    step = curves["step"][index]
+    parts = [f"step {step}{steps}"]
     parts += [
         template.format(formatting.format_number(curves[metric][index], unit))
         for metric, (template, unit) in STEP_FORMATS.items()
         if metric in curves
     ]
+    parts[2:2] = [f"{name} {loss:.3f}" for name, loss in _losses_of_sources(facts, "loss", step)]
     remaining_seconds = formatting.seconds_left(facts)
     if remaining_seconds and index == -1:
         parts.append(f"{format_seconds(remaining_seconds)} left")
     return "  ".join(parts)
+
+
+def evaluation_lines(facts: Facts) -> list[tuple[int, str]]:
+    """Return the step and a line for each evaluation, in order: the held-out loss, and that of each source."""
+    evaluations = [point for curve in facts["curves"]["held_out"] for point in curve["loss"]]
+    return [
+        (
+            step,
+            "  ".join(
+                [
+                    f"step {step}",
+                    f"held-out loss {formatting.format_number(loss, 'loss')}",
+                    *(f"{name} {value:.3f}" for name, value in _losses_of_sources(facts, "held_out_loss", step)),
+                ]
+            ),
+        )
+        for step, loss in sorted(evaluations, key=itemgetter(0))
+    ]
+
+
+def _losses_of_sources(facts: Facts, field: str, step: int) -> Iterator[tuple[str, float]]:
+    """Yield the name and the loss of each source of a mixture that has one in a step."""
+    for name, losses in facts["curves"].get("sources", {}).items():
+        index = bisect_left(losses[field], step, key=itemgetter(0))
+        if index < len(losses[field]) and losses[field][index][0] == step:
+            yield name, losses[field][index][1]
 
 
 def _render_report(facts: Facts) -> Iterator[RenderableType]:
@@ -101,6 +156,11 @@ def _render_report(facts: Facts) -> Iterator[RenderableType]:
     ranks, *details = formatting.run_summary(run)
     problems = "".join(f"\n! {problem}" for problem in facts["problems"])
     yield Text.assemble((run["name"], "bold"), f"  {ranks}\n", "  ".join(details), (problems, "yellow"))
+    results = list(run.get("phases", ()))
+    if facts["curves"]["step"] and not run.get("leads"):
+        results += [format_latest_step(facts), *(line for _, line in evaluation_lines(facts)[-1:])]
+    if results:
+        yield Text("\n".join(results))
     if facts["verdict"]:
         yield format_bottleneck(facts["verdict"])
     if facts["findings"][1:]:
@@ -112,6 +172,8 @@ def _render_report(facts: Facts) -> Iterator[RenderableType]:
             )
             for finding in facts["findings"][1:]
         )
+    if facts["scores"]:
+        yield scores_table(facts["scores"])
     if facts["comparison"]:
         yield _build_prediction_table(facts["comparison"], run["ranks"])
     if facts["ranks"]:
@@ -222,16 +284,16 @@ def _make_table(*columns: str) -> Table:
     return table
 
 
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Return a curve as a line of characters: means of intervals, scaled from minimum to maximum."""
+def sparkline(values: Sequence[float | None], width: int, scale: tuple[float, float] | None = None) -> str:
+    """Return a curve as a line of characters: means of intervals, scaled from minimum to maximum, or to `scale`."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return ""
     count = min(width, len(numbers))
     boundaries = [len(numbers) * index // count for index in range(count + 1)]
     means = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(boundaries)]
-    minimum = min(means)
-    span = (max(means) - min(means)) or 1.0
+    minimum, maximum = scale or (min(means), max(means))
+    span = (maximum - minimum) or 1.0
     return "".join(
         SPARKLINE_CHARACTERS[round((value - minimum) / span * (len(SPARKLINE_CHARACTERS) - 1))] for value in means
     )

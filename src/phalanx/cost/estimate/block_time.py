@@ -118,7 +118,7 @@ def _estimate_block_time(
     launch_factor = constants.of_generation("launch", jobs.hardware_generation, oldest=1.0)
     host_forward = (num_operations + extra_operations) * constants.launch_seconds * launch_factor
     host_backward = host_forward * (1.5 + _recomputes_full_blocks(jobs))
-    weight_grad = attention.weight_grad + mlp.weight_grad
+    weight_grad = _weight_grad_seconds(jobs, attention, mlp)
     exchange = _exposed_exchange_seconds(constants, jobs, attention.core.forward, weight_grad, expert_exchange)
     forward = smooth_max(device.forward + exchange.forward, host_forward)
     backward = smooth_max(device.backward + exchange.backward, host_backward)
@@ -131,6 +131,11 @@ def _estimate_block_time(
     )
 
 
+def _weight_grad_seconds(jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes) -> Column:
+    """Return the seconds of the gradients of a block's weights, of which a run may freeze some."""
+    return jobs.weight_gradient_share * (attention.weight_grad + mlp.weight_grad)
+
+
 def _device_seconds(
     constants: TimeConstants, jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, gap_seconds: Column
 ) -> PassSeconds:
@@ -140,7 +145,7 @@ def _device_seconds(
     backward = (
         attention.input_grad
         + mlp.input_grad
-        + (attention.weight_grad + mlp.weight_grad)
+        + _weight_grad_seconds(jobs, attention, mlp)
         + attention.core.backward
         + pass_seconds * constants.backward_passes
         + 2 * gap_seconds

@@ -76,6 +76,10 @@ class JobTable:
     """Total inner width of the shared experts, which process every token."""
     parameters: Column
     """All parameters of the model."""
+    trained_share: Column
+    """Share of `parameters` that have gradients and optimizer state."""
+    weight_gradient_share: Column
+    """FLOPs of the gradients of weights in blocks, as a share of those if all were trained."""
     expert_parameters: Column
     """Number of `parameters` in routed experts."""
     sequence: Column

@@ -37,12 +37,14 @@ HOST_MEMORY_EFFICIENCY = 0.8
 
 
 def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
-    """Return the bytes per parameter that stay on the device: parameters, gradients, optimizer state."""
+    """Return the bytes per parameter that stay on the device: parameters, gradients, optimizer state.
+
+    Frozen parameters have only the first."""
     is_offloaded = jobs.offload > 0
     return (
         np.where(is_offloaded & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
-        np.where(is_offloaded & (jobs.zero_stage >= 2), 0.0, jobs.gradient_bytes),
-        np.where(is_offloaded, 0.0, jobs.state_bytes),
+        np.where(is_offloaded & (jobs.zero_stage >= 2), 0.0, jobs.trained_share * jobs.gradient_bytes),
+        np.where(is_offloaded, 0.0, jobs.trained_share * jobs.state_bytes),
     )
 
 

@@ -59,9 +59,10 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
 
 
 def parameters_per_rank(jobs: JobTable) -> tuple[Column, Column]:
-    """Return a middle stage's parameters that all data-parallel ranks share, and those of its experts."""
+    """Return a middle stage's trained parameters that all data-parallel ranks share, and those of its experts."""
     dense = (jobs.parameters - jobs.expert_parameters) / (jobs.tp * jobs.pp)
-    return dense, jobs.expert_parameters / (jobs.expert_shards * jobs.pp)
+    experts = jobs.expert_parameters / (jobs.expert_shards * jobs.pp)
+    return jobs.trained_share * dense, jobs.trained_share * experts
 
 
 def owned_parameters(jobs: JobTable) -> Column:

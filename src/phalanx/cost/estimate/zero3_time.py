@@ -37,7 +37,7 @@ def add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: Sta
             grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, stride, calls=calls)
             return np.where(gathers_singly, size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
 
-        gradient_bytes = jobs.gradient_wire_bytes * parameters
+        gradient_bytes = jobs.gradient_wire_bytes * jobs.trained_share * parameters
         replica_reduce = ring_seconds(
             constants, jobs, gradient_bytes / ranks, copies, stride * ranks, all_reduce=True, calls=calls
         )

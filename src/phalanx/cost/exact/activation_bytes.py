@@ -79,6 +79,8 @@ class ActivationBytes:
     """Temporary: the gradient of the head and its new sum, where that becomes fp32, beyond what is freed by then."""
     widened_gradient: int = 0
     """Temporary: the largest gradient that a second half adds to a sum that becomes fp32, with the new sum."""
+    layer_input_gradients: int = 0
+    """Temporary: gradients of the inputs of layers at the end of the backward pass, with what is saved for them."""
     embedding_gradient: int = 0
     """Temporary: the gradient of the embedding, with which the backward pass of a first stage ends."""
 

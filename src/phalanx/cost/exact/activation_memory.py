@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.cost.exact.activation_bytes import ActivationBytes, RunningBlock
-from phalanx.cost.exact.block_moments import SavedByPart, block_moments
+from phalanx.cost.exact.block_moments import SavedByPart, block_moments, replaces_output_gradient
 from phalanx.cost.exact.derive.saved import (
     branch_norm_bytes,
     norm_bytes,
@@ -40,7 +40,8 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Block, blocks, describe_norm, mixer_branch, residual_stream
+from phalanx.spec.parts.block import Block, blocks, describe_last_norm, mixer_branch, residual_stream
+from phalanx.spec.parts.model import layer_inputs, model_parameters, num_forward_only_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,10 @@ def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout)
 def full_model_stage(spec: ModelSpec, layout: Layout) -> StageBlocks:
     """Return the only stage of a model without a pipeline."""
     count = spec.num_blocks
-    return StageBlocks(layers=range(count), first=True, last=True, recomputed=layout.recomputed_on_rank(0, count))
+    # The first blocks save nothing if nothing up to them is trained.
+    first = min(num_forward_only_blocks(spec), count - 1)
+    recomputed = max(0, layout.recomputed_on_rank(0, count) - first)
+    return StageBlocks(layers=range(first, count), first=True, last=True, recomputed=recomputed)
 
 
 def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | None = None) -> ActivationBytes:
@@ -117,21 +121,24 @@ def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | 
     stage_blocks = [model_blocks[layer] for layer in stage.layers]
     saved_by = {branch.part: saved_by_part(spec, branch.part, shape) for block in set(stage_blocks) for branch in block}
     inputs = _saved_by_inputs(spec, shape, stage)
-    saved, saved_so_far, inside_blocks = _saved_by_blocks(stage_blocks, shape, stage, saved_by=saved_by, inputs=inputs)
+    saved, saved_so_far, inside_blocks = _saved_by_blocks(
+        spec, stage_blocks, shape, stage, saved_by=saved_by, inputs=inputs
+    )
+    waiting = _waiting_gradients(spec, stage_blocks, shape)
     deferred = (
         deferred_bytes(spec, shape, blocks=stage_blocks, recomputed=stage.recomputed, last=stage.last)
         if stage.splits_backward
         else []
     )
     # In all stages but the last, the gradient of the block's output is a message.
-    output_gradient = _stream_bytes(spec, shape) if stage.last else 0
+    stream_bytes = _stream_bytes(spec, shape) if stage.last else 0
     running = {
         block: RunningBlock(
             moments=block_moments(
                 block,
                 shape,
                 saved_by=saved_by,
-                output_gradient=output_gradient,
+                output_gradient=0 if replaces_output_gradient(block) else stream_bytes,
                 splits_backward=stage.splits_backward,
             ),
             **_expert_bytes(block, shape),
@@ -139,8 +146,10 @@ def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | 
         for block in dict.fromkeys(stage_blocks)
     }
     unequal_blocks = [
-        replace(running[block], inside=inside, saved=saved_bytes)
-        for block, inside, saved_bytes in zip(stage_blocks, inside_blocks, saved_so_far, strict=True)
+        replace(running[block], inside=inside + gradients, saved=saved_bytes + gradients)
+        for block, inside, saved_bytes, gradients in zip(
+            stage_blocks, inside_blocks, saved_so_far, waiting, strict=True
+        )
     ]
     # Weight gradients that later layers and the head have deferred.
     inside_blocks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(inside_blocks)]
@@ -149,9 +158,10 @@ def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | 
         **(saved + _saved_by_head(spec, shape, stage)),
         loss=loss_bytes(spec, shape) if stage.last else 0,
         head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
-        saved_by_final_norm=norm_bytes(describe_norm(spec, "norm"), shape) if stage.last else 0,
+        saved_by_final_norm=norm_bytes(describe_last_norm(spec), shape) if stage.last else 0,
         last_block=running[stage_blocks[-1]],
-        unequal_blocks=tuple(unequal_blocks) if _are_unequal(running, saved_by) else (),
+        unequal_blocks=tuple(unequal_blocks) if any(waiting) or _are_unequal(running, saved_by) else (),
+        layer_input_gradients=_layer_input_gradients(spec, shape),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
@@ -162,9 +172,40 @@ def activation_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks | 
         widened_head=widened_head_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         widened_gradient=widened_gradient_bytes(spec, shape, blocks=stage_blocks, last=stage.last) if deferred else 0,
         embedding_gradient=shape.max_local_count(spec.vocab_size) * spec.hidden_size * shape.residual_bytes
-        if stage.first
+        if stage.first and not model_parameters(spec)["embedding.weight"].is_frozen
         else 0,
     )
+
+
+def _waiting_gradients(spec: ModelSpec, model_blocks: Sequence[Block], shape: ForwardShape) -> list[int]:
+    """Return the bytes of gradients that later layers have left when a block runs backward.
+
+    They are those of the inputs of layers, and of keys and values until their layer adds them."""
+    sizes = [0] * len(model_blocks)
+    if spec.per_layer_input_size:
+        given_bytes = shape.residual_tokens * spec.per_layer_input_size * shape.compute_bytes
+        sizes = [given_bytes * later for later in reversed(range(len(model_blocks)))]
+    last_reader = {source: reader for reader, source in spec.kv_sources.items()}
+    for source, reader in last_reader.items():
+        for layer in range(source, reader):
+            sizes[layer] += _key_value_bytes(model_blocks[source], shape)
+    return sizes
+
+
+def _key_value_bytes(block: Block, shape: ForwardShape) -> int:
+    """Return the bytes of the keys and values of a block with attention."""
+    (core,) = (core for branch in block for core in branch.part.attention_cores)
+    return sum(map(shape.operand_bytes, core.reads[1:]))
+
+
+def _layer_input_gradients(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the bytes of the inputs of layers at the end of the backward pass: what is saved for them, and gradients.
+
+    The gradients of all layers have just become one tensor."""
+    part = layer_inputs(spec)
+    if part is None:
+        return 0
+    return saved_by_part(spec, part, shape).total() + shape.operand_bytes(part.operations[-1].writes)
 
 
 def _are_unequal(running: Mapping[Block, RunningBlock], saved_by: SavedByPart) -> bool:
@@ -175,8 +216,8 @@ def _are_unequal(running: Mapping[Block, RunningBlock], saved_by: SavedByPart) -
 
 def _expert_bytes(block: Block, shape: ForwardShape) -> dict[str, int]:
     """Return what a block's experts save for their rows, and the gradient of these."""
-    part = block[-1].part
-    if part.kind != "experts":
+    part = next((branch.part for branch in block if branch.part.kind == "experts"), None)
+    if part is None:
         return {}
     return {
         "saved_by_expert_rows": saved_by_expert_rows(part, shape),
@@ -206,6 +247,13 @@ def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -
     saved = Counter(inputs=_saved_by_shared_inputs(spec, shape, stage, recomputes=recomputes))
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
+    if part := layer_inputs(spec):
+        saved += saved_by_part(spec, part, shape)
+        # The first block saves the output of the embedding too, unless it is in CPU memory.
+        if not shape.autocast and not stage.num_offloaded(shape):
+            saved -= Counter(inputs=stream_bytes)
+        if shape.tp > 1:  # indices and flags of its own
+            saved += Counter(inputs=shape.tokens * (INDEX_BYTES + 1))
     return saved
 
 
@@ -213,11 +261,16 @@ def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> 
     """Return what the last stage saves after its blocks: the last norm, the head and the loss."""
     if not stage.last:
         return Counter()
-    return Counter(norms=norm_bytes(describe_norm(spec, "norm"), shape)) + saved_by_head(spec, shape)
+    return Counter(norms=norm_bytes(describe_last_norm(spec), shape)) + saved_by_head(spec, shape)
 
 
 def _saved_by_blocks(
-    stage_blocks: Sequence[Block], shape: ForwardShape, stage: StageBlocks, saved_by: SavedByPart, inputs: Counter[str]
+    spec: ModelSpec,
+    stage_blocks: Sequence[Block],
+    shape: ForwardShape,
+    stage: StageBlocks,
+    saved_by: SavedByPart,
+    inputs: Counter[str],
 ) -> tuple[Counter[str], list[int], list[int]]:
     """Return `inputs` with the tensors saved by all blocks, the bytes saved up to each, and those alive inside it.
 
@@ -231,12 +284,18 @@ def _saved_by_blocks(
     stream_bytes = shape.value_bytes(stage_blocks[0][0].part.input)
     checkpoint = Counter(checkpoints=stream_bytes)
     on_device = stage.recomputed - stage.num_offloaded(shape)
+    # Blocks that run again keep the keys and values of others, and other blocks do unless they have copies.
+    is_read = {
+        source for reader, source in spec.kv_sources.items() if shape.layout.cp == 1 or reader < stage.recomputed
+    }
     for index, block in enumerate(stage_blocks):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
+        if index in is_read and method in ("full", "offload", "selective"):
+            saved += Counter(attention=_key_value_bytes(block, shape))
         by_branch = [
             Counter(norms=branch_norm_bytes(branch, shape))
             + saved_by[branch.part]
-            - Counter({branch.part.kind: shared_output_bytes(branch, shape)})
+            - Counter({branch.part.kind: shared_output_bytes(block, branch, shape)})
             for branch in block
         ]
         if method in ("full", "offload"):
@@ -247,16 +306,18 @@ def _saved_by_blocks(
             inside_blocks.append(again + other_inputs * stream_bytes)
         elif method == "selective" and (attention := mixer_branch(block)):
             saved += Counter(norms=branch_norm_bytes(attention, shape)) + checkpoint
+            # Parallel mixers run again one after the other.
+            mixers = [branch for branch in block if branch.part.kind == attention.part.kind]
             # The projections also save their input, unless autocast makes copies of it.
-            again = saved.total() + saved_by[attention.part].total()
+            again = saved.total() + max(saved_by[mixer.part].total() for mixer in mixers)
             inside_blocks.append(again - (0 if shape.autocast else stream_bytes))
-            others = (size for branch, size in zip(block, by_branch, strict=True) if branch is not attention)
+            others = (size for branch, size in zip(block, by_branch, strict=True) if branch not in mixers)
             saved += sum(others, Counter())
         else:
             for branch, size in zip(block, by_branch, strict=True):
                 saved += size
                 if method == "norms" and (branch.before or branch.shares_norm):
-                    recomputed = norm_output_bytes(branch.part, shape) - shared_output_bytes(branch, shape)
+                    recomputed = norm_output_bytes(branch.part, shape) - shared_output_bytes(block, branch, shape)
                     saved -= Counter({branch.part.kind: recomputed})
             inside_blocks.append(saved.total())
         saved_so_far.append(saved.total())
@@ -271,7 +332,9 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
     # Positions restart with each document.
     num_positions = shape.tokens if shape.masked else shape.tokens // shape.batch
     # Embedding: indices, and a flag for rows on other ranks.
-    token_bytes = stage.num_embedded(spec) * shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
+    parameters = model_parameters(spec)
+    num_embedded = 0 if parameters["embedding.weight"].is_frozen else stage.num_embedded(spec)
+    token_bytes = num_embedded * shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
     # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     layers = {layer_specs(spec)[index] for index in stage.layers}
@@ -289,5 +352,6 @@ def _saved_by_shared_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBl
         # Its input, and a statistic of each token.
         numbers = spec.hidden_size * shape.residual_bytes + shape.high_precision_bytes
         token_bytes += stage.num_embedded(spec) * shape.residual_tokens * numbers
-    saved_bytes = table_bytes + (position_bytes if spec.position_embedding == "learned" and stage.first else 0)
+    has_positions = spec.position_embedding == "learned" and not parameters["positions.weight"].is_frozen
+    saved_bytes = table_bytes + (position_bytes if has_positions and stage.first else 0)
     return saved_bytes + token_bytes + mask_bytes

@@ -17,6 +17,7 @@ from phalanx.cost.exact.derive.traffic import (
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
+from phalanx.spec.parts.model import is_head_trained, layer_inputs, model_parameters
 
 
 def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> TrafficRows:
@@ -31,6 +32,10 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
     traffic: TrafficRows = []
     model_blocks = blocks(spec, shape.layout)
     traffic_of = cache(partial(part_traffic, shape=shape))
+    # Blocks before all trained parameters have a forward pass only.
+    for layer in range(stage.layers.start) if shape.layout.pp == 1 else ():
+        for branch in model_blocks[layer]:
+            traffic += traffic_of(branch.part).forward
     for index, layer in enumerate(stage.layers):
         for branch in model_blocks[layer]:
             part = traffic_of(branch.part)
@@ -39,12 +44,18 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
             if is_recomputed and index < stage.recomputed and shape.layout.recomputes_attention:
                 traffic += part.recompute
     x, stream_bytes = (shape.tokens * spec.hidden_size * size for size in (shape.compute_bytes, shape.residual_bytes))
+    if inputs := layer_inputs(spec):
+        rows = shape.tokens * inputs.operations[0].writes.width * shape.residual_bytes
+        traffic += tp_reduce(shape, rows) + tp_gather(shape, rows)
     if num_embedded := stage.num_embedded(spec):
-        traffic += tp_reduce(shape, num_embedded * stream_bytes) + tp_gather(shape, num_embedded * stream_bytes)
+        traffic += tp_reduce(shape, num_embedded * stream_bytes)
+        if not model_parameters(spec)["embedding.weight"].is_frozen:
+            traffic += tp_gather(shape, num_embedded * stream_bytes)
     for _ in range(spec.num_logits if stage.last else 0):
         num_chunks = shape.num_logits_chunks(spec)
         # The backward pass gathers the head's input again, unless chunks have gradients in the forward pass.
-        traffic += tp_gather(shape, x) + (tp_gather(shape, x) if num_chunks == 1 else []) + tp_reduce(shape, x)
+        gathers_again = is_head_trained(spec) if num_chunks == 1 else shape.recomputes_logits
+        traffic += tp_gather(shape, x) + (tp_gather(shape, x) if gathers_again else []) + tp_reduce(shape, x)
         for values in (1, 2):  # of each row: the maximum; then the sum and the target's logit
             size = values * shape.tokens * shape.high_precision_bytes
             sums = collective_traffic("all_reduce", size, shape.tp, purpose=SCALARS_PURPOSE, group_kind="tp")

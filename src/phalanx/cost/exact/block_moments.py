@@ -27,7 +27,7 @@ from phalanx.cost.exact.derive.temporary import (
     inner_gradient_bytes,
     scan_segment_bytes,
 )
-from phalanx.cost.exact.derive.weights import expert_weights, matrix_numbers, part_weights
+from phalanx.cost.exact.derive.weights import expert_gradients, gradient_numbers, part_gradients
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
 from phalanx.spec.parts.operations import Combine, Core, Dispatch, Gate, GatedNorm, Linear, Norm, Part, ScanCore
@@ -98,7 +98,7 @@ def block_moments(
     mixers = [branch.part for branch in block if branch.part.kind == "attention"]
     ffn_branches = [branch for branch in block if branch.part.kind in ("mlp", "experts")]
     ffns = [branch.part for branch in ffn_branches]
-    is_parallel = len(mixers) == 1 and len(ffns) == 1 and block[-1].shares_input
+    is_parallel = len(mixers) == 1 and bool(ffns) and ffn_branches[0].shares_input
     if shape.on_cuda:
         inner_bytes = [inner_gradient_bytes(ffn, shape, splits_backward) + fp8_cast_bytes(ffn, shape) for ffn in ffns]
         # A mixer's inner gradients are smaller than those of an MLP.
@@ -113,28 +113,46 @@ def block_moments(
         ffn = branch.part
         # The gradient of a norm's input takes the place of that input, until it is gathered or sorted by expert.
         is_replaced = gathers_gradient or ffn.kind == "experts"
-        freed_norm = stream_bytes if is_replaced and block[-1].after else 0
+        freed_norm = stream_bytes if is_replaced and branch.after else 0
         ffn_moments = _expert_moments if ffn.kind == "experts" else _dense_mlp_moments
         for moment in ffn_moments(ffn, shape, splits_backward=splits_backward):
             temporary = moment.temporary + other_gradients - freed.saved - freed_norm
             block_weights = moment.block_weights + freed.weights
             mlp.append(replace(moment, temporary=temporary, block_weights=block_weights))
-        # The next branch adds to the gradient that this one leaves for the input.
-        other_gradients += stream_bytes
+        # The next branch of the same input adds to the gradient that this one leaves for it.
+        other_gradients += stream_bytes if branch.shares_input else 0
         # The mixer still needs the output of a norm that both read.
-        kept_bytes = shared_output_bytes(branch, shape)
+        kept_bytes = shared_output_bytes(block, branch, shape)
+        if ffn.name == "per_layer":
+            # The gradient of what is given to the layer waits, and the input of the norm after it is freed.
+            given = (value for value in ffn.saved_inputs(activated_linear(ffn)) if value.is_given)
+            kept_bytes += sum(map(shape.operand_bytes, given)) - stream_bytes
         freed = FreedBefore(freed.saved + saved_by[ffn].total() - kept_bytes, freed.weights + _ffn_weights(ffn, shape))
-    attention = [moment for mixer in mixers for moment in _attention_moments(mixer, freed, shape, saved_by=saved_by)]
-    if is_parallel:
-        attention = [replace(moment, temporary=moment.temporary + stream_bytes) for moment in attention]
+    attention: list[BlockMoment] = []
+    other_gradients = stream_bytes if is_parallel else 0
+    for branch in reversed([branch for branch in block if branch.part.kind == "attention"]):
+        mixer = branch.part
+        for moment in _attention_moments(mixer, freed, shape, saved_by=saved_by):
+            attention.append(replace(moment, temporary=moment.temporary + other_gradients))
+        # A mixer parallel to attention leaves a gradient of the norm's output, which attention still needs.
+        other_gradients += stream_bytes
+        freed_bytes = saved_by[mixer].total() - shared_output_bytes(block, branch, shape)
+        freed = FreedBefore(freed.saved + freed_bytes, freed.weights + part_gradients(mixer, shape))
     if block[-1].scale != 1 and not gathers_gradient:  # the gradient of what is added differs from that of the stream
         output_gradient += stream_bytes
-    if block[-1].scales_stream:
+    if replaces_output_gradient(block):
         output_gradient += stream_bytes
     return BlockMoments(
         mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in mlp),
         attention=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in attention),
     )
+
+
+def replaces_output_gradient(block: Block) -> bool:
+    """Return whether the first operations of the backward pass have another gradient of the residual stream.
+
+    It is that of its product with a constant, or a sum with the gradient of a branch after the MLP."""
+    return block[-1].scales_stream or block[-1].part.name == "per_layer"
 
 
 class FreedBefore(NamedTuple):
@@ -149,9 +167,9 @@ class FreedBefore(NamedTuple):
 def _ffn_weights(ffn: Part, shape: ForwardShape) -> int:
     """Return the number of weights of an MLP or of experts that have gradients before those of attention."""
     if ffn.kind != "experts":
-        return part_weights(ffn, shape)
+        return part_gradients(ffn, shape)
     # Those of router and shared experts are few, and left out.
-    return expert_weights(ffn, shape) if shape.layout.ep == 1 else 0
+    return expert_gradients(ffn, shape) if shape.layout.ep == 1 else 0
 
 
 def _moment_of_pass(moment: BlockMoment, output_gradient: int, splits_backward: bool) -> BlockMoment:
@@ -164,10 +182,12 @@ def _dense_mlp_moments(part: Part, shape: ForwardShape, splits_backward: bool) -
     """Return the moments of the last product, with the activation, and of the first products."""
     last = activated_linear(part)
     inner_gradients = inner_gradient_bytes(part, shape, splits_backward=splits_backward)
+    if last.role == "copied":
+        return (BlockMoment(temporary=inner_gradients + shape.operand_bytes(part.input)),)
     activation_inputs = sum(map(shape.operand_bytes, part.saved_inputs(last)))
     gathered_gradient = _all_tokens_bytes(part, shape)
-    first_weights = [matrix_numbers(linear, shape) for linear in part.linears if linear is not last]
-    last_weights = matrix_numbers(last, shape)
+    first_weights = [gradient_numbers(linear, shape) for linear in part.linears if linear is not last]
+    last_weights = gradient_numbers(last, shape)
     return (
         BlockMoment(
             temporary=inner_gradients + fp8_cast_bytes(part, shape),
@@ -193,7 +213,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
     last = activated_linear(part)
     row_bytes = shape.operand_bytes(last.writes)
     inner_bytes = sum(map(shape.operand_bytes, part.saved_inputs(last)))
-    last_weights = matrix_numbers(last, shape)
+    last_weights = gradient_numbers(last, shape)
     gathered_gradient = _all_tokens_bytes(part, shape) if shape.layout.ep == 1 else 0
     weighs_inputs = any(isinstance(operation, Dispatch) and operation.weighs for operation in part.operations)
     # Outputs of experts are freed first, copies of tokens that are multiplied by weights last.
@@ -225,7 +245,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
             # The gradients of the activation's inputs have replaced these, and two of the rows the outputs.
             temporary=2 * row_bytes - freed_bytes,
             own_weights=last_weights,
-            block_weights=expert_weights(part, shape),
+            block_weights=expert_gradients(part, shape),
         ),
     )
     return *shared_moments, *(
@@ -238,9 +258,9 @@ def _attention_moments(
 ) -> tuple[BlockMoment, ...]:
     """Return the moments of the kernel of attention, or of another mixer, and of the products before it."""
     (core,) = attention.cores
-    first_weights = [matrix_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
+    first_weights = [gradient_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
     head_gradients = _head_gradient_bytes(core, shape)
-    weights = part_weights(attention, shape)
+    weights = part_gradients(attention, shape)
     gate_gradients, freed_after_kernel = _after_kernel_bytes(attention, core, shape)
     kernel_bytes = gate_gradients - freed_after_kernel + _kernel_bytes(core, shape)
     # Tensor-parallel products need their input, a norm's output, until the gradients of all weights are computed.
@@ -325,14 +345,15 @@ def _input_gradient_bytes(part: Part, shape: ForwardShape) -> int:
 def _input_exchange_bytes(part: Part, shape: ForwardShape, splits_backward: bool) -> int:
     """Return the bytes of tensor-parallel communication where products read a norm's output.
 
-    Ranks have a gathered input, unless gradients of weights are deferred, and a term of the sum before and after the
-    exchange. Without sequence parallelism they have a sum and its copy."""
+    Ranks have a gathered input, unless gradients of weights are deferred or none are computed, and a term of the sum
+    before and after the exchange. Without sequence parallelism they have a sum and its copy."""
     if shape.tp == 1:
         return 0
     all_tokens_bytes = shape.tokens * part.input.width * shape.compute_bytes
     if not shape.layout.sequence_parallel:
         return 2 * all_tokens_bytes
-    num_gathered = 0 if splits_backward else 1
+    readers = (linear for linear in part.linears if linear.role == "column" and linear.reads == (part.input,))
+    num_gathered = int(not splits_backward and any(linear.is_trained for linear in readers))
     num_copies = 1 if shape.batch == 1 else 2  # tokens of several sequences are ordered by rank for the exchange
     sum_bytes = shape.residual_tokens * part.input.width * shape.residual_bytes
     return (num_copies * (num_gathered + 1) + 1) * all_tokens_bytes + sum_bytes

@@ -15,9 +15,11 @@ Moment = Literal[
     "in_dispatch",
     "inside_attention",
     "after_block",
+    "in_update",
 ]
-"""Time at the start of the backward pass, or in that of a block. The start is the loss, and the head's backward pass.
-Experts can be a unit of FSDP that is complete before their block, and before the dispatch of their rows."""
+"""Time at the start of the backward pass, in that of a block, or in the update. The start is the loss, and the head's
+backward pass. Experts can be a unit of FSDP that is complete before their block, and before the dispatch of their
+rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,5 +35,7 @@ class CommBufferPeak:
     moment: Moment
     weight_gradient_bytes: int = 0
     """Bytes of the gradient of each weight of the block that exists inside it, and is in no other number."""
+    kept_gradients: float = 1.0
+    """Fraction of these gradients that has not been dropped: less in the update, and 0 in the next forward pass."""
     gather_stream_bytes: int = 0
     """Part of `bytes` on the gather stream, whose memory CUDA's allocator keeps separate."""

@@ -7,6 +7,7 @@ where gloo has none, a second full buffer receives the data of all ranks (`paral
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import add
 
@@ -15,7 +16,13 @@ from phalanx.cost.exact.derive.temporary import attention_exchange_bytes
 from phalanx.cost.exact.forward_shape import forward_shape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.program.buckets import ddp_bucket_names, may_reduce_together, zero_bucket_names
+from phalanx.program.buckets import (
+    PIECE_BYTES,
+    chunk_by_bytes,
+    ddp_bucket_names,
+    may_reduce_together,
+    zero_bucket_names,
+)
 from phalanx.program.messages import count_message_buffers
 from phalanx.program.rank_tensors import RankTensors
 from phalanx.schedule.schedule import Schedule
@@ -23,7 +30,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.parameter_shapes import Shapes, num_elements
 from phalanx.spec.parts.block import blocks, residual_stream
 from phalanx.spec.parts.operations import Shape
-from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.precision import BF16_PRECISIONS, Precision
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.tensor_sharding import max_shard_elements
 
@@ -42,8 +49,9 @@ def comm_buffer_peaks(resolved: ResolvedRun, rank: RankTensors) -> list[CommBuff
     match resolved.strategy:
         case "ddp":
             # At the end of the step, all of these are in transit.
-            other_shapes = rank.expert if layout.pp == 1 else rank.all
-            peaks = ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and has_replicas else []
+            other_shapes = rank.without_frozen(rank.expert if layout.pp == 1 else rank.all)
+            dense_shapes = rank.without_frozen(rank.dense)
+            peaks = ddp_buffers(dense_shapes, layout, STATE_BYTES[precision]) if layout.pp == 1 and has_replicas else []
             end_peak = CommBufferPeak(
                 backward_fraction=1.0,
                 bytes=STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values())),
@@ -54,7 +62,7 @@ def comm_buffer_peaks(resolved: ResolvedRun, rank: RankTensors) -> list[CommBuff
             return zero_buffers(
                 rank,
                 layout,
-                COMPUTE_BYTES[precision],
+                precision,
                 full_gradients=resolved.strategy == "zero1",
                 num_full_buffers=num_full_buffers,
             )
@@ -117,23 +125,26 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
 
 
 def zero_buffers(
-    rank: RankTensors, layout: Layout, bytes_per_element: int, full_gradients: bool, num_full_buffers: int
+    rank: RankTensors, layout: Layout, precision: Precision, full_gradients: bool, num_full_buffers: int
 ) -> list[CommBufferPeak]:
     """Return the buffers of ZeRO-1 or ZeRO-2.
 
     Each bucket is reduce-scattered when its gradients are complete, with padded rows, and possibly together with the
-    one before (`MAX_BUCKETS_IN_FLIGHT` is two). Meanwhile ZeRO-2 accumulates gradients of the next bucket. After the
-    update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket.
+    one before (`MAX_BUCKETS_IN_FLIGHT` is two). Meanwhile ZeRO-2 accumulates gradients of the next bucket. Two buckets
+    are gathered at a time, each with an N-th and the full bucket: the first of the model once their piece has been
+    updated, the others in the next forward pass, which has no gradients. Offloaded rows are all gathered in the update.
 
     Args:
-        bytes_per_element: Bytes of a number of parameters and gradients.
         full_gradients: True for ZeRO-1, False for ZeRO-2.
         num_full_buffers: Full buffers of a reduce-scatter: two on a CPU and in bf16, else one.
     """
     shapes = rank.all
+    bytes_per_element = COMPUTE_BYTES[precision]
     ranks = list[int]()
     owned = list[int]()
     buckets = zero_bucket_names(rank, layout, bytes_per_element)
+    if not buckets:
+        return []
     for bucket in buckets:
         ranks.append(rank.shards_of(bucket[0]))
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
@@ -149,27 +160,28 @@ def zero_buffers(
     # A single rank sends nothing and copies nothing.
     reduced = [size * (num_full_buffers * n + 1) if n > 1 else 0 for size, n in zip(owned, ranks, strict=True)]
     gathered = [size * (n + 1) if n > 1 else 0 for size, n in zip(owned, ranks, strict=True)]
-    in_flight = _with_previous(reduced, are_concurrent)
+    in_flight = map(add, _with_previous(reduced, are_concurrent), next_bucket_elements)
     gathers = _with_previous(gathered, [True] * len(buckets))
-    if layout.offload == "none":
-        # A forward pass gathers two buckets among as many activations as the backward pass reduces them.
-        in_flight = [*map(max, in_flight, gathers)]
-    points = zip(
-        [*block_fractions, 1.0],
-        [*fractions, 1.0],
-        [*map(add, in_flight, next_bucket_elements), max(gathers)],
-        strict=True,
+    first_piece, *_ = chunk_by_bytes(
+        owned[::-1], PIECE_BYTES[layout.offload], lambda elements: STATE_BYTES[precision] * elements
     )
-    return [  # the last bucket contains the embedding, whose gradient follows that of the first block
-        CommBufferPeak(
-            backward_fraction=block_fraction,
-            gradient_fraction=fraction,
-            bytes=bytes_per_element * size,
+
+    def peak(bucket: int, elements: int, kept_gradients: float = 1.0) -> CommBufferPeak:
+        return CommBufferPeak(
+            backward_fraction=block_fractions[bucket],
+            gradient_fraction=fractions[bucket],
+            bytes=bytes_per_element * elements,
+            # The last bucket contains the embedding, whose gradient follows that of the first block.
             moment="after_block" if bucket == len(buckets) - 1 else "inside_block",
+            kept_gradients=kept_gradients,
         )
-        for bucket, (block_fraction, fraction, size) in enumerate(points)
-        if size
-    ]
+
+    peaks = [peak(bucket, elements) for bucket, elements in enumerate(in_flight) if elements]
+    updating = peak(-1, max(gathers))
+    if layout.offload == "none":
+        peaks += [peak(bucket, elements, kept_gradients=0.0) for bucket, elements in enumerate(gathers) if elements]
+        updating = peak(-1, gathers[-1], kept_gradients=[0.0, *fractions][-1 - len(first_piece)])
+    return [*peaks, replace(updating, moment="in_update")]
 
 
 def _completed_fractions(sizes: list[int]) -> list[float]:

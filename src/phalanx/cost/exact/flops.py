@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from phalanx.cost.exact.forward_shape import forward_shape
 from phalanx.cost.kinds import Recomputation
 from phalanx.program.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
@@ -13,10 +14,12 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.parts.flops import core_flops, kernel_flops, product_flops, tokens_through
+from phalanx.spec.parts.flops import backward_product_flops, core_flops, kernel_flops, product_flops, tokens_through
+from phalanx.spec.parts.model import is_head_trained, layer_inputs, num_forward_only_blocks
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Shape
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tuning import TuningSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35
 """Fraction of a block's linear FLOPs that torchtitan's selective mode recomputes: every second one.
@@ -36,10 +39,12 @@ class ForwardFlops:
     mlp: float
     """MLPs, the experts that a token uses, and routers."""
     head: float
+    inputs: float = 0.0
+    """Products of the embedding for the inputs of layers."""
 
     @property
     def blocks(self) -> float:
-        """FLOPs of all parts except the head."""
+        """FLOPs of all blocks."""
         return self.projections + self.core + self.mlp
 
 
@@ -63,7 +68,14 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
                 core += core_flops(branch.part, seq_len, causal)
             else:
                 mlp += products
-    return ForwardFlops(projections, core, mlp, head=2.0 * spec.vocab_size * spec.hidden_size * spec.num_logits)
+    part = layer_inputs(spec)
+    return ForwardFlops(
+        projections,
+        core,
+        mlp,
+        head=2.0 * spec.vocab_size * spec.hidden_size * spec.num_logits,
+        inputs=product_flops(part) if part else 0.0,
+    )
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
@@ -74,19 +86,35 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) 
         causal: Count half of the attention pairs.
     """
     flops = forward_flops(spec, seq_len, causal)
-    return flops.blocks + flops.head
+    return flops.inputs + flops.blocks + flops.head
 
 
 def training_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """Return the FLOPs to train on one token: forward, and twice as many in backward (Kaplan et al.).
 
-    Recomputation is not included.
+    Frozen weights have no gradients, and blocks before all trained parameters no backward pass. Recomputation is not
+    included.
 
     Args:
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
-    return 3 * forward_flops_per_token(spec, seq_len, causal)
+    forward = forward_flops_per_token(spec, seq_len, causal)
+    if spec.tuning == TuningSpec():
+        return 3 * forward
+    first = num_forward_only_blocks(spec)
+    backward = sum(
+        backward_product_flops(branch.part) + 2 * core_flops(branch.part, seq_len, causal)
+        for block in blocks(spec)[first:]
+        for branch in block
+    )
+    inputs = layer_inputs(spec)
+    return forward + backward + head_backward_flops(spec) + (backward_product_flops(inputs) if inputs else 0.0)
+
+
+def head_backward_flops(spec: ModelSpec) -> float:
+    """Return the FLOPs of the head's gradients on one token: of its input, and of its matrix if that is trained."""
+    return 2.0 * spec.vocab_size * spec.hidden_size * spec.num_logits * (1 + is_head_trained(spec))
 
 
 def recomputed_flops_per_token(
@@ -147,7 +175,8 @@ def rank_flops(resolved: ResolvedRun, rank: int) -> float:
     core = _attention_core_flops(run, layers, tokens)
     recomputed = 0.0
     if run.layout.recomputes_attention:
-        again = layers[: run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
+        first = num_forward_only_blocks(run.model, has_pipeline=run.layout.pp > 1)
+        again = layers[first : run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
         recomputed_products = _block_product_flops(run, tensors, tokens, layers=again)
         recomputed = _attention_core_flops(run, again, tokens) + (
             recomputed_products.total
@@ -155,8 +184,25 @@ def rank_flops(resolved: ResolvedRun, rank: int) -> float:
             else _recomputed_attention_flops(run, recomputed_products)
         )
     head_shape = lm_head_shape(run, tensors, coordinates["pp"])
-    head = 6 * tokens * num_elements(head_shape) * run.model.num_logits if head_shape else 0
-    return 3 * (products.total + core) + recomputed + head
+    head = 0.0
+    if head_shape:
+        shape = forward_shape(resolved)
+        is_repeated = shape.recomputes_logits and shape.num_logits_chunks(run.model) > 1
+        num_products = 2 + is_head_trained(run.model) + is_repeated
+        head = 2 * num_products * tokens * num_elements(head_shape) * run.model.num_logits
+    # Blocks before all trained parameters have no backward pass.
+    first = num_forward_only_blocks(run.model, has_pipeline=run.layout.pp > 1)
+    with_backward = [layer for layer in layers if layer >= first]
+    backward = _block_product_flops(run, tensors, tokens, layers=with_backward)
+    backward_flops = backward.total + backward.trained + 2 * _attention_core_flops(run, with_backward, tokens)
+    return 3 * _layer_input_flops(run, tokens) + products.total + core + backward_flops + recomputed + head
+
+
+def _layer_input_flops(run: RunSpec, tokens: float) -> float:
+    """Return the FLOPs of the forward pass in a rank's products for the inputs of layers."""
+    part = layer_inputs(run.model)
+    linears = part.linears if part else ()
+    return sum(2 * tokens_through(linear, run.layout, tokens) * linear.matrix.numbers for linear in linears)
 
 
 def _rank_tokens(resolved: ResolvedRun, coordinates: Mapping[str, int]) -> float:
@@ -176,6 +222,8 @@ class _BlockProductFlops:
     """Part of `total` in attention's projections."""
     output: float
     """Part of `attention` in its output projection."""
+    trained: float
+    """Part of `total` in products with trained matrices."""
 
 
 def _block_product_flops(
@@ -184,14 +232,16 @@ def _block_product_flops(
     total = 0.0
     attention = 0.0
     output = 0.0
+    trained = 0.0
     shapes = tensors.all
     for product in block_products(run, layers):
         flops = 2 * product.tokens(run, tokens) * num_elements(shapes[product.name][-2:])
         total += flops
+        trained += flops if product.linear.is_trained else 0
         if product.part.kind == "attention":
             attention += flops
             output += flops if product.linear is product.part.linears[-1] else 0
-    return _BlockProductFlops(total, attention, output)
+    return _BlockProductFlops(total, attention, output, trained)
 
 
 def _recomputed_attention_flops(run: RunSpec, products: _BlockProductFlops) -> float:

@@ -37,6 +37,8 @@ class ForwardShape:
     """True for CUDA's kernels, which save other tensors than a CPU's."""
     all_logits: bool = False
     """True if the loss is a function of all logits (`spec.batch.needs_all_logits`)."""
+    recomputes_logits: bool = False
+    """True if the backward pass computes logits again if there are chunks, as that of a loss of preferences."""
 
     @property
     def tp(self) -> int:
@@ -135,4 +137,5 @@ def forward_shape(resolved: ResolvedRun) -> ForwardShape:
         masked=run.data.mask_documents,
         on_cuda=run.cluster.uses_cuda,
         all_logits=needs_all_logits(run),
+        recomputes_logits=run.preference is not None,
     )

@@ -11,9 +11,18 @@ from dataclasses import replace
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak, Moment
 from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, backward_order, backward_prefetches, fsdp_units
+from phalanx.program.fsdp_units import (
+    EMBEDDING,
+    HEAD,
+    ROOT,
+    FsdpUnit,
+    backward_order,
+    backward_prefetches,
+    fsdp_units,
+    late_parameters,
+)
 from phalanx.program.rank_tensors import RankTensors
-from phalanx.spec.layout import EMBEDDINGS, Layout
+from phalanx.spec.layout import Layout
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
 from phalanx.spec.resolved_run import ResolvedRun
@@ -53,8 +62,8 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
     summed = 0
     for unit in units:
         gathered_bytes -= COMPUTE_BYTES[precision] * unit.gathered
-        summed += unit.owned - unit.gradients
-        exchanged = _num_buffers(unit) * unit.gathered + unit.last_gradients
+        summed += unit.owned_gradients - unit.gradients
+        exchanged = _num_buffers(unit) * unit.reduced + unit.last_gradients
         size = gathered_bytes + state_bytes * (exchanged + summed)
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
     return peaks
@@ -78,9 +87,10 @@ class _CpuBackwardPass:
             is_deferred: True if an exchange ends when the next unit sends. Else it ends at once, but what was sent is
                 kept until then.
         """
-        self.units = units[::-1]
+        self.units = [unit for unit in reversed(units) if unit.has_backward]
         """Units in the order in which their backward passes end."""
-        starts = backward_order(units, has_root=units[0].name == ROOT)
+        has_root = units[0].name == ROOT
+        starts = backward_order([unit for unit in units if unit.has_backward], has_root=has_root)
         prefetches = backward_prefetches(starts, layout.fsdp_prefetch)
         self.ahead = {unit.name: ahead for unit, ahead in zip(starts, prefetches, strict=True)}
         """Units that each unit gathers ahead."""
@@ -97,14 +107,14 @@ class _CpuBackwardPass:
         self.root_gradients = 0
         """Bytes of the gradients that a root keeps until all of them exist."""
         # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
-        self.in_transit = self.state_bytes * units[0].gathered if accumulates else 0
+        self.in_transit = self.state_bytes * units[0].reduced if accumulates else 0
         """Bytes that the unit before has sent, and receives."""
         self.pending_sum = 0
         """Bytes of the sum of an exchange that has not ended."""
         self.sums = 0
         """Bytes of the sums of this micro-batch, except a pending one."""
-        self.all_sums = self.state_bytes * sum(unit.owned for unit in units)
-        self.num_blocks = sum(unit.is_in_blocks and not unit.is_inner for unit in units)
+        self.all_sums = self.state_bytes * sum(unit.owned_gradients for unit in units)
+        self.num_blocks = sum(unit.is_in_blocks and not unit.is_inner and unit.has_backward for unit in units)
         self.num_completed = 0
         """Number of blocks whose backward pass has ended."""
         self.backward_fraction = 0.0
@@ -124,7 +134,13 @@ class _CpuBackwardPass:
             yield from self._send(unit)
 
     def _run_loss_and_head(self) -> Iterator[CommBufferPeak]:
-        """Yield the buffers in the loss and in the head, and in the blocks of a root that is the only unit."""
+        """Yield the buffers in the loss and in the head, and in the blocks of a root that is the only unit.
+
+        The gradients of a trained unit take more than the copy out of the buffer of its gather in the forward pass."""
+        copied = [
+            unit.gathered for unit in self.gathered.values() if unit.ranks > 1 and 2 * unit.reduced < unit.gathered
+        ]
+        yield self._peak("after_block", self.compute_bytes * max(copied, default=0))
         yield self._peak("in_loss")
         self._prefetch(self.first)
         yield self._peak("in_head")
@@ -136,7 +152,7 @@ class _CpuBackwardPass:
 
     def _run_blocks_of_root(self, root: FsdpUnit) -> Iterator[CommBufferPeak]:
         elements = Counter[str]()
-        for name, shape in root.shapes.items():
+        for name, shape in root.trained.items():
             if name.startswith("blocks."):
                 elements[".".join(name.split(".")[:2])] += num_elements(shape)
         self.num_blocks = len(elements)
@@ -179,19 +195,21 @@ class _CpuBackwardPass:
     def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Free the parameters of a unit, and send its gradients, which ends the exchange before."""
         self.gathered.pop(unit.name, None)
+        if not unit.trained:
+            return
         moment = self._moment_after(unit)
-        if unit.stacks:  # they are copied one after the other
-            yield self._peak(moment, self.compute_bytes * (unit.gradients + max(unit.stacks)))
+        if unit.trained_stacks:  # they are copied one after the other
+            yield self._peak(moment, self.compute_bytes * (unit.gradients + max(unit.trained_stacks)))
         self.sums += self.pending_sum
-        self.pending_sum = self.state_bytes * unit.owned
-        self.in_transit = _num_buffers(unit) * self.state_bytes * unit.gathered
+        self.pending_sum = self.state_bytes * unit.owned_gradients
+        self.in_transit = _num_buffers(unit) * self.state_bytes * unit.reduced
         yield self._peak(moment, self.compute_bytes * unit.last_gradients)
         if moment == "after_experts":
             yield self._peak("in_dispatch")
         if not self.is_deferred or unit.ranks == 1:
             self.sums += self.pending_sum
             self.pending_sum = 0
-            self.in_transit = self.state_bytes * unit.gathered
+            self.in_transit = self.state_bytes * unit.reduced
 
     def _complete_block(self) -> None:
         self.num_completed += 1
@@ -222,9 +240,6 @@ class _CpuBackwardPass:
 
 def _early_gradients(root: FsdpUnit) -> int:
     """Return the elements of a root whose gradients precede all blocks: those of its norm and head."""
-    is_tied = "head.weight" not in root.shapes
-    return sum(
-        num_elements(shape)
-        for name, shape in root.shapes.items()
-        if not name.startswith("blocks.") and (is_tied or not name.startswith(EMBEDDINGS))
-    )
+    late = late_parameters(root)
+    shapes = ((name, shape) for name, shape in root.trained.items() if not name.startswith("blocks."))
+    return sum(num_elements(shape) for name, shape in shapes if name not in late)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, fsdp_units
+from phalanx.program.fsdp_units import EMBEDDING, HEAD, ROOT, FsdpUnit, fsdp_units, late_parameters
 from phalanx.program.rank_tensors import RankTensors
-from phalanx.spec.layout import EMBEDDINGS, Layout
+from phalanx.spec.layout import Layout
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.precision import Precision
 from phalanx.spec.resolved_run import ResolvedRun
@@ -38,8 +38,7 @@ class CudaUnits:
     @property
     def root_head_gradient(self) -> int:
         """Gradients of the root before the first block's backward pass: all except an untied embedding's."""
-        is_tied = "head.weight" not in self.root.shapes
-        late = [shape for name, shape in self.root.shapes.items() if name.startswith(EMBEDDINGS) and not is_tied]
+        late = (self.root.trained[name] for name in late_parameters(self.root))
         return self.root.gradients - sum(map(num_elements, late))
 
     def gathered_ahead(self, layout: Layout) -> int:
@@ -78,7 +77,7 @@ def cuda_buffer_peaks(
 
     def reduction(unit: FsdpUnit) -> int:
         """Return the bytes of the gradients that a unit sends, and of the received shard."""
-        return state * (unit.gathered + unit.owned)
+        return state * (unit.reduced + unit.owned_gradients)
 
     # Prefetched parameters are on the gather stream, with the buffer of experts until it has been copied out.
     ahead = compute * units.gathered_ahead(layout)
@@ -93,12 +92,12 @@ def cuda_buffer_peaks(
     # Stacks are copied in the order of ranks before the block computes, while the buffer of their gather exists.
     stacks = compute * max(sum(unit.stacks) for unit in units.all)
     stack_copy = stacks + (0 if expert else compute * units.block.gathered)
-    largest_stack = max(max(unit.stacks, default=0) for unit in units.all)
+    largest_stack = max(max(unit.trained_stacks, default=0) for unit in units.all)
     largest_gradient = max((unit.gradients for unit in units.all if unit.is_in_blocks), default=0)
     gradients = compute * (largest_gradient + largest_stack)
     between_blocks = root + compute * units.block.gathered + ahead + (reduction(units.expert) if expert else block_sum)
     # What the last micro-batch has sent last exists until the first reduction of this one.
-    earlier_sum = state * units.last.gathered if accumulates else 0
+    earlier_sum = state * units.last.reduced if accumulates else 0
     last_sum = compute * units.last.gradients + reduction(units.last)
 
     def computes(fraction: float, sums: int) -> CommBufferPeak:
@@ -163,10 +162,12 @@ def fsdp_stream_buffers(resolved: ResolvedRun, rank: RankTensors) -> StreamBuffe
     copied_shard = max(block.owned, expert.owned)
     # A step's gradients, and one unit's that are added or copied to the CPU.
     offloads = run.layout.offload != "none"
-    gradients = 0 if offloads else sum(unit.owned for unit in units.all)
-    largest_unit = max(outside.owned, block.owned, expert.owned) if resolved.micro_batches > 1 or offloads else 0
+    gradients = 0 if offloads else sum(unit.owned_gradients for unit in units.all)
+    largest_unit = (
+        max(unit.owned_gradients for unit in (outside, block, expert)) if resolved.micro_batches > 1 or offloads else 0
+    )
     return StreamBuffers(
         side_streams=COMPUTE_BYTES[run.training.precision] * (gathered + copied_shard)
         + state_bytes * (gradients + largest_unit),
-        largest_sum=state_bytes * max(outside.gathered, block.gathered, expert.gathered),
+        largest_sum=state_bytes * max(outside.reduced, block.reduced, expert.reduced),
     )

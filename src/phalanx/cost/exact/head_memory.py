@@ -12,16 +12,19 @@ from phalanx.spec.chunks import loss_chunk_rows
 from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import residual_stream
+from phalanx.spec.parts.model import is_head_trained
 
 
 def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """Return the bytes that the head and the loss save: its input and the gradient of the logits, or its gradients."""
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
     input_bytes = shape.operand_bytes(residual_stream(spec))
+    is_trained = is_head_trained(spec)
     if shape.num_logits_chunks(spec) > 1:
-        return Counter(head_and_loss=spec.num_logits * (input_bytes + matrix * shape.residual_bytes))
+        gradient_bytes = matrix * shape.residual_bytes if is_trained else 0
+        return Counter(head_and_loss=spec.num_logits * (input_bytes + gradient_bytes))
     # Without a cast, layers for multi-token prediction save all inputs of the head but the last.
-    num_inputs = spec.num_logits if shape.autocast else 1
+    num_inputs = (spec.num_logits if shape.autocast else 1) if is_trained else 0
     saved_bytes = num_inputs * input_bytes + spec.num_logits * _logits_bytes(spec, shape, shape.tokens)
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(matrix))
 
@@ -47,8 +50,9 @@ def head_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
     """
     if shape.num_logits_chunks(spec) > 1:
         return 0
-    vocab = shape.max_local_count(spec.vocab_size)
-    head_bytes = ((0 if splits_backward else vocab) + shape.tokens) * spec.hidden_size * shape.compute_bytes
+    computes_gradient = is_head_trained(spec) and not splits_backward
+    rows = shape.max_local_count(spec.vocab_size) if computes_gradient else 0
+    head_bytes = (rows + shape.tokens) * spec.hidden_size * shape.compute_bytes
     return head_bytes + _head_exchange_bytes(spec, shape)
 
 
@@ -60,7 +64,7 @@ def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bo
         splits_backward: True if the gradient of the head's weight is deferred, unless it is computed in chunks.
     """
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
-    if splits_backward and shape.num_logits_chunks(spec) == 1:
+    if not is_head_trained(spec) or (splits_backward and shape.num_logits_chunks(spec) == 1):
         return 0
     gradient_and_sum = matrix * (shape.compute_bytes + shape.high_precision_bytes)
     return gradient_and_sum - saved_by_head(spec, shape).total()
@@ -69,11 +73,13 @@ def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bo
 def _head_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the head's sequence-parallel communication in its backward pass.
 
-    They are its input of all ranks, and the received terms of the input's gradient. Tokens of several sequences have
-    copies of both in another order. On CUDA the sum follows, in fp32 and cast; on a CPU it is allocated before."""
+    They are its input of all ranks, if the matrix is trained, and the received terms of the input's gradient. Tokens
+    of several sequences have copies of both in another order. On CUDA the sum follows, in fp32 and cast; on a CPU it is
+    allocated before."""
     if not shape.layout.sequence_parallel or shape.tp == 1:
         return 0
-    num_buffers = 2 if shape.batch == 1 or shape.on_cuda else 4
+    num_buffers = 1 + is_head_trained(spec)
+    num_buffers *= 1 if shape.batch == 1 or shape.on_cuda else 2
     all_tokens_bytes = num_buffers * shape.tokens * shape.compute_bytes
     sum_bytes = shape.residual_tokens * (shape.on_cuda * shape.high_precision_bytes + shape.compute_bytes)
     return (all_tokens_bytes + sum_bytes) * spec.hidden_size
@@ -96,8 +102,9 @@ def _chunked_loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
         + shape.high_precision_bytes  # the sum of the losses
     )
     rows = shape.logits_rows(spec)
-    is_cast = shape.residual_bytes < 4 and shape.num_logits_chunks(spec) > MAX_BF16_SUMS
-    sums_in_fp32 = shape.autocast or is_cast
+    is_trained = is_head_trained(spec)
+    is_cast = is_trained and shape.residual_bytes < 4 and shape.num_logits_chunks(spec) > MAX_BF16_SUMS
+    sums_in_fp32 = is_trained and (shape.autocast or is_cast)
     piece_rows = min(vocab, loss_chunk_rows(D, on_cuda=shape.on_cuda)) if sums_in_fp32 else 0
     chunk_bytes = _logits_bytes(spec, shape, rows) + max(
         _row_loss_bytes(spec, shape, rows), piece_rows * D * shape.compute_bytes

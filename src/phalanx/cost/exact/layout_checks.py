@@ -86,6 +86,14 @@ def _check_pipeline(run: RunSpec, batch: BatchPlan) -> None:
     """Raise UserError if a pipeline cannot run this model, or its schedule this number of micro-batches."""
     layout = run.layout
     micro_batches = batch.gradient_accumulation_steps
+    crossing = {
+        "num_shared_kv_layers": "keys and values",
+        "per_layer_input_size": "inputs of layers",
+    }
+    for field, values in crossing.items():
+        if value := getattr(run.model, field):
+            problem = f"is not supported in a pipeline (layout.pp = {layout.pp}): {values} would cross its stages"
+            raise UserError(f"model.{field}", value, problem, "set layout.pp = 1")
     layers_per_stage(run)
     try:
         schedule = layout_schedule(layout, micro_batches)
@@ -172,8 +180,14 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
     for layer in distinct_layers(spec):
         if layer.mixer and layer.attends:
             problem = f"is not supported by mixer = {layer.mixer.kind!r}"
+        if layer.num_shared_kv_layers:
+            problem = "is not supported with model.num_shared_kv_layers"
         if layer.value_norm:
             problem = "is not supported with model.value_norm"
+        if layer.attends and layer.value_width != layer.head_dim:
+            problem = "is not supported with model.value_head_dim"
+        if layer.attention_gate not in ("none", "channel"):
+            problem = f"is not supported with model.attention_gate = {layer.attention_gate!r}"
         if layer.attends and not layer.mixer and layer.num_kv_heads != layer.num_heads:
             heads = f"model.num_heads ({layer.num_heads})"
             problem = f"requires model.num_kv_heads ({layer.num_kv_heads}) to equal {heads}"

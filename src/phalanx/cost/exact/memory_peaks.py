@@ -24,9 +24,12 @@ from phalanx.program.rank_tensors import RankTensors
 from phalanx.spec.layout import FSDP_STRATEGIES, MAX_BF16_SUMS, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import is_muon_parameter, num_elements
 from phalanx.spec.parts.operations import Shape
+from phalanx.spec.parts.per_layer_inputs import NAME as LAYER_INPUTS
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements
+
+LAYER_INPUT_TABLE = f"{LAYER_INPUTS}.embedding.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,11 @@ class PersistentMemory:
     """Part of `gradients` in which the micro-batches of a pipeline accumulate, before the end of the step."""
     weight_gradient: int
     """Bytes of the gradient of a weight until it is added to a sum of full gradients; 0 where a buffer contains it."""
+    last_gradients: int
+    """Bytes of the gradients with which a backward pass ends in a model whose layers have inputs, until they are added
+    to sums; 0 where a buffer contains them."""
+    held_gradient: int
+    """Bytes of the gradient of a tied head, which waits for that of the embedding."""
     optimizer_workspace: int
     """Temporary bytes of the optimizer, in addition to its state."""
 
@@ -72,10 +80,10 @@ def split_persistent_memory(resolved: ResolvedRun, rank: RankTensors, state: Sta
     )
     summed_bytes = gradients
     if strategy in FSDP_STRATEGIES and layout.pp > 1:
-        summed_bytes = STATE_BYTES[run.training.precision] * sum(
-            map(num_elements, [*rank.dense.values(), *rank.expert.values()])
-        )
-    if rank.embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
+        summed_bytes = STATE_BYTES[run.training.precision] * sum(map(num_elements, rank.trained.values()))
+    if (
+        rank.embedding_copy is not None and "embedding.weight" not in rank.frozen
+    ):  # its gradient, until it is sent to the rank that trains it
         summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.embedding_copy)
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
@@ -85,8 +93,27 @@ def split_persistent_memory(resolved: ResolvedRun, rank: RankTensors, state: Sta
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
         weight_gradient=weight_gradients(resolved).own,
+        last_gradients=_last_gradient_bytes(resolved, rank),
+        held_gradient=_held_gradient_bytes(resolved, rank),
         optimizer_workspace=optimizer_step_bytes(resolved, rank) + gradient_cast_bytes(resolved, rank),
     )
+
+
+def _held_gradient_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
+    """Return the bytes of the gradient of a tied head that exist inside the blocks, in addition to sums of gradients.
+
+    FSDP's root keeps them among its gradients. Stages of a pipeline are graphs of their own."""
+    run = resolved.run
+    is_trained = "embedding.weight" not in rank.frozen
+    if not (run.model.tie_embeddings and is_trained) or run.layout.pp > 1 or resolved.strategy in FSDP_STRATEGIES:
+        return 0
+    return _gradient_itemsize(resolved) * num_elements(rank.dense["embedding.weight"])
+
+
+def _gradient_itemsize(resolved: ResolvedRun) -> int:
+    """Return the bytes of a number of a gradient of the model's parameters, without FSDP."""
+    size = COMPUTE_BYTES if resolved.strategy in ZERO_STRATEGIES else STATE_BYTES
+    return size[resolved.run.training.precision]
 
 
 def weight_gradients(resolved: ResolvedRun) -> WeightGradients:
@@ -101,6 +128,18 @@ def weight_gradients(resolved: ResolvedRun) -> WeightGradients:
     if strategy in FSDP_STRATEGIES and (run.layout.pp == 1 or run.training.precision in BF16_PRECISIONS):
         return WeightGradients(block=size)
     return WeightGradients(own=0 if strategy == "zero2" and run.layout.pp == 1 else size)
+
+
+def _last_gradient_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
+    """Return the bytes of the gradient of the table of the inputs of layers, which may be most of the model.
+
+    That of a tied embedding has waited since the head's backward pass."""
+    shapes = rank.trained
+    strategy = resolved.strategy
+    if LAYER_INPUT_TABLE not in shapes or strategy in FSDP_STRATEGIES or strategy == "zero2":
+        return 0
+    table_bytes = _gradient_itemsize(resolved) * num_elements(shapes[LAYER_INPUT_TABLE])
+    return table_bytes + _held_gradient_bytes(resolved, rank)
 
 
 def _input_bytes(resolved: ResolvedRun) -> int:
@@ -130,6 +169,7 @@ def memory_peaks(
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
+        gradient_bytes = round(peak.kept_gradients * gradient_bytes)
         gradients = WeightGradients(own=own_bytes, block=peak.weight_gradient_bytes)
         match peak.moment:
             case "backward_start":
@@ -150,13 +190,21 @@ def memory_peaks(
                 block_bytes = activations.within_dispatch(peak.backward_fraction)
             case "after_block":
                 block_bytes = activations.between_blocks(peak.backward_fraction)
+            case "in_update":
+                block_bytes = 0
+        if peak.moment.startswith(("inside", "after", "in_dispatch")) and 0 < done < 1 and peak.kept_gradients:
+            block_bytes += persistent.held_gradient
         yield persistent.always + gradient_bytes + block_bytes + peak.bytes
     if activations.prefetched:
         done = activations.prefetch_end
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        yield persistent.always + gradient_bytes + activations.within_blocks(done, own) + cuda_exchange
+        block_bytes = activations.within_blocks(done, own) + persistent.held_gradient
+        yield persistent.always + gradient_bytes + block_bytes + cuda_exchange
     end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
-    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0, own) + cuda_exchange
+    held_bytes = persistent.held_gradient if persistent.accumulated_gradients else 0  # else it is one of the gradients
+    block_bytes = activations.within_blocks(1.0, own) + cuda_exchange + held_bytes
+    last_bytes = activations.layer_input_gradients + persistent.last_gradients
+    yield persistent.always + end_gradient_bytes + max(block_bytes, last_bytes)
     yield persistent.always + end_gradient_bytes + persistent.optimizer_workspace
 
 
@@ -177,7 +225,7 @@ def pipeline_memory_peaks(
         gradient_bytes = round(fraction * persistent.pipeline_gradients)
         yield persistent.always + gradient_bytes + activation_bytes + working_bytes
     for peak in buffer_peaks:
-        yield persistent.always + persistent.pipeline_gradients + peak.bytes
+        yield persistent.always + round(peak.kept_gradients * persistent.pipeline_gradients) + peak.bytes
     yield persistent.always + persistent.gradients + persistent.optimizer_workspace
 
 
@@ -240,7 +288,7 @@ def optimizer_step_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     if run.optimizer.name == "sgd":
         return state_bytes * sum(owned_elements.values()) if run.optimizer.weight_decay else 0
     groups = Counter[Shape]()
-    for name, shape in {**rank.dense, **rank.expert}.items():
+    for name, shape in rank.trained.items():
         if is_muon_parameter(name, shape):
             groups[shape] += owned_elements[name]
     compute_bytes = 8 if run.training.precision == "fp64" else 2
@@ -260,5 +308,5 @@ def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
     """Return the elements of each parameter that the rank trains."""
     return {
         name: max_shard_elements(shape, 1 if strategy == "ddp" else rank.shards_of(name))
-        for name, shape in {**rank.dense, **rank.expert}.items()
+        for name, shape in rank.trained.items()
     }

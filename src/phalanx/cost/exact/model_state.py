@@ -61,12 +61,12 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
 def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:
     """Return the bytes of a full model's state.
 
-    With "muon", AdamW trains all parameters except matrices inside blocks. Carried tensors have no gradients.
+    With "muon", AdamW trains all parameters except matrices inside blocks. Carried and frozen ones have no gradients.
 
     Args:
         count: Parameters of the model.
     """
-    carried = StateBytes(STATE_BYTES[precision] * count.carried, 0, 0)
+    carried = StateBytes(STATE_BYTES[precision] * (count.carried + count.frozen), 0, 0)
     if optimizer != "muon":
         return state_bytes(optimizer, precision) * count.trained + carried
     adamw = state_bytes("adamw", precision) * (count.trained - count.block_matrices)
@@ -82,8 +82,11 @@ def checkpoint_bytes(run: RunSpec) -> int:
 def checkpoint_space_needed_bytes(run: RunSpec, existing: int) -> int:
     """Return the disk bytes that a run's future checkpoints need, given `existing` checkpoints.
 
-    Checkpoints that are not kept are deleted after a new one has been written.
+    Checkpoints that are not kept are deleted after a new one has been written. With an object store, the disk has the
+    newest, the one that is being uploaded and the one that is being written.
     """
+    if run.checkpoint.directory is not None:
+        return 3 * checkpoint_bytes(run)
     keep = run.checkpoint.keep
     every = run.training.steps // keep.every if keep.every and run.training.has_decided_steps else 0
     kept = keep.last + keep.best + every

@@ -8,9 +8,10 @@ from fractions import Fraction
 from functools import lru_cache
 
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import blocks, describe_norm
-from phalanx.spec.parts.model import carried_tensors
-from phalanx.spec.parts.operations import GroupedLinear, Linear, Norm, Operation, Part
+from phalanx.spec.parameter_shapes import is_muon_parameter
+from phalanx.spec.parts.block import blocks, describe_last_norm
+from phalanx.spec.parts.model import carried_tensors, layer_inputs, model_parameters
+from phalanx.spec.parts.operations import GroupedLinear, Linear, LookUp, Norm, Operation, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class ParameterCount:
     """Parameters by part. Buffers (a router's balancing bias, rotary tables) are not parameters."""
 
     embedding: int
-    """Token embedding, and learned positions."""
+    """Token embedding, learned positions, and the table of the inputs of layers."""
     attention: int
     """Query, key, value and output projections, with their biases, and sinks."""
     mlp: int
@@ -34,6 +35,8 @@ class ParameterCount:
     """Norms of the residual stream, and of queries and keys."""
     head: int
     """Output projection to the vocabulary; 0 if it is tied to the embedding."""
+    per_layer_inputs: int
+    """Product of the embedding for the inputs of layers."""
     inactive_experts: int
     """Part of `experts` that one token does not use."""
     biases: int
@@ -42,6 +45,10 @@ class ParameterCount:
     """Part of `biases` that one token does not use."""
     carried: int
     """Tensors that are loaded and saved with the model, and not trained: indexers of sparse attention."""
+    frozen: int
+    """Parameters that the run does not train."""
+    frozen_matrices: int
+    """Part of `frozen` that Muon would train."""
     tied_head: int
     """Embedding parameters that a tied head reuses in its product."""
 
@@ -49,12 +56,12 @@ class ParameterCount:
     def total(self) -> int:
         """Number of parameters, each counted once."""
         blocks = self.attention + self.mlp + self.experts + self.shared_experts + self.router + self.merge
-        return self.embedding + blocks + self.norms + self.head + self.carried
+        return self.embedding + self.per_layer_inputs + blocks + self.norms + self.head + self.carried
 
     @property
     def trained(self) -> int:
         """Number of trained parameters."""
-        return self.total - self.carried
+        return self.total - self.carried - self.frozen
 
     @property
     def active(self) -> int:
@@ -74,7 +81,8 @@ class ParameterCount:
     @property
     def block_matrices(self) -> int:
         """Two-dimensional parameters inside blocks, active or not, which Muon trains."""
-        return self.trained - self.embedding - self.head - self.norms - self.biases
+        outside = self.embedding + self.per_layer_inputs + self.head
+        return self.total - self.carried - outside - self.norms - self.biases - self.frozen_matrices
 
 
 @lru_cache
@@ -83,7 +91,11 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     table = spec.vocab_size * spec.hidden_size
     positions = spec.max_seq_len * spec.hidden_size if spec.position_embedding == "learned" else 0
     count = Counter(embedding=table + positions, head=0 if spec.tie_embeddings else table)
-    count["norms"] = _num_parameters(describe_norm(spec, "norm"))
+    count["norms"] = _num_parameters(describe_last_norm(spec))
+    if inputs := layer_inputs(spec):
+        for operation in inputs.operations:
+            field = "embedding" if isinstance(operation, LookUp) else _count_field(operation, inputs)
+            count[field] += _num_parameters(operation)
     for block in blocks(spec):
         for branch in block:
             count["norms"] += sum(map(_num_parameters, branch.norms))
@@ -99,13 +111,18 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
                 elif not isinstance(operation, Norm):
                     vectors = (each for each in operation.parameters.values() if len(each.shape) == 1)
                     count["biases"] += sum(vector.numbers for vector in vectors)
+    frozen = {name: parameter for name, parameter in model_parameters(spec).items() if parameter.is_frozen}
     fields = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "merge", "norms", "head")
     return ParameterCount(
-        **{field: count[field] for field in fields},
+        **{field: count[field] for field in (*fields, "per_layer_inputs")},
         inactive_experts=count["inactive_experts"],
         biases=count["biases"],
         inactive_biases=count["inactive_biases"],
         carried=sum(tensor.numbers for tensor in carried_tensors(spec).values()),
+        frozen=sum(parameter.numbers for parameter in frozen.values()),
+        frozen_matrices=sum(
+            parameter.numbers for name, parameter in frozen.items() if is_muon_parameter(name, parameter.shape)
+        ),
         tied_head=table if spec.tie_embeddings else 0,
     )
 
@@ -114,6 +131,8 @@ def _count_field(operation: Operation, part: Part) -> str:
     """Return the field of `ParameterCount` for the parameters of an operation."""
     if isinstance(operation, Norm):
         return "norms"
+    if part.kind == "inputs":
+        return part.name
     if part.kind != "experts" or isinstance(operation, GroupedLinear):
         return part.kind
     return "router" if operation.name.partition(".")[0] == "router" else "shared_experts"

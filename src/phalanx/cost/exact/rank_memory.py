@@ -34,7 +34,7 @@ from phalanx.cost.exact.rank_state import (
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
-from phalanx.spec.parameter_shapes import num_elements, parameter_shapes
+from phalanx.spec.parameter_shapes import num_elements, trained_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 
 
@@ -211,7 +211,7 @@ def _largest_server(resolved: ResolvedRun) -> RankMemory:
     """Return the memory of the fullest server, which is CPU memory on any hardware."""
     run = resolved.run
     layout = run.layout
-    shapes = parameter_shapes(run.model)
+    shapes = trained_shapes(run.model)
     workers = resolved.batch.dp_size
     owner = assign_parameters_to_servers(
         {name: num_elements(shape) for name, shape in shapes.items()}, layout.num_servers

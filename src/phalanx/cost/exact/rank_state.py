@@ -25,7 +25,7 @@ def rank_model_state(resolved: ResolvedRun, rank: RankTensors) -> StateBytes:
     strategy = resolved.strategy
     precision = run.training.precision
     total = StateBytes(0, 0, 0)
-    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
+    for shapes, shards in _trained_by_shards(rank):
         # On one rank, ZeRO-3 splits nothing. A parameter server has the optimizer state of its workers.
         full_count, _ = owned_counts(shapes, run, 1)
         owned, states = owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
@@ -43,8 +43,26 @@ def rank_model_state(resolved: ResolvedRun, rank: RankTensors) -> StateBytes:
             total += StateBytes(0, 0, STATE_BYTES[precision] * owned_counts(strided, run, shards)[0])
     bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
     copied_bytes = 0 if rank.embedding_copy is None else bytes_per_element * num_elements(rank.embedding_copy)
-    parameters = total.parameters + copied_bytes + carried_bytes(run, rank)
+    parameters = total.parameters + copied_bytes + carried_bytes(run, rank) + frozen_bytes(resolved, rank)
     return StateBytes(parameters, total.gradients, total.optimizer)
+
+
+def _trained_by_shards(rank: RankTensors) -> tuple[tuple[Shapes, int], ...]:
+    """Return the trained tensors of a rank, and the number of ranks that shard their rows: dense ones, and experts."""
+    of_dense, of_experts = (rank.without_frozen(shapes) for shapes in (rank.dense, rank.expert))
+    return (of_dense, rank.shards), (of_experts, rank.expert_shards)
+
+
+def frozen_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
+    """Return the bytes of a rank's frozen parameters, of which only ZeRO-3 has shards.
+
+    ZeRO-1 and 2 have them in the precision of their computation."""
+    is_sharded = resolved.strategy in FSDP_STRATEGIES
+    size = (COMPUTE_BYTES if resolved.strategy in ZERO_STRATEGIES else STATE_BYTES)[resolved.run.training.precision]
+    shapes = rank.all
+    return size * sum(
+        max_shard_elements(shapes[name], rank.shards_of(name) if is_sharded else 1) for name in rank.frozen
+    )
 
 
 def carried_bytes(run: RunSpec, rank: RankTensors) -> int:
@@ -58,7 +76,7 @@ def resident_and_offloaded(resolved: ResolvedRun, rank: RankTensors) -> tuple[St
     state = rank_model_state(resolved, rank)
     if run.layout.offload == "none":
         return state, 0, 0
-    owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
+    owned = sum(owned_counts(shapes, run, shards)[0] for shapes, shards in _trained_by_shards(rank))
     row_bytes = 0 if run.training.precision in BF16_PRECISIONS else STATE_BYTES[run.training.precision] * owned
     carried = StateBytes(carried_bytes(run, rank), 0, 0)
     state = StateBytes(state.parameters - carried.parameters, state.gradients, state.optimizer)
@@ -79,11 +97,13 @@ def checkpoint_copy_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     strategy = resolved.strategy
     if run.layout.offload == "nvme":
         return 0
+    untrained_bytes = carried_bytes(run, rank) + frozen_bytes(resolved, rank)
     if strategy == "parameter_server":  # servers have the rest
-        return carried_bytes(run, rank)
-    owners = ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
-    counts = [owned_counts(shapes, run, 1 if strategy == "ddp" else shards) for shapes, shards in owners]
-    return STATE_BYTES[run.training.precision] * sum(map(sum, counts)) + carried_bytes(run, rank)
+        return untrained_bytes
+    counts = [
+        owned_counts(shapes, run, 1 if strategy == "ddp" else shards) for shapes, shards in _trained_by_shards(rank)
+    ]
+    return STATE_BYTES[run.training.precision] * sum(map(sum, counts)) + untrained_bytes
 
 
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:

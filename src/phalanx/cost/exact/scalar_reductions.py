@@ -19,9 +19,22 @@ REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 
 
 def num_reduced_scalars(run: RunSpec) -> int:
-    """Return the number of summed scalars: `NUM_SCALARS`, and the load of each expert of each layer."""
+    """Return the number of summed scalars: `NUM_SCALARS`, loss and targets of each source, loads of all experts.
+
+    A run on preferences has more.
+    """
+    return NUM_SCALARS + 2 * len(run.data.source) + num_preference_sums(run) + num_expert_loads(run)
+
+
+def num_preference_sums(run: RunSpec) -> int:
+    """Return the number of summed scalars of preferences: of pairs, of correct ones, and of margins."""
+    return 0 if run.preference is None else 3
+
+
+def num_expert_loads(run: RunSpec) -> int:
+    """Return the number of experts of all layers."""
     experts = run.model.moe.num_experts if run.model.moe else 0
-    return NUM_SCALARS + experts * len(expert_layers(run.model))
+    return experts * len(expert_layers(run.model))
 
 
 def scalar_reduction_traffic(resolved: ResolvedRun, pp_rank: int) -> list[Traffic]:
@@ -33,6 +46,8 @@ def scalar_reduction_traffic(resolved: ResolvedRun, pp_rank: int) -> list[Traffi
     layout = run.layout
     dims = resolved.dims
     scalar_bytes = 8 * num_reduced_scalars(run)
+    schedule = representative_schedule(layout)
+    has_loss = layout.pp == 1 or schedule.stages - 1 in schedule.stages_of(pp_rank)
     bytes_per_element = max(4, COMPUTE_BYTES[run.training.precision])
     rows = [
         _all_reduce_traffic("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp),
@@ -42,8 +57,12 @@ def scalar_reduction_traffic(resolved: ResolvedRun, pp_rank: int) -> list[Traffi
     rows += [_all_reduce_traffic(group_kind, bytes_per_element, ranks) for group_kind, ranks in norms]
     rows.append(_all_reduce_traffic("pp", bytes_per_element, dims.pp))
     if run.model.moe and layout.sequence_parallel:  # each rank's routers process some of the tokens
-        num_stages = len(representative_schedule(layout).stages_of(pp_rank)) if layout.pp > 1 else 1
+        num_stages = len(schedule.stages_of(pp_rank)) if layout.pp > 1 else 1
         rows += resolved.micro_batches * num_stages * [_all_reduce_traffic("tp", bytes_per_element, dims.tp)]
+    if run.preference is not None and has_loss:
+        # Sums over the answers of a micro-batch, of which a row has at least two.
+        sums_bytes = 8 * 2 * resolved.batch.micro_batch_size
+        rows += resolved.micro_batches * [_all_reduce_traffic("cp", sums_bytes, dims.cp)]
     return [row for row in rows if row.bytes]
 
 
@@ -60,7 +79,7 @@ def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupK
     sharded = layout.data_parallel in SHARDED_STRATEGIES
     group_sets: set[tuple[tuple[GroupKind, int], ...]] = set()
     shardings = parameter_shardings(run.model, layout)
-    for name in rank.names:
+    for name in rank.trained:
         sharding = shardings[name]
         split = list[tuple[GroupKind, int]]()
         if sharding.dim is not None:

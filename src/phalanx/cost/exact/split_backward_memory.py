@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.cost.exact.derive.deferred import deferred_by_block
-from phalanx.cost.exact.derive.weights import matrix_numbers
+from phalanx.cost.exact.derive.weights import gradient_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.head_memory import saved_by_head
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import Block
+from phalanx.spec.parts.model import is_head_trained
 
 
 def deferred_bytes(
@@ -46,7 +47,7 @@ def weight_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, blocks: Seque
         last: True if the stage has the head.
     """
     block_bytes = _gradient_bytes(shape, _largest_product(blocks, shape))
-    if not last or shape.num_logits_chunks(spec) > 1:
+    if not last or shape.num_logits_chunks(spec) > 1 or not is_head_trained(spec):
         return block_bytes
     head_bytes = _gradient_bytes(shape, spec.hidden_size * shape.max_local_count(spec.vocab_size))
     return max(head_bytes, block_bytes - _deferred_by_head(spec, shape))
@@ -64,7 +65,7 @@ def widened_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, blocks: Sequ
     """
     number_bytes = shape.compute_bytes + shape.high_precision_bytes
     largest = _largest_product(blocks, shape)
-    if not last:
+    if not last or not is_head_trained(spec):
         return number_bytes * largest
     largest = max(largest, spec.hidden_size * shape.max_local_count(spec.vocab_size))
     return number_bytes * largest - _deferred_by_head(spec, shape)
@@ -78,9 +79,10 @@ def _gradient_bytes(shape: ForwardShape, count: int) -> int:
 def _largest_product(blocks: Sequence[Block], shape: ForwardShape) -> int:
     """Return the numbers of the largest weight of some blocks."""
     linears = [linear for block in set(blocks) for branch in block for linear in branch.part.linears]
-    return max(matrix_numbers(linear, shape) for linear in linears)
+    return max(gradient_numbers(linear, shape) for linear in linears)
 
 
 def _deferred_by_head(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes that the second half of the head's backward pass needs; in chunks the first half does all."""
-    return 0 if shape.num_logits_chunks(spec) > 1 else saved_by_head(spec, shape).total()
+    is_deferred = shape.num_logits_chunks(spec) == 1 and is_head_trained(spec)
+    return saved_by_head(spec, shape).total() if is_deferred else 0

@@ -19,7 +19,7 @@ from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, ZERO_STRATEGIES, Layout, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import uses_model_parallelism
-from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements, parameter_shapes
+from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements, trained_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, parameter_shardings, rows_on_rank
@@ -46,8 +46,8 @@ def traffic_by_group(resolved: ResolvedRun, rank: int = 0) -> dict[str, list[Tra
     check_layout(resolved)
     layout = run.layout
     dims = resolved.dims
-    shapes = parameter_shapes(run.model)
     if layout.data_parallel == "parameter_server":
+        shapes = trained_shapes(run.model)
         return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], workers=dims.dp_size)
     coordinates = dims.coordinates(rank)
     stage_tensors = rank_tensors(resolved, coordinates["tp"])
@@ -69,18 +69,21 @@ def _data_parallel_traffic(resolved: ResolvedRun, rank: RankTensors, shard_index
     is_sharded = resolved.layout.data_parallel in SHARDED_STRATEGIES
     ranks = data_dims.dp_shard if is_sharded else data_dims.dp_size
     expert_ranks = rank.expert_shards if is_sharded else resolved.dims.expert_dp_size
-    dense = _sharded_traffic(resolved, rank.dense, ranks, count_collectives(resolved, rank))
+    dense = _sharded_traffic(resolved, rank, rank.dense, ranks, count_collectives(resolved, rank))
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
         for row in _sharded_traffic(
-            resolved, rank.expert, expert_ranks, count_collectives(resolved, rank, for_experts=True)
+            resolved, rank, rank.expert, expert_ranks, count_collectives(resolved, rank, for_experts=True)
         )
     ]
     return [*dense, *experts, *_partial_gradient_traffic(resolved, rank, shard_index)]
 
 
-def _sharded_traffic(resolved: ResolvedRun, shapes: Shapes, ranks: int, calls: CollectiveCounts) -> list[Traffic]:
+def _sharded_traffic(
+    resolved: ResolvedRun, rank: RankTensors, shapes: Shapes, ranks: int, calls: CollectiveCounts
+) -> list[Traffic]:
     """Return the traffic among `ranks` that share a copy of these tensors (with ddp, that each have one)."""
+    trained = rank.without_frozen(shapes)
     run = resolved.run
     layout = run.layout
     # In a pipeline, gradients are reduced once per step.
@@ -88,7 +91,7 @@ def _sharded_traffic(resolved: ResolvedRun, shapes: Shapes, ranks: int, calls: C
     precision = run.training.precision
     compute_bytes = COMPUTE_BYTES[precision]
     state_bytes = STATE_BYTES[precision]
-    total = _padded_elements(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
+    total = _padded_elements(trained, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
 
     def times_calls(count: int, parameter_bytes: float, gradient_bytes: float, reshard: bool = False) -> list[Traffic]:
         rows = step_traffic(
@@ -106,21 +109,29 @@ def _sharded_traffic(resolved: ResolvedRun, shapes: Shapes, ranks: int, calls: C
         sent_by_compression = {
             "none": state_bytes * total,
             "bf16": 2 * total,
-            "powersgd": state_bytes * _powersgd_elements(shapes, layout.powersgd_rank),
+            "powersgd": state_bytes * _powersgd_elements(trained, layout.powersgd_rank),
         }
         return times_calls(calls.blocks, state_bytes * total, sent_by_compression[layout.gradient_compression])
-    muon = [] if uses_model_parallelism(layout) else _muon_traffic(shapes, run, ranks)
+    muon = [] if uses_model_parallelism(layout) else _muon_traffic(trained, run, ranks)
     if layout.data_parallel in ZERO_STRATEGIES:
         return [*times_calls(calls.blocks, compute_bytes * total, compute_bytes * total), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
     in_blocks = _padded_elements(blocks, ranks)
     # Parameters outside blocks are gathered once: the embedding's backward pass does not need them, and the head's
     # follows its forward pass.
-    outside = total - in_blocks
+    outside = _padded_elements(shapes, ranks) - in_blocks
     reshard = layout.reshard_after_forward and layout.pp == 1
+    # Blocks without a backward pass are not gathered for one.
+    forward_only = _padded_elements(
+        {name: shape for name, shape in blocks.items() if int(name.split(".")[1]) < rank.num_forward_only_blocks}, ranks
+    )
+    trained_in_blocks = _padded_elements(rank.without_frozen(blocks), ranks)
     return [
-        *times_calls(calls.blocks, compute_bytes * in_blocks, state_bytes * in_blocks, reshard),
-        *times_calls(calls.outside_blocks, compute_bytes * outside, state_bytes * outside),
+        *times_calls(calls.blocks, compute_bytes * (in_blocks - forward_only), 0, reshard),
+        *times_calls(calls.forward_only, compute_bytes * forward_only, 0),
+        *times_calls(calls.reductions, 0, state_bytes * trained_in_blocks),
+        *times_calls(calls.outside_blocks, compute_bytes * outside, 0),
+        *times_calls(calls.outside_reductions, 0, state_bytes * (total - trained_in_blocks)),
         *muon,
     ]
 
@@ -135,7 +146,7 @@ def _partial_gradient_traffic(resolved: ResolvedRun, rank: RankTensors, shard_in
     if resolved.strategy in ZERO_STRATEGIES:
         bytes_per_element = zero_gradient_bytes(precision, resolved.micro_batches)
     shardings = parameter_shardings(run.model, layout)
-    for name, shape in rank.dense.items():
+    for name, shape in rank.without_frozen(rank.dense).items():
         sharding = shardings[name]
         if sharding.is_partial_sum:
             group: tuple[int, GroupKind] = sharding.replication, "tp" if sharding.replication == layout.tp else "copies"

@@ -113,12 +113,12 @@ def _gradient_shares(spec: ModelSpec, rank: RankTensors, stages: Mapping[int, St
     counts = {
         index: sum(
             num_elements(shape)
-            for name, shape in rank.all.items()
+            for name, shape in rank.trained.items()
             if _is_in_stage(name, stage, stage.last if embeds_last else stage.first)
         )
         for index, stage in stages.items()
     }
-    return {index: count / sum(counts.values()) for index, count in counts.items()}
+    return {index: count / max(1, sum(counts.values())) for index, count in counts.items()}
 
 
 def _gradient_sums(resolved: ResolvedRun, shares: Mapping[int, float]) -> GradientSums:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+from phalanx.model.huggingface.safetensors_file import FileTensor, write_safetensors
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tokenizer_files
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config
 from phalanx.spec.families.registry import family_of
+from phalanx.spec.families.wrappers import wrapped_config
 from phalanx.spec.formatting import plural
 from phalanx.spec.model import ModelSpec
 
@@ -31,14 +32,27 @@ logger = logging.getLogger(__name__)
 PRECISIONS = ("fp32", "bf16")
 """Precisions that can be exported."""
 SHARD_BYTES = 5_000_000_000
+PIECE_NUMBERS = 2**24
+"""Maximum number of values of a matrix in memory."""
 LICENSE_PREFIXES = ("LICENSE", "NOTICE")
 GIVEN_FILES = ("config.json", "tokenizer.json")
 """Files of a source that an export replaces by those of the trained model."""
 
 
+class IndexedTensor(Protocol):
+    """A tensor, or a description of one in files, from which an index reads a part."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full tensor."""
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Return a row, a range of rows, or everything (`...`)."""
+
+
 def export_hf(
     spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, IndexedTensor],
     directory: str | Path,
     tokenizer: str | Path | None = None,
     eos_id: int | None = None,
@@ -51,7 +65,8 @@ def export_hf(
     Layers for multi-token prediction are left out, with a warning, if checkpoints of the family cannot have them.
 
     Args:
-        tensors: Full parameters by Phalanx's names.
+        tensors: Full parameters by Phalanx's names. They may be in files: a matrix, an expert, or the rows of a matrix
+            that the checkpoint has in the same order, are read at a time.
         directory: Output directory.
         tokenizer: A tokenizer.json; None for that of `source`.
         eos_id: The id of its end-of-text token.
@@ -84,12 +99,18 @@ def export_hf(
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
     source_files = {} if source is None else _list_files(source)
+    config = wrapped_config(config)
     texts, kept_names = _settle_files(config, spec, tokenizer, eos_id=eos_id, source=source, source_files=source_files)
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
     sources = hf_sources(family, spec)
+    constants = {
+        name.replace("{i}", str(layer)): torch.tensor(number, dtype=TORCH_DTYPES[dtype])
+        for name, number in family.constant_tensors.items()
+        for layer in range(spec.num_layers)
+    }
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:
@@ -97,10 +118,14 @@ def export_hf(
         for name, text in texts.items():
             (partial_directory / name).write_text(text, encoding="utf-8")
         _write_tensors(
-            sources, shapes, tensors, directory=partial_directory, dtype=TORCH_DTYPES[dtype], shard_bytes=shard_bytes
+            sources,
+            shapes,
+            tensors,
+            constants,
+            directory=partial_directory,
+            dtype=TORCH_DTYPES[dtype],
+            shard_bytes=shard_bytes,
         )
-        for file in partial_directory.glob("*.safetensors"):  # safetensors makes them readable by their owner only
-            shutil.copymode(partial_directory / "config.json", file)
         partial_directory.rename(directory)
     finally:
         shutil.rmtree(partial_directory, ignore_errors=True)
@@ -149,54 +174,59 @@ def _settle_files(
 def _write_tensors(
     sources: Mapping[str, TensorSource],
     shapes: Mapping[str, torch.Size],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, IndexedTensor],
+    constants: Mapping[str, Tensor],
     directory: Path,
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    """Write one file, or several files with an index; the tensors of one file are in memory at a time."""
-    sizes = {
-        name: _num_elements(source, shapes) * _stored_dtype(source, dtype).itemsize for name, source in sources.items()
+    """Write one file, or several files with an index.
+
+    The first file has the constants, too."""
+    entries = {
+        name: FileTensor(
+            torch.float32 if source.is_precise else dtype,
+            stored_shape(source, shapes),
+            partial(stored_pieces, source, tensors),
+        )
+        for name, source in sources.items()
     }
-    shards = shard_names(sizes, shard_bytes)
+    shards = shard_names({name: entry.num_bytes for name, entry in entries.items()}, shard_bytes)
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     files = [SINGLE_FILE] if len(shards) == 1 else files
+    for name, number in constants.items():
+        entries[name] = FileTensor(number.dtype, number.shape, partial(iter, [number]))
+    shards[0] = [*shards[0], *constants]
     for file, names in zip(files, shards, strict=True):
-        shard = {name: _build_tensor(sources[name], tensors, dtype) for name in names}
-        try:
-            save_file(shard, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            # The text alone has the number of an error of the file system.
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory / file)) from None
+        write_safetensors(directory / file, {name: entries[name] for name in names})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        total_size = sum(entry.num_bytes for entry in entries.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX_FILE).write_text(_to_json(index), encoding="utf-8")
 
 
-def _num_elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int:
-    return sum(shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names)
+def stored_shape(source: TensorSource, shapes: Mapping[str, torch.Size]) -> torch.Size:
+    """Return the shape of a tensor in the checkpoint."""
+    own_shapes = [shapes[name][int(source.has_experts) :] for name in source.names]
+    stored = source.stored(torch.cat([torch.empty(shape, device="meta") for shape in own_shapes])).shape
+    return torch.Size((shapes[source.names[0]][0], *stored)) if source.rows.stacked else stored
 
 
-def _stored_dtype(source: TensorSource, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if source.is_precise else dtype
-
-
-def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    if source.rows.stacked:
-        experts = range(len(tensors[source.names[0]]))
-        return torch.stack([_join(source, [tensors[name][e] for name in source.names], dtype) for e in experts])
-    parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
-    return _join(source, parts, dtype).contiguous()
-
-
-def _join(source: TensorSource, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the parameters of a tensor, or those of an expert, as the checkpoint has them."""
-    joined = torch.cat([part.detach() for part in parts]).to("cpu", _stored_dtype(source, dtype))
-    return source.stored(joined)
+def stored_pieces(source: TensorSource, tensors: Mapping[str, IndexedTensor]) -> Iterator[Tensor]:
+    """Yield the numbers of a tensor as the checkpoint has them: each expert, or a range of rows at a time."""
+    parameters = [tensors[name] for name in source.names]
+    if source.has_experts:
+        experts = range(parameters[0].shape[0]) if source.rows.stacked else [source.expert]
+        for expert in experts:
+            yield source.stored(torch.cat([parameter[expert] for parameter in parameters]))
+    elif source.rows.order or source.rows.transposed:
+        yield source.stored(torch.cat([parameter[...] for parameter in parameters]))
+    else:
+        for parameter in parameters:
+            num_rows = max(1, PIECE_NUMBERS // max(1, prod(parameter.shape[1:])))
+            for first in range(0, parameter.shape[0], num_rows):
+                yield parameter[first : first + num_rows]
 
 
 def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:

@@ -41,11 +41,14 @@ class TensorSource(NamedTuple):
 
     def stored(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or that of an expert, as the checkpoint has it."""
-        if self.rows.order:
-            tensor = tensor[self._order(tensor)]
+        tensor = self.stored_rows(tensor)
         for axis in self.rows.unit_axes:
             tensor = tensor.unsqueeze(axis)
         return tensor.T if self.rows.transposed else tensor
+
+    def stored_rows(self, tensor: Tensor) -> Tensor:
+        """Return rows of the parameters, one after another, in the order of the checkpoint."""
+        return tensor[self._order(tensor)] if self.rows.order else tensor
 
     def with_axes(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         """Return a tensor of the checkpoint, or that of an expert, with the axes that the model has.
@@ -56,9 +59,9 @@ class TensorSource(NamedTuple):
         transposed = self.rows.transposed
         return tensor.T if transposed or (transposed is None and tensor.shape != shape) else tensor
 
-    def loaded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the axes of the model as the model has it."""
-        return torch.empty_like(tensor).index_copy_(0, self._order(tensor), tensor) if self.rows.order else tensor
+    def loaded_rows(self, tensor: Tensor, rows: slice) -> Tensor:
+        """Return some rows of the model, of a tensor with the axes that the model has."""
+        return tensor[self._order(tensor).argsort()[rows]] if self.rows.order else tensor[rows]
 
     def _order(self, tensor: Tensor) -> Tensor:
         """Return the index in the model of each row of the checkpoint's tensor."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.chat_template import JINJA_FILE, chat_template_text
 from phalanx.spec.run import BYTES_TOKENIZER, END_OF_TEXT
 
 VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.model")
@@ -33,27 +34,33 @@ def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str
     }
     if eos_token is not None:
         config |= {"bos_token": eos_token, "eos_token": eos_token, "pad_token": eos_token}
-    return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    files = {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    template = chat_template_text(path.parent)
+    return files if template is None else {**files, JINJA_FILE: template}
 
 
 def outdated_tokenizer_files(path: Path, source: Path) -> set[str] | None:
     """Return the names of the files in `source` that the tokenizer at `path` contradicts.
 
-    The set is empty if it is the tokenizer of `source`. It is tokenizer.json and vocabulary files if the tokenizer adds
-    ids. None means another tokenizer, so that no tokenizer file of `source` is valid."""
+    The set is empty if it is the tokenizer of `source`. It has the chat template if that is another one, and
+    tokenizer.json and vocabulary files if the tokenizer adds ids. None means another tokenizer, so that no tokenizer
+    file of `source` is valid."""
     _, tokenizer = _read_tokenizer(path)
     try:
         _, source_tokenizer = _read_tokenizer(source / "tokenizer.json")
     except UserError:
         return None
+    own_template = chat_template_text(path.parent)
+    is_same = own_template is None or own_template == chat_template_text(source)
+    changed = set() if is_same else {JINJA_FILE}
     source_tokenizer.no_padding()  # as `data.tokenizer` reads it
     source_tokenizer.no_truncation()
     if source_tokenizer.to_str() == tokenizer.to_str():
-        return set()
+        return changed
     if not source_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
         return None
     model, source_model = (json.loads(either.to_str())["model"] for either in (tokenizer, source_tokenizer))
-    return {"tokenizer.json", *(() if model == source_model else VOCABULARY_FILES)}
+    return {"tokenizer.json", *changed, *(() if model == source_model else VOCABULARY_FILES)}
 
 
 def _read_tokenizer(path: Path) -> tuple[str, Any]:

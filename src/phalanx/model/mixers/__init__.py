@@ -13,7 +13,8 @@ from phalanx.spec.parts.operations import Part
 
 def make_mixer(layer: ModelSpec, part: Part) -> PartModule:
     """Return the module of a layer's mixer (`spec.layers`): the class that has the name of its description."""
-    if layer.mixer is None:
+    mixer = layer.side_mixer if part.name == "side_mixer" else layer.mixer
+    if mixer is None:
         return Attention(layer, part)
-    module = import_module(f"{__package__}.{layer.mixer.kind}")
-    return cast(PartModule, getattr(module, type(layer.mixer).__name__)(layer, part))
+    module = import_module(f"{__package__}.{mixer.kind}")
+    return cast(PartModule, getattr(module, type(mixer).__name__)(layer.model_copy(update={"mixer": mixer}), part))

@@ -6,6 +6,8 @@ in a segment."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,11 +22,25 @@ from phalanx.model.products import ProductLinear, TensorTuple, activated_linear,
 from phalanx.model.recomputation import recomputation
 from phalanx.model.sequence_context import SequenceContext
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.mixers import GatedDelta as GatedDeltaSpec
 from phalanx.spec.parts.operations import Part
 from phalanx.spec.parts.scan_segments import Segment, scan_segments
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys (`l2norm` of flash-linear-attention)."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the rule."""
+
+    max_update: float = 1.0
+    """Factor of the sigmoid that is beta."""
+    decay_bound: float | None = None
+    """Factor of sigmoid(exp(A_log) (a + dt_bias)), which is then the logarithm of the decay."""
+
+
+PLAIN = Form()
 
 
 class GatedDelta(PartModule):
@@ -44,7 +60,11 @@ class GatedDelta(PartModule):
         (core,) = part.cores
         self.head_widths = [value.cut.unit for value in core.reads if value.cut]
         self.gate = declared_activation(part)
-        self.core = gated_delta
+        self.core = partial(gated_delta, form=self.form(layer))
+
+    def form(self, layer: ModelSpec) -> Form:
+        """Return the form of the rule in a layer."""
+        return Form(max_update=2.0 if cast(GatedDeltaSpec, layer.mixer).negative_eigenvalues else 1.0)
 
     def sequence_inputs(self, context: SequenceContext) -> tuple[Tensor | None]:
         """Return the starts of documents, [B, T]."""
@@ -88,22 +108,25 @@ def gated_delta(
     v_taps_HVS: Tensor,
     A_log_H: Tensor,
     dt_bias_HE: Tensor,
+    *,
+    form: Form = PLAIN,
 ) -> Tensor:
     """Return the output of the gated delta rule (`delta_rule`), [B, T, H, V].
 
     Queries, keys and values are those of the products before the convolution and SiLU. The logarithm of the decay is
-    -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b). `starts_BT` are the starts of documents in their rows;
-    without them, every row is one document."""
+    -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b); a form has other limits. `starts_BT` are the starts of
+    documents in their rows; without them, every row is one document."""
     taps = (q_taps_GKS, k_taps_GKS, v_taps_HVS)
     inputs = (q_BTGK, k_BTGK, v_BTHV, a_BTHE, b_BTH1)
-    return cast(Tensor, _GatedDelta.apply(*inputs, *taps, A_log_H, dt_bias_HE, starts_BT))
+    return cast(Tensor, _GatedDelta.apply(form, *inputs, *taps, A_log_H, dt_bias_HE, starts_BT))
 
 
 class _GatedDelta(torch.autograd.Function):
     """The rule, whose backward pass computes all but the arguments and the states before segments again."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+    def forward(ctx: Any, form: Form, *arguments: Tensor) -> Tensor:
+        ctx.form = form
         tensors = _Tensors(*arguments)
         out_BTHV = torch.empty_like(tensors.v)
         states: list[Tensor] = []
@@ -111,7 +134,7 @@ class _GatedDelta(torch.autograd.Function):
         with torch.autocast(out_BTHV.device.type, enabled=False):
             for segment in scan_segments(out_BTHV.shape[1]):
                 states.append(state)
-                out, state = _Segment(tensors, segment).rule.forward(state)
+                out, state = _Segment(tensors, segment, form).rule.forward(state)
                 out_BTHV[:, segment.start : segment.stop] = _join_chunks(out)
         ctx.save_for_backward(*tensors, *states[1:])
         return out_BTHV
@@ -125,21 +148,22 @@ class _GatedDelta(torch.autograd.Function):
         grads = _Tensors._make((*(torch.zeros_like(x) for x in tensors[:5]), *sums, None))
         grad_state = torch.zeros_like(states[0])
         for segment in reversed(scan_segments(gradient.shape[1])):
-            grad_state = _compute_again(tensors, segment).backward(states.pop(), gradient, grad_state, grads)
+            grad_state = _compute_again(tensors, segment, ctx.form).backward(states.pop(), gradient, grad_state, grads)
         with_dtypes = [grad.to(x.dtype) for grad, x in zip(grads[:-1], tensors[:-1], strict=True)]
-        return *with_dtypes, None
+        return None, *with_dtypes, None
 
 
-def _compute_again(tensors: _Tensors, segment: Segment) -> _Segment:
+def _compute_again(tensors: _Tensors, segment: Segment, form: Form) -> _Segment:
     with recomputation():
-        return _Segment(tensors, segment)
+        return _Segment(tensors, segment, form)
 
 
 class _Segment:
     """The inputs of the rule for a segment."""
 
-    def __init__(self, tensors: _Tensors, segment: Segment) -> None:
+    def __init__(self, tensors: _Tensors, segment: Segment, form: Form) -> None:
         self.segment = segment
+        self.form = form
         self.tokens = slice(segment.start, segment.stop)
         self.groups, key_width = tensors.k.shape[2:]
         scales = (key_width**-0.5, 1.0, None)
@@ -147,10 +171,10 @@ class _Segment:
             _Heads(x, taps, tensors.starts, segment, scale)
             for x, taps, scale in zip(tensors[:3], tensors[5:8], scales, strict=True)
         ]
-        self.beta = at_least_fp32(tensors.b[:, self.tokens]).sigmoid()
-        self.rate = -at_least_fp32(tensors.A_log).exp()[:, None]
+        self.beta = at_least_fp32(tensors.b[:, self.tokens]).sigmoid().mul_(form.max_update)
+        self.rate = at_least_fp32(tensors.A_log).exp()[:, None]
         self.step = at_least_fp32(tensors.a[:, self.tokens]) + tensors.dt_bias
-        g = F.softplus(self.step) * self.rate
+        g = self._decay()
         q, k, v, beta, g = (self._split(x) for x in (*(each.forward() for each in self.heads), self.beta, g))
         qk = torch.cat((q, k), dim=-2).squeeze(3)
         visible = visible_tokens(segment, tensors.starts)
@@ -167,12 +191,26 @@ class _Segment:
         ):
             heads.backward(_join_chunks(out), _join_chunks(grad), grad_x, grad_taps)
         grad_g = _join_chunks(inputs.g)
-        grad_a = grad_g * self.rate * self.step.sigmoid()
+        grad_a, grad_A_log = self._decay_backward(grad_g)
         grads.a[:, self.tokens] = grad_a
-        grads.b[:, self.tokens] = _join_chunks(inputs.beta) * self.beta * (1 - self.beta)
-        grads.A_log.add_((grad_g * F.softplus(self.step) * self.rate).sum((0, 1, 3)))
+        grads.b[:, self.tokens] = _join_chunks(inputs.beta) * self.beta * (1 - self.beta / self.form.max_update)
+        grads.A_log.add_(grad_A_log.sum((0, 1, 3)))
         grads.dt_bias.add_(grad_a.sum((0, 1)))
         return grad_state
+
+    def _decay(self) -> Tensor:
+        """Return the logarithm of the decay, [B, L, H, E]."""
+        if self.form.decay_bound is None:
+            return F.softplus(self.step) * -self.rate
+        return (self.step * self.rate).sigmoid_().mul_(self.form.decay_bound)
+
+    def _decay_backward(self, grad_g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of steps and, not summed, of the logarithms of rates."""
+        if self.form.decay_bound is None:
+            return grad_g * self.step.sigmoid() * -self.rate, grad_g * F.softplus(self.step) * -self.rate
+        g = self._decay()
+        grad_a = grad_g * g * (1 - g / self.form.decay_bound) * self.rate
+        return grad_a, grad_a * self.step
 
     def _split(self, x_BLH: Tensor) -> Tensor:
         """Return the heads of the segment's tokens by chunks, [B, N, G, R, C, ...]."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.model.attention import attend
 from phalanx.model.part import PartModule, multiply_each
-from phalanx.model.products import ProductLinear, TensorTuple
+from phalanx.model.products import IDENTITY, ProductLinear, TensorTuple, activated_linear, declared_activation
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.model.sequence_context import SequenceContext
 from phalanx.spec.model import ModelSpec
@@ -39,6 +39,10 @@ class LatentAttention(PartModule):
         self.rotary_width = layer.rotary_width
         self.temperature = layer.query_temperature
         self.query_scale = layer.query_scale
+        self.gate = IDENTITY if layer.attention_gate == "none" else declared_activation(part)
+        self.columns = tuple(
+            linear.name for linear in part.linears if linear.reads == (part.input,) and linear.role == "column"
+        )
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         self.core = attend
 
@@ -52,7 +56,7 @@ class LatentAttention(PartModule):
         self, x_BTD: Tensor, rotary: RotaryTable | None, temperature: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         """Return the output of the layer, [B, T, D], for a normalized input."""
-        q, latent_BTL, key_BTR = self.read_input(self.project_in, x_BTD)
+        latent_BTL, key_BTR, q, *gate = self.read_input(self.project_in, x_BTD)
         if self.has_query_latent:
             (q,) = self.project(self.q_latent_norm(q), "wq_b")
         k, v = self.project(self.latent_norm(latent_BTL), "wk_b", "wv_b")
@@ -67,9 +71,11 @@ class LatentAttention(PartModule):
             q_BTHK = (q_BTHK * temperature).to(q_BTHK.dtype)
         # Rotated channels are the first of a head.
         k_BTHK = torch.cat((key_BT1R.expand(*k_BTHN.shape[:3], -1), k_BTHN), dim=-1)
-        return self.wo(self.core(q_BTHK, k_BTHK, v_BTHV, mask).flatten(2))
+        out_BTD = self.core(q_BTHK, k_BTHK, v_BTHV, mask).flatten(2)
+        return activated_linear(self.wo, self.gate, *gate, out_BTD) if gate else self.wo(out_BTD)
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
-        """Return queries or their latent, the latent of keys and values, and the key of all heads."""
-        (q,) = multiply_each(x_BTD, self.wq_a) if self.has_query_latent else self.project(x_BTD, "wq")
-        return q, *multiply_each(x_BTD, self.wkv_a, self.wk_rope)
+        """Return the latent of keys and values, the key of all heads, queries or their latent, and gates if any."""
+        copied = [self.wkv_a, self.wk_rope, *([self.wq_a] if self.has_query_latent else [])]
+        columns = self.project(x_BTD, *self.columns) if self.columns else ()
+        return *multiply_each(x_BTD, *copied), *columns

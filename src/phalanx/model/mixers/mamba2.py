@@ -20,7 +20,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mixers.convolution import causal_convolution, causal_convolution_backward
 from phalanx.model.norm import GatedRMSNorm
 from phalanx.model.part import PartModule
-from phalanx.model.products import ProductLinear, TensorTuple
+from phalanx.model.products import IDENTITY, ProductLinear, TensorTuple, activated_linear, declared_activation
 from phalanx.model.recomputation import recomputation
 from phalanx.model.sequence_context import SequenceContext
 from phalanx.spec.model import ModelSpec
@@ -41,6 +41,7 @@ class Mamba2(PartModule):
         """Create the mixer of a layer (`spec.layers`) from its declaration."""
         super().__init__(part)
         self.spec = cast(Mamba2Spec, layer.mixer)
+        self.activation = IDENTITY if self.spec.has_norm else declared_activation(part)
         self.core = scan
 
     def sequence_inputs(self, context: SequenceContext) -> tuple[Tensor | None]:
@@ -62,7 +63,14 @@ class Mamba2(PartModule):
             step_bias_H=self.step_bias,
             **self.filters(),
         )
-        return self.out(self.norm(mixed.flatten(2), gate))
+        mixed_BTC = mixed.flatten(2)
+        if not self.spec.has_norm:
+            return activated_linear(self.out, self.activation, gate, self._scale(mixed_BTC))
+        return self.out(self._scale(self.norm(mixed_BTC, gate)))
+
+    def _scale(self, x_BTC: Tensor) -> Tensor:
+        """Return what the last product reads, times the factor of it."""
+        return x_BTC if self.spec.output_scale == 1 else x_BTC * self.spec.output_scale
 
     def project_in(self, x_BTD: Tensor) -> TensorTuple:
         """Return gates, values, keys, queries and steps, with the heads concatenated."""

@@ -98,8 +98,11 @@ class FSDP(Strategy):
         super().__init__(module, group)
         self.autocast = False
         self.units = _list_units_in_forward_order(module)
+        # FSDP2 would copy gradients that it does not send, to divide them.
+        unsent = cast("list[FSDPModule]", experts) if expert_mesh is not None and expert_mesh.size() == 1 else []
         for unit in self.units:
-            unit.set_gradient_divide_factor(1.0)
+            if unit not in unsent:
+                unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # A deferred sum completes after FSDP2 assumes that it is complete, and must not be cast in between.
         all_fp32 = all(p.dtype == torch.float32 for p in self.trainable_parameters.values())
@@ -109,7 +112,9 @@ class FSDP(Strategy):
         self.piece_bytes = PIECE_BYTES[layout.offload]
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
-        self._schedule_prefetches(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
+        num_forward_only = module.num_forward_only_blocks if isinstance(module, Transformer) else 0
+        forward_only = {unit for block in blocks[:num_forward_only] for unit in _list_units_in_forward_order(block)}
+        self._schedule_prefetches(layout.fsdp_prefetch, cast("list[FSDPModule]", inner), forward_only)
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:  # gloo
             self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
@@ -118,14 +123,18 @@ class FSDP(Strategy):
                 unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
                 unit.set_custom_reduce_scatter(self.reduce_scatter)
 
-    def _schedule_prefetches(self, depth: int, inner: Collection[FSDPModule]) -> None:
+    def _schedule_prefetches(
+        self, depth: int, inner: Collection[FSDPModule], forward_only: Collection[FSDPModule]
+    ) -> None:
         """Gather `depth` units ahead of the current unit; `inner` are the units inside other units.
+
+        Those of blocks without a backward pass, `forward_only`, are not gathered for one.
 
         A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
         backward pass, and would gather the head again."""
         has_root = self.root._get_fsdp_state()._fsdp_param_group is not None
         forward = self.units if has_root else self.units[1:]
-        backward = backward_order(forward, has_root)
+        backward = backward_order([unit for unit in forward if unit not in forward_only], has_root)
         for unit, ahead in zip(forward, forward_prefetches(forward, inner, depth), strict=True):
             unit.set_modules_to_forward_prefetch(ahead)
         for unit, ahead in zip(backward, backward_prefetches(backward, depth), strict=True):
@@ -218,7 +227,7 @@ class FSDP(Strategy):
         """Return the persistent tensors of this rank by part."""
         resident = super().resident_tensors(optimizers)
         # Full parameters are gathered buffers, which `all_gather_buffers` returns.
-        resident["parameters"] = list(self.trainable_parameters.values())
+        resident["parameters"] = list(self.stored_parameters.values())
         if self.offload is not None:
             resident = {"offloaded": [tensor for tensors in resident.values() for tensor in tensors], "parameters": []}
         resident["parameters"] += self.carried_tensors
@@ -251,9 +260,10 @@ def _choose_shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]
 def _shard_outside_blocks(model: Transformer, layout: Layout, shard: Callable[..., object], reshard: bool) -> None:
     """Make the embeddings one unit, and the final norm and head another, unless the root owns them."""
     modules: dict[str, list[nn.Module]] = {EMBEDDING: [], HEAD: [], ROOT: []}
+    reads_ends_twice = model.spec.tie_embeddings or model.spec.per_layer_input_size is not None
     for name, child in model.named_children():
         if child is not model.blocks:
-            modules[outer_unit_name(layout, model.spec.tie_embeddings, name)].append(child)
+            modules[outer_unit_name(layout, reads_ends_twice, name)].append(child)
     if not modules[EMBEDDING]:
         return
     shard(modules[EMBEDDING], reshard_after_forward=reshard)

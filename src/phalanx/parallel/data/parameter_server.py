@@ -1,5 +1,7 @@
 """Parameter server (Li et al., OSDI 2014): servers own parameters and their state, workers compute.
 
+Workers have the frozen parameters, which are never sent.
+
 A step has four parts. Servers broadcast the weights; each worker runs its forward and backward passes. Servers add the
 workers' gradients, in the order of the workers, and divide them by the number of tokens; servers update. The first
 ranks are the servers, and parameters are assigned to them by bytes. A worker has only weights and gradients, whatever
@@ -29,6 +31,7 @@ from phalanx.parallel.data.parameter_server_messages import (
     router_biases,
     send_pair,
 )
+from phalanx.parallel.data.zero_parameters import trainable_parameters_of
 from phalanx.parallel.grad_norm import global_grad_norm
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors, place_buffers, replace_parameter
 from phalanx.parallel.strategy import StepReduction, Strategy
@@ -48,7 +51,7 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
         raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)
     servers = list(range(layout.num_servers))
     workers = list(range(layout.num_servers, dist.get_world_size()))
-    shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
+    shapes = {name: parameter.shape for name, parameter in trainable_parameters_of(named_parameters(module))}
     owner = assign_parameters_to_servers({name: shape.numel() for name, shape in shapes.items()}, layout.num_servers)
     # Servers use CPU memory, whatever the workers' device; a dry run has only its own backend.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
@@ -73,10 +76,14 @@ class ParameterServerWorker(Strategy):
         """One vector per server of its parameters; the model's parameters are views."""
         self.sums = [torch.zeros_like(weights) for weights in self.weights]
         """One vector per server of summed gradients."""
+        for parameter in parameters.values():
+            if not parameter.requires_grad:
+                value = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
+                replace_parameter(module, parameter, nn.Parameter(value, requires_grad=False))
         for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
             gradients = parameter_views(sums, shapes)
             for name, view in parameter_views(weights, shapes).items():
-                parameter = nn.Parameter(view, parameters[name].requires_grad)
+                parameter = nn.Parameter(view)
                 parameter.grad = gradients[name]
                 replace_parameter(module, parameters[name], parameter)
         place_buffers(module, device)
@@ -200,14 +207,14 @@ class ParameterServer(Strategy):
         gradients = parameter_views(self.sum, shapes)
         trained = {}
         for name, view in parameter_views(self.weights, shapes).items():
-            if parameters[name].requires_grad:
-                trained[name] = nn.Parameter(view)
-                trained[name].grad = gradients[name]
+            trained[name] = nn.Parameter(view)
+            trained[name].grad = gradients[name]
         for parameter in parameters.values():
             replace_parameter(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
         place_buffers(module, cpu)
         super().__init__(module)
         self.trainable_parameters = trained
+        self.frozen_parameters = {}
         self.roles = roles
         self.biases = router_biases(module)
         self.steps_done = 0

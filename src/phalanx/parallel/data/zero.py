@@ -99,7 +99,7 @@ class ZeRO(Strategy):
         self.offload = offload
         owned_parameters = {
             name: OwnedParameter(name, p, shardings[name], master_rows.get(name), offload, largest_shape)
-            for name, p in trainable_parameters_of(self.trainable_parameters.items())
+            for name, p in self.trainable_parameters.items()
             for largest_shape in [p.shape if model_sharding is None else model_sharding.largest_shape(name)]
         }
         self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
@@ -174,7 +174,7 @@ class ZeRO(Strategy):
         self._reduce_remaining()
 
     def _on_gradient_ready(self, bucket: Bucket, owned: OwnedParameter, _: Tensor) -> None:
-        if self.keeps_full_gradients or (bucket.group is None and self.offload is None):
+        if self.keeps_full_gradients or (not bucket.has_peers and self.offload is None):
             owned.add_full_gradient()
         bucket.num_missing -= 1
         if self._communicates and not bucket.num_missing:
@@ -279,7 +279,11 @@ class ZeRO(Strategy):
         row_gradients = [owned.gradient for owned in parameters if owned.gradient is not None]
         full_gradients = [owned.full_gradient for owned in parameters if owned.full_gradient is not None]
         resident: dict[str, list[Tensor]] = {
-            "parameters": [*(owned.parameter for owned in parameters), *self.carried_tensors]
+            "parameters": [
+                *(owned.parameter for owned in parameters),
+                *self.frozen_parameters.values(),
+                *self.carried_tensors,
+            ]
         }
         if self.offload is None:
             return resident | {

@@ -21,6 +21,7 @@ class Bucket:
         self.parameters = parameters
         self.comm_wait = comm_wait
         self.group = parameters[0].sharding.group
+        self.has_peers = parameters[0].sharding.ranks > 1
         self.sizes = [owned.size for owned in parameters]
         self.message_bytes = parameters[0].sharding.ranks * sum(self.sizes) * parameters[0].parameter.element_size()
         self.num_missing = len(parameters)
@@ -44,6 +45,8 @@ class Bucket:
         for owned in self.parameters:
             if owned.full_gradient is None:
                 owned.add_to_full_gradient(torch.zeros_like(owned.parameter))
+        if not self.has_peers:
+            return
         sent = self.parameters[0].parameter.new_empty(self.group.size(), sum(self.sizes))
         if any(owned.axis for owned in self.parameters):
             for owned, gradient, message_part in zip(
@@ -103,7 +106,7 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Start to send the trained values of the owned rows to every rank."""
-        if self.group is None:
+        if self.group is None or not self.has_peers:
             for owned in self.parameters:
                 if not owned.is_aliased:
                     owned.parameter.detach().copy_(owned.rows.to(owned.parameter.device, non_blocking=True))

@@ -66,6 +66,7 @@ class PipelineStrategy(Strategy):
         self.module = data_parallel.module
         self.group = loss_group
         self.trainable_parameters = data_parallel.trainable_parameters
+        self.frozen_parameters = data_parallel.frozen_parameters
         self.comm_wait = data_parallel.comm_wait
         self.model_parallel = data_parallel.model_parallel
         self.clock = HOST_CLOCK
@@ -255,7 +256,8 @@ class PipelineStrategy(Strategy):
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the optimizers, and copy a shared embedding to the last stage."""
         self.data_parallel.update(optimizers)
-        self.shared_embedding.send_weight()
+        if self.shared_embedding.is_trained:
+            self.shared_embedding.send_weight()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""

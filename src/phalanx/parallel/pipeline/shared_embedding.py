@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.strategy import Strategy
+from phalanx.spec.parts.model import model_parameters
 
 
 class SharedEmbedding:
@@ -31,6 +32,7 @@ class SharedEmbedding:
         self.first, self.last = end_ranks
         self.to_later, self.to_earlier = p2p_groups
         has_end = self.to_later.rank() in end_ranks
+        self.is_trained = not model_parameters(stages.spec)["embedding.weight"].is_frozen
         self.is_shared = stages.spec.reuses_embedding and self.first != self.last and has_end
 
     def create_copy(self, template: Tensor) -> None:
@@ -41,7 +43,7 @@ class SharedEmbedding:
         sharding = self.data_parallel.model_parallel.sharding
         if sharding is not None:
             shape = sharding.local_shape("embedding.weight", shape)
-        self.stages.embedding.weight = template.new_zeros(shape).requires_grad_()
+        self.stages.embedding.weight = template.new_zeros(shape).requires_grad_(self.is_trained)
 
     @property
     def copy(self) -> Tensor | None:
@@ -50,7 +52,7 @@ class SharedEmbedding:
 
     def reduce_gradient(self) -> None:
         """Add the last rank's gradient to that of the first rank."""
-        if not self.is_shared:
+        if not self.is_shared or not self.is_trained:
             return
         with self.data_parallel.comm_wait.measure():
             if self.copy is not None:

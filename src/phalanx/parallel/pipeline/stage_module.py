@@ -32,6 +32,7 @@ class StageModule(Transformer):
 
         `layers` maps each of its stages to its blocks."""
         super().__init__(spec)
+        self.num_forward_only_blocks = 0
         self.layers = dict(layers)
         self.last = stages - 1
         local_blocks = {str(layer): self.blocks[layer] for stage_layers in layers.values() for layer in stage_layers}

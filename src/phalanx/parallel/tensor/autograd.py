@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from phalanx.model.products import LinearFunction, Product, ProductLinear, TensorTuple, autocast_operands
+from phalanx.model.products import IDENTITY, LinearFunction, Product, ProductLinear, TensorTuple, autocast_operands
 
 if TYPE_CHECKING:
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
@@ -24,7 +24,16 @@ def column_parallel(tp: TensorParallelGroup, x: Tensor, *layers: ProductLinear) 
     """Return this rank's columns of the products of `x` with each layer's matrix."""
     operands = autocast_operands(x, *(layer.weight for layer in layers))
     products = ColumnParallelLinear.apply(*operands, tp, tuple(layer.product.linear for layer in layers))
-    return tuple(add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
+    outputs = (add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
+    return tuple(_add_adapter(tp, z, x, layer) for z, layer in zip(outputs, layers, strict=True))
+
+
+def _add_adapter(tp: TensorParallelGroup, z: Tensor, x: Tensor, layer: ProductLinear) -> Tensor:
+    """Return a product of `x` with the output of its adapter, whose B is shared like the layer."""
+    if layer.adapter is None:
+        return z
+    (addend,) = column_parallel(tp, layer.adapter.inner(IDENTITY, x), layer.adapter.b)
+    return z + addend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,8 @@ class ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> TensorTuple:
         """Gather the tokens, and return their product with each weight."""
         *weights, tp, linears = arguments
-        ctx.save_for_backward(x, *weights)
+        has_trained = any(ctx.needs_input_grad[1:-2])
+        ctx.save_for_backward(x if has_trained else None, *weights)
         ctx.weight_edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
         ctx.tp = tp
         ctx.linears = linears
@@ -67,10 +77,11 @@ class ColumnParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the input and the weights; the latter may be deferred."""
         x, *weights = ctx.saved_tensors
+        x = None if x is None else x.detach()
         tp = ctx.tp
         # A deferred weight gradient gathers its input when it is computed.
         gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-2])
-        finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x.detach())
+        finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x)
         grad_x = _input_gradient(ctx.linears, gradients, weights)
         finish_reduce = tp.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)

@@ -71,7 +71,7 @@ class ModelSharding:
                 name = f"{prefix}.{key}" if prefix else key
                 self.shapes[name] = parameter.shape
                 shard = parameter.new_empty(self.local_shape(name, parameter.shape))
-                part.register_parameter(key, nn.Parameter(shard))
+                part.register_parameter(key, nn.Parameter(shard, parameter.requires_grad))
 
     def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
         """Return the shape of this rank's shard of a tensor with the shape `global_shape`."""

@@ -151,6 +151,8 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
     model.logits = partial(_local_logits, tp)
     if hasattr(model, "embedding"):
         model.embedding.look_up = partial(_embed_tokens, tp)
+    if hasattr(model, "per_layer_inputs"):
+        model.per_layer_inputs.embedding.look_up = partial(_embed_tokens, tp)
     if tp.sequence:
         _apply_sequence_parallel(model, tp)
 

@@ -23,6 +23,7 @@ from phalanx.plan.export.common import (
 )
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
+from phalanx.spec.families.wrappers import wrapped_config
 from phalanx.spec.pipeline_schedules import SCHEDULES
 
 unsupported = partial(unsupported_error, "automodel")
@@ -85,7 +86,7 @@ def automodel(job: ExportJob) -> ExportedConfig:
     run = job.run
     check_export_supported(job, "automodel", SUPPORTED, describes_model=False)
     try:
-        config = hf_config(run.model)
+        config = wrapped_config(hf_config(run.model))
     except UserError as error:
         reason = "no family of Hugging Face models has it with the other settings"
         raise unsupported(error.field, error.value, error.fix, reason) from None

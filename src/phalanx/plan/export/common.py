@@ -105,6 +105,11 @@ NO_MUON = {"muon": 'use "adamw": no other Muon computes the same updates'}
 NO_SERVERS = {"parameter_server": 'use "zero1" or another strategy'}
 SUPPORTED_EVERYWHERE = (
     SupportedOption("training.seconds", fix="set training.steps instead"),
+    SupportedOption("training.epochs", fix="set training.steps instead"),
+    SupportedOption("preference", fix="train it with Phalanx: this file describes training on the next token"),
+    SupportedOption("phase", fix="export each phase as a run of its own"),
+    SupportedOption("adapter", fix="remove it, or set up the adapters there"),
+    SupportedOption("training.freeze", fix="remove it, or freeze the parameters there"),
     SupportedOption("optimizer.implementation", fix="remove it"),
     SupportedOption("optimizer.lr_function", fix="remove it: optimizer.lr_schedule then applies"),
     # In `ExportJob.learning_rate`.
@@ -261,10 +266,10 @@ def with_comment_header(exported: ExportedConfig, trainer: Trainer) -> ExportedC
 
 
 def _read_value_and_default(run: RunSpec, path: str) -> tuple[object, object]:
-    """Return the value of "table.field" in a run, and its default; None for both without such a table."""
+    """Return the value of "field" or "table.field" in a run, and its default; None for both without such a table."""
     *tables, field = path.split(".")
-    table = reduce(getattr, tables[:-1], run) if tables[:-1] else run
-    owner = getattr(table, tables[-1])
+    table = reduce(getattr, tables[:-1], run)
+    owner = getattr(table, tables[-1]) if tables else table
     if owner is None:
         return None, None
     return getattr(owner, field), type(owner).model_fields[field].default

@@ -19,7 +19,7 @@ from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.communication_groups import GroupKind, communication_groups
 from phalanx.spec.parallel_dims import ParallelDims, pipeline_stage_groups
-from phalanx.spec.parameter_shapes import parameter_shapes
+from phalanx.spec.parameter_shapes import trained_shapes
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
@@ -203,7 +203,7 @@ def _parameter_server_transfers(run: RunSpec, sizes: ParallelDims, worker: list[
     Weights go from each server down a chain of workers, or asynchronously to each worker. Gradients go directly back.
     """
     total_bytes = next(row.bytes for row in worker if row.operation == "send")
-    loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
+    loads = np.array(server_loads(trained_shapes(run.model), sizes.servers), float)
     ranks = sizes.world_size
     bytes_by_server = total_bytes * loads / loads.sum()
     servers = np.arange(sizes.servers)

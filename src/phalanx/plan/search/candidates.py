@@ -172,7 +172,8 @@ def check_precision(run: RunSpec) -> None:
     elif precision == "fp8":
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit, such as --machine h100"
     problem = f"{NOT_PREDICTED} on this machine"
-    fix = f'{machine}set training.precision = "{precisions[0]}", or {calibrate}'
+    option = f"--set training.precision={precisions[0]}"
+    fix = f'{machine}set training.precision = "{precisions[0]}" ({option}), or {calibrate}'
     require(precision in precisions, "training.precision", precision, problem, fix)
 
 

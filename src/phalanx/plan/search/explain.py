@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import process_bytes
+from phalanx.plan.search.phases import fits_all_phases, largest_phase
 from phalanx.plan.search.result import TIE_TOLERANCE, EvaluatedLayout, Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB, format_seconds_change
+from phalanx.spec.phases import errors_of_phase, phases_of
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
@@ -39,9 +41,12 @@ def plan_or_raise(
 ) -> Plan:
     """Return the result of a search for layouts in order of preference.
 
-    With `group_schedules`, layouts that differ in their schedule only are shown up to the first safe one. Raises
-    UserError if no layout is wanted, or none fits; then the fix says which change makes one fit.
+    Times are those of the phase with the most tokens (`largest_phase`). With `group_schedules`, layouts that differ in
+    their schedule only are shown up to the first safe one. Raises UserError if no layout is wanted, or none fits in all
+    phases; then the fix says which change makes one fit.
     """
+    if resolved.run.phase:
+        return _plan_phases(resolved, keep, report, group_schedules, is_wanted)
     plan = search_layouts(resolved, keep, report, is_wanted, prefer_simple=True, group_schedules=group_schedules)
     if plan.layouts:
         return plan
@@ -49,6 +54,34 @@ def plan_or_raise(
     if not num_wanted:
         raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", fix="relax the condition")
     raise UserError("layout", None, f"cannot be chosen: none of {num_wanted:,} fits", fix=suggest_fit(resolved, plan))
+
+
+def _plan_phases(
+    resolved: ResolvedRun,
+    keep: int,
+    report: ProgressCallback,
+    group_schedules: bool,
+    is_wanted: Callable[[CandidateLayout], bool],
+) -> Plan:
+    """Return the layouts that fit in all phases of a run, by the time of the largest."""
+    largest = largest_phase(resolved)
+    fits = fits_all_phases(resolved)
+    plan = search_layouts(
+        largest,
+        keep,
+        report,
+        lambda candidate: is_wanted(candidate) and fits(candidate),
+        prefer_simple=True,
+        group_schedules=group_schedules,
+    )
+    if plan.layouts:
+        return plan
+    for phase in phases_of(resolved.run):
+        with errors_of_phase(phase):
+            plan_or_raise(ResolvedRun(phase.run, resolved.world_size), 1, is_wanted=is_wanted)
+    problem = "cannot be chosen: each phase has layouts that fit, but none fits in all of them"
+    fix = "set micro_batch_size in the phase with the longest sequences, or resume in that phase with another layout"
+    raise UserError("layout", None, problem, fix)
 
 
 def describe_differences(evaluated: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:

@@ -28,7 +28,7 @@ from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
 from phalanx.spec.parts.block import Block, blocks, mixer_branch
-from phalanx.spec.parts.flops import core_flops
+from phalanx.spec.parts.flops import backward_product_flops, core_flops, product_flops
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
@@ -50,10 +50,19 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "top_k": moe.top_k if moe else 0,
         "expert_ffn": moe.expert_ffn_size if moe else 0,
         "shared_ffn": _shared_width(moe, spec) if moe else 0,
-        "parameters": count.trained,
+        "parameters": count.total - count.carried,
+        "trained_share": count.trained / (count.total - count.carried),
+        "weight_gradient_share": _weight_gradient_share(spec),
         "expert_parameters": count.experts,
         "sequence": sequence,
     }
+
+
+def _weight_gradient_share(spec: ModelSpec) -> float:
+    """Return the FLOPs of the gradients of weights in blocks, as a share of those if all were trained."""
+    parts = [branch.part for block in blocks(spec) for branch in block]
+    forward = sum(map(product_flops, parts))
+    return (sum(map(backward_product_flops, parts)) - forward) / forward
 
 
 def _shared_width(moe: MoESpec, spec: ModelSpec) -> float:
@@ -108,7 +117,10 @@ class KernelSizes(NamedTuple):
     @classmethod
     def of_layer(cls, layer: ModelSpec, block: Block, sequence: int) -> KernelSizes:
         """Return the sizes of a layer, which are 0 for a branch that it does not have."""
-        ffn = layer.ffn_hidden_size if any(branch.part.kind in ("mlp", "experts") for branch in block) else 0
+        names = [branch.part.name for branch in block]
+        ffn = layer.ffn_hidden_size if "mlp" in names else 0
+        # Its products, and the layer's share of that of the embedding, are those of an MLP of this width.
+        ffn += layer.per_layer_input_size or 0
         branch = mixer_branch(block)
         if branch is None:
             return cls(0, 0, layer.head_dim, layer.head_dim, ffn, False)
@@ -119,7 +131,9 @@ class KernelSizes(NamedTuple):
             assert kv_heads
             assert value_heads
             heads = core.heads
-            return cls(heads.units, kv_heads.units, heads.unit, value_heads.unit, ffn, True)
+            parallel = sum(core_flops(branch.part, sequence) for branch in block if branch.part.name == "side_mixer")
+            fraction = parallel / (2 * heads.width * sequence)
+            return cls(heads.units, kv_heads.units, heads.unit, value_heads.unit, ffn, True, fraction)
         num_heads = core.writes.width / layer.head_dim
         num_kv_heads = (sum(value.width for value in core.reads) / layer.head_dim - num_heads) / 2
         fraction = core_flops(mixer, sequence) / (2 * core.writes.width * sequence)

@@ -5,6 +5,7 @@ Colors of text, grid and background are the page's own (`page.js` adds them, for
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from math import log10
 from typing import Any
@@ -21,14 +22,20 @@ RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
 CURVES: tuple[tuple[str, str, str, Figure], ...] = (
     ("loss", "loss", ".4f", {}),
+    ("sources", "loss by source", ".4f", {}),
     ("learning_rate", "learning rate", ".3g", {"exponentformat": "e", "rangemode": "tozero"}),
     ("grad_norm", "gradient norm", ".3g", {"rangemode": "tozero"}),
+    ("gradient_noise_scale", "noise scale", ",.0f", {"rangemode": "tozero"}),
     ("tokens_per_second", "tokens/s", ",.0f", {"rangemode": "tozero"}),
 )
 """Plots over steps, from top to bottom: metric, title, format of a value, and fields of the axis."""
+LOSSES = ("loss", "sources")
+"""The tall plots."""
+SOURCE_DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
+"""Lines of sources where colors are those of runs."""
 LOSS_HEIGHT = 220
 CURVE_HEIGHT = 110
-"""Pixels of the plot of the loss, and of each one below it."""
+"""Pixels of a plot of losses, and of each other one."""
 MARK_COLORS = {"restart": "#d62728", "rollback": "#e69f00", "resume": "#7f8c8d", "change": "#8e5bd0"}
 """Colors of the marks of starts (`marks.run_marks`)."""
 STEP_PART_COLORS = {
@@ -96,15 +103,18 @@ def run_color(index: int, num_runs: int) -> str:
 def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     """Return plots over the steps of all runs: the loss with held-out losses, and below it further metrics.
 
-    A single run has marks at its starts. None without a step.
+    Runs with different tokens per step are drawn over tokens. A single run has marks at its starts. None without a
+    step.
     """
     plots = [plot for plot in CURVES if any(plot[0] in facts["curves"] for facts in runs)]
     if not plots:
         return None
     is_single = len(runs) == 1
+    tokens_per_step = {facts["run"].get("tokens_per_step") for facts in runs}
+    is_over_tokens = len(tokens_per_step) > 1 and all("tokens" in facts["curves"] for facts in runs)
     data: list[Figure] = []
     layout: Figure = {"shapes": []}
-    heights = [LOSS_HEIGHT if metric == "loss" else CURVE_HEIGHT for metric, *_ in plots]
+    heights = [LOSS_HEIGHT if metric in LOSSES else CURVE_HEIGHT for metric, *_ in plots]
     bottom = sum(heights)
     for number, (metric, title, number_format, axis) in enumerate(plots, 1):
         suffix = str(number) if number > 1 else ""
@@ -113,21 +123,35 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
         for index, facts in enumerate(runs):
             color = run_color(index, len(runs))
             name = _escape_plotly(names[index])
-            if metric in facts["curves"]:
+            traces: list[Figure] = []
+            if metric == "sources":
+                traces += _build_source_traces(facts, name, is_single, color, f"y{suffix}")
+            elif metric in facts["curves"]:
                 template = f"step %{{x}}: %{{y:{number_format}}}<extra>{name}</extra>"
-                data.append(
+                traces.append(
                     _build_line_trace(facts["curves"]["step"], facts["curves"][metric], template)
                     | {"mode": "lines", "line": {"color": color, "width": 2}, "yaxis": f"y{suffix}"}
+                    | {"connectgaps": metric == "gradient_noise_scale"}
                     | {"name": "training text" if is_single else name, "showlegend": number == 1}
                 )
             if metric == "loss":
-                data += _build_held_out_traces(facts, name, is_single, color)
+                traces += _build_held_out_traces(facts, name, is_single, color)
+            data += [_over_tokens(trace, facts["curves"]) for trace in traces] if is_over_tokens else traces
     for mark in runs[0]["curves"]["marks"] if is_single else ():
         place = {"x0": mark["step"] + 0.5, "x1": mark["step"] + 0.5, "y0": 0, "y1": 1, "yref": "paper"}
         line = {"color": MARK_COLORS[mark["kind"]], "width": 1.5, "dash": "dot"}
         layout["shapes"].append({"type": "line", **place, "line": line})
-    steps = make_axis("step", anchor=f"y{suffix}", fixedrange=False)
+    title = "tokens" if is_over_tokens else "step"
+    steps = make_axis(title, anchor=f"y{suffix}", fixedrange=False)
     return make_figure(data, sum(heights) + AXIS_HEIGHT, xaxis=steps, **layout)
+
+
+def _over_tokens(trace: Figure, curves_of_run: Facts) -> Figure:
+    """Return a trace with the tokens of a run until each step in place of the step."""
+    steps = curves_of_run["step"]
+    tokens = [0, *curves_of_run["tokens"]]
+    template = trace["hovertemplate"].replace("step %{x}", "%{x:,} tokens")
+    return trace | {"x": [tokens[bisect_right(steps, step)] for step in trace["x"]], "hovertemplate": template}
 
 
 def _build_held_out_traces(facts: Facts, name: str, is_single: bool, run_color: str) -> Iterator[Figure]:
@@ -147,6 +171,33 @@ def _build_held_out_traces(facts: Facts, name: str, is_single: bool, run_color: 
             "name": text,
             "showlegend": is_single,
         }
+
+
+def _build_source_traces(
+    facts: Facts, run_name: str, is_single: bool, color_of_run: str, axis: str
+) -> Iterator[Figure]:
+    """Yield the losses of each source of a mixture: lines in training, markers on held-out text."""
+    sources = facts["curves"].get("sources", {})
+    for number, (source, curves_of_source) in enumerate(sources.items()):
+        name = _escape_plotly(source)
+        # The first two colors are those of all text.
+        color = run_color(number + 2, len(sources) + 2) if is_single else color_of_run
+        for field, text in (("loss", "training"), ("held_out_loss", "held out")):
+            if not curves_of_source[field]:
+                continue
+            steps, losses = map(list, zip(*curves_of_source[field], strict=True))
+            template = f"step %{{x}}: %{{y:.4f}}<extra>{'' if is_single else f'{run_name}, '}{name}, {text}</extra>"
+            dash = "solid" if is_single else SOURCE_DASHES[number % len(SOURCE_DASHES)]
+            marker = {"color": color, "size": 7, "symbol": HELD_OUT_SYMBOLS[number % len(HELD_OUT_SYMBOLS)]}
+            style = {"mode": "markers", "marker": marker}
+            if field == "loss":
+                style = {"mode": "lines", "line": {"color": color, "width": 1.5, "dash": dash}}
+            yield _build_line_trace(steps, losses, template) | {
+                **style,
+                "yaxis": axis,
+                "name": name,
+                "showlegend": is_single,
+            }
 
 
 def _build_line_trace(x: list[Any], y: list[Any], template: str) -> Figure:

@@ -100,6 +100,7 @@ def _render_runs(columns: Sequence[Column], titles: Sequence[str], figures_by_id
     yield _render_section("", columns, [_render_verdict(facts) for facts in runs])
     yield _render_section("Predicted and measured", columns, [_render_comparison_tables(facts) for facts in runs])
     yield from (_render_figure_section(section, columns, figures_by_id) for section in ("ranks", "timeline"))
+    yield _render_section("Scores", columns, [_render_scores(facts["scores"]) for facts in runs])
     yield _render_section("Step on the GPU", columns, [_render_gpu_step(facts["gpu"]) for facts in runs])
     yield _render_section("GPUs during the run", columns, [_render_gpu_samples(facts["gpu_samples"]) for facts in runs])
     if len(columns) == 1:
@@ -109,6 +110,14 @@ def _render_runs(columns: Sequence[Column], titles: Sequence[str], figures_by_id
     yield from (_render_figure_section(section, columns, figures_by_id) for section in sections)
     if all(facts["timeline"] is None and facts["memory"] is None and "swarm" not in facts for facts in runs):
         yield f'<p class="quiet hint">{PROFILE_HINT}</p>'
+
+
+def _render_scores(scores: Sequence[Facts]) -> str:
+    """Return a table of the scores of tasks."""
+    if not scores:
+        return ""
+    header, rows = formatting.score_rows(scores)
+    return _render_table([header, *rows])
 
 
 def _render_curves(name: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
@@ -296,7 +305,7 @@ def _render_gpu_step(gpu: Facts | None) -> str:
     if gpu is None:
         return ""
     note = escape(f"{formatting.as_sentence(gpu_profile.table_title(gpu))} {gpu_profile.TABLE_NOTE}")
-    return f'<p class="quiet">{note}</p>{_render_gpu_table(gpu_profile.table_rows(gpu))}'
+    return f'<p class="quiet">{note}</p>{_render_table(gpu_profile.table_rows(gpu))}'
 
 
 def _render_gpu_samples(samples: Facts | None) -> str:
@@ -305,10 +314,10 @@ def _render_gpu_samples(samples: Facts | None) -> str:
         return ""
     lines = "".join(f"<p>{escape(formatting.as_sentence(line))}</p>" for line in gpu_samples.summary_lines(samples))
     title = escape(formatting.as_sentence(gpu_samples.table_title(samples)))
-    return f'{lines}<p class="quiet">{title}</p>{_render_gpu_table(gpu_samples.table_rows(samples))}'
+    return f'{lines}<p class="quiet">{title}</p>{_render_table(gpu_samples.table_rows(samples))}'
 
 
-def _render_gpu_table(rows: Sequence[Sequence[str]]) -> str:
+def _render_table(rows: Sequence[Sequence[str]]) -> str:
     header, *rows = rows
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)

@@ -12,6 +12,7 @@ from phalanx.spec.families.llama import (
     LLAMA,
     QK_NORM_TENSORS,
     SHARED_EXPERT_TENSORS,
+    SIGMOID_ROUTER,
     query_heads,
 )
 from phalanx.spec.model import ModelSpec
@@ -73,10 +74,8 @@ AFMOE = replace(
         "qk_norm": "head",
         "norm_position": "both",
         "attention_gate": "channel",
-        "moe.router_score": "sigmoid",
+        **SIGMOID_ROUTER,
         "moe.normalize_top_k": True,
-        "moe.choice_bias": True,
-        "moe.z_loss_coef": 0.0,
     },
     unused=("moe.balance_loss_coef", "moe.bias_update_rate"),
     tensors=LLAMA.tensors

@@ -133,6 +133,9 @@ class Rows:
     `transposed` tensors are stored as [in, out]: GPT-2's Conv1D; None: where their shape says so, as in transformers.
     `unit_axes` of a tensor have length 1 and are none of the parameter, such as the middle one of a convolution of each
     channel. A `stacked` one has that of each expert.
+
+    `alias` is another name of the tensor in its layer, which some files have. Parameters of `joined` are one tensor in
+    transformers, which it may save in parts that end anywhere.
     """
 
     def __init__(
@@ -142,12 +145,16 @@ class Rows:
         transposed: bool | None = False,
         unit_axes: tuple[int, ...] = (),
         order: RowOrder | None = None,
+        alias: str = "",
+        joined: tuple[str, ...] = (),
     ) -> None:
         self.names = names
         self.transposed = transposed
         self.unit_axes = unit_axes
         self.stacked = stacked
         self.order = order
+        self.alias = alias
+        self.joined = joined
 
 
 def rotated_pairs(layer: ModelSpec, rows: int) -> Iterator[int]:
@@ -224,6 +231,8 @@ class Family:
     multi-token prediction, which follow layer {L}, the last one."""
     other_types: tuple[str, ...] = ()
     """Further values of model_type, which published files of the family have."""
+    constant_tensors: Mapping[str, float] = field(default_factory=dict)
+    """Numbers in the formulas of the model that its files have as tensors, by their name. {i} is the layer."""
     has_optional_experts: bool = False
     """True if models may have 0 experts: an MLP."""
     mtp: MtpLayers | None = None
@@ -232,6 +241,8 @@ class Family:
     """model_type of models whose text model is of this family, with its fields in text_config (`wrappers`)."""
     wrapper_ties_embeddings: bool = True
     """True if such a model shares the matrix of embedding and head where its config.json does not say it."""
+    exported_tower: Table | None = None
+    """A small vision tower, without weights, in exports, if transformers has the text model inside a wrapper only."""
     unused: tuple[str, ...] = ()
     """Dials, or tables of dials, without effect in this family."""
 
@@ -266,7 +277,7 @@ class Family:
         others = {
             name: stored
             for name, stored in self.other_tensors.items()
-            if any(file.endswith(name.rpartition("{i}")[2]) for file in files)
+            if any(file.endswith(name.rpartition("{i}")[2].replace("{e}", "0")) for file in files)
         }
         replaced = {name for stored in others.values() for name in _parameter_names(stored)}
         kept = {name: stored for name, stored in self.tensors.items() if not replaced & {*_parameter_names(stored)}}

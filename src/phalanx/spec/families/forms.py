@@ -26,6 +26,14 @@ ROPE_FIELDS = frozenset(
 """Fields of rope_parameters and rope_scaling that are supported or without effect."""
 
 
+def score_factor(spec: ModelSpec) -> float:
+    """Return the factor of attention's scores besides 1 / sqrt(head_dim), with which the product is the same number."""
+    scale = spec.attention_scale or spec.head_dim**-0.5
+    factor = scale / spec.head_dim**-0.5
+    near = (round(factor, 12), factor, math.nextafter(factor, 0), math.nextafter(factor, math.inf))
+    return next((each for each in near if spec.head_dim**-0.5 * each == scale), factor)
+
+
 ROPE_DIALS = any_value("theta", "factor", "original_context", "low_freq_factor", "high_freq_factor") | {
     **any_value("beta_fast", "beta_slow", "attention_factor", "truncate"),
     "scaling": SCALINGS.values(),
@@ -143,7 +151,8 @@ class RopeByType(Rope):
     @property
     def dials(self) -> Mapping[str, Collection[object] | None]:
         """Dials of `model.rope`, and of that of layers with a window."""
-        return dict(super().dials) | {f"kinds.window.rope.{dial}": values for dial, values in ROPE_DIALS.items()}
+        of_model = super().dials
+        return {**of_model, **{f"kinds.window.{dial}": values for dial, values in of_model.items()}}
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of both embeddings. Top-level fields of older versions are those of full attention."""
@@ -152,36 +161,78 @@ class RopeByType(Rope):
             require_supported(name, key, ("full_attention", "sliding_attention"))
         full = (tables.get("full_attention") or {}) | (config.get("rope_scaling") or {})
         window = tables.get("sliding_attention") or {}
-        for table in (full, window):
-            require_value("partial_rotary_factor", table.get("partial_rotary_factor"), 1.0)
-            table.pop("truncate", None)  # transformers does not read it in these
         local_theta = config.get(self.window_field, self.window_theta)
-        window_dials = self.read_table({"rope_theta": local_theta} | window, {}, dials)
-        of_windows = {f"kinds.window.{dial}": value for dial, value in window_dials.items()}
-        return self.read_table(full, config, dials) | of_windows
+        of_windows = self._read_typed({"rope_theta": local_theta} | window, {}, dials)
+        of_model = self._read_typed(full, config, dials)
+        return of_model | {f"kinds.window.{dial}": value for dial, value in of_windows.items()}
+
+    def _read_typed(self, rope: Table, config: Table, dials: Table) -> Table:
+        """Return the dials of the table of a type of layers."""
+        # Scaled frequencies have another default than those of the family.
+        is_scaled = rope.get("rope_type", "default") != "default"
+        fraction = rope.get("partial_rotary_factor", 1.0 if is_scaled else self.fraction)
+        if not self.has_fraction:
+            require_value("partial_rotary_factor", fraction, 1.0)
+        # transformers does not read `truncate` in these.
+        rope = {key: value for key, value in rope.items() if key != "truncate"}
+        return self.read_table(rope, config, dials) | ({"rope.fraction": fraction} if self.has_fraction else {})
+
+    def _write_typed(self, rope: RopeSpec) -> Table:
+        """Return the table of a type of layers."""
+        return rope_table(rope) | ({"partial_rotary_factor": rope.fraction} if self.has_fraction else {})
 
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return both embeddings in the fields of all versions."""
-        full = rope_table(spec.rope)
+        full = self._write_typed(spec.rope)
         window = next((layer.rope for layer in layer_specs(spec) if layer.sliding_window), spec.rope)
         return {
             "rope_theta": spec.rope.theta,
             **({self.window_field: window.theta} if self.window_field else {}),
             "rope_scaling": None if spec.rope.scaling == "none" else full,
-            name: {"full_attention": full, "sliding_attention": rope_table(window)},
+            name: {"full_attention": full, "sliding_attention": self._write_typed(window)},
         }
+
+
+@dataclass(frozen=True)
+class RopeTables(RopeByType):
+    """Rotary embeddings of two types of layers, with a table of each, but no fields of older versions."""
+
+    has_fraction: bool = True
+    other_names: tuple[str, ...] = ()
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the dials of both embeddings."""
+        return super().read(name, {name: config.get(name) or self.absent}, dials)
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the tables of both embeddings."""
+        return {name: super().write(name, spec)[name]}
+
+
+@dataclass(frozen=True)
+class Repeated(Field):
+    """A field of published files that repeats a dial, or several times its value; export leaves it out."""
+
+    dial: str
+    times: int = 1
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return no dials. Raises UserError for another value."""
+        require_value(name, config.get(name), self.times * dials[self.dial])
+        return {}
 
 
 @dataclass(frozen=True)
 class QueryScalar(Field):
     """Attention's scale as the number whose inverse square root it is."""
 
-    default: int
+    default: int | None = None
+    """Number if config.json has none; None: the width of a head."""
     dials = any_value("attention_scale")
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the scale, unless it is the default, 1 / sqrt(head_dim)."""
-        scalar = config.get(name, self.default)
+        scalar = config.get(name, self.default) or dials["head_dim"]
         return {} if scalar == dials["head_dim"] else {"attention_scale": scalar**-0.5}
 
     def write(self, name: str, spec: ModelSpec) -> Table:
@@ -377,6 +428,10 @@ class LayerTypes(Field):
         return {name: list(words)}
 
 
+MLP_TYPES = LayerTypes({"sparse": SPARSE, "dense": DENSE}, lambda config, dials: leading_dense(1, dials["num_layers"]))
+"""List of the types of layers' MLPs, of which the first is dense in a model without one."""
+
+
 @dataclass(frozen=True)
 class LeadingDense(LayerTypes):
     """Number of leading layers with an MLP in place of experts."""
@@ -397,7 +452,7 @@ class LeadingDense(LayerTypes):
 class LayerLists(Field):
     """Several lists of types of layers, such as of attention and of MLPs: a kind of layers is a type of each.
 
-    It has their dials, and those of fields before this one (`OfKind`)."""
+    It has their dials, and those of fields before this one (`OfKind`), and their names, of which some may be empty."""
 
     lists: Mapping[str, LayerTypes]
     """Lists by the name of their field."""
@@ -414,7 +469,7 @@ class LayerLists(Field):
         names = []
         fixed: Table = {}
         for kinds in zip(*by_list, strict=True):
-            names.append("_".join(kind.name for kind in kinds))
+            names.append("_".join(filter(None, (kind.name for kind in kinds))))
             for kind in kinds:
                 prefix = f"kinds.{kind.name}."
                 given = {dial.removeprefix(prefix): value for dial, value in dials.items() if dial.startswith(prefix)}

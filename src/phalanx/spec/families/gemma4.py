@@ -1,14 +1,16 @@
-"""The text model of Gemma 4: full attention has wider heads, whose values may be the keys."""
+"""The text model of Gemma 4: full attention has wider heads, whose values may be the keys.
+
+In E2B and E4B, layers have inputs of their own, and the last ones read the keys and values of earlier ones."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import ClassVar
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.families.family import Field, Fixed, Read, Rows, Table, any_value, require_supported
+from phalanx.spec.families.family import Field, Read, Rows, Table, any_value, require_supported, require_value
 from phalanx.spec.families.forms import FULL, WINDOW, LayerTypes, OfKind, RopeByType, every_nth_full, rope_table
 from phalanx.spec.families.gemma import GEMMA3
 from phalanx.spec.families.llama import ATTENTION_BIAS
@@ -35,6 +37,9 @@ class LastLayerFull(LayerTypes):
 class RopeOfWideHeads(RopeByType):
     """Rotary embeddings of both types of layers, of which that of full attention may have a part of all frequencies."""
 
+    tables: Table = field(default_factory=lambda: DEFAULT_ROPES)
+    """Tables of both if config.json has none."""
+
     @property
     def dials(self) -> Mapping[str, Collection[object] | None]:
         """Dials of both embeddings."""
@@ -42,7 +47,7 @@ class RopeOfWideHeads(RopeByType):
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
         """Return the dials of both embeddings."""
-        tables = config.get(name) or DEFAULT_ROPES
+        tables = config.get(name) or self.tables
         full = dict(tables.get("full_attention") or {})
         fraction = full.pop("partial_rotary_factor", 1.0)
         if full.get("rope_type", "default") != "proportional" and fraction != 1:
@@ -79,9 +84,9 @@ class WideHeads(Field):
                 raise UserError(f"config.json {name}", tables, "differs between layers of one type", "make them equal")
         full = {"num_key_value_heads": dials["num_kv_heads"], **full}
         words = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
-        for field in full:
-            require_supported(f"{name} field", field, words)
-        return {f"kinds.full.{words[field]}": value for field, value in full.items()}
+        for word in full:
+            require_supported(f"{name} field", word, words)
+        return {f"kinds.full.{words[word]}": value for word, value in full.items()}
 
     def write(self, name: str, spec: ModelSpec) -> Table:
         """Return a table for each layer with full attention."""
@@ -103,22 +108,49 @@ class TextMask(Field):
         return {}
 
 
-@dataclass(frozen=True)
-class Absent(Field):
-    """A size of parts that are not supported, which is 0 in a model without them."""
+class InputsOfLayers(Field):
+    """Width of the inputs of layers, of which the table has as many rows as the embedding; 0 without them."""
 
-    default: int
+    dials = any_value("per_layer_input_size")
+    other_names = ("vocab_size_per_layer_input",)
 
     def read(self, name: str, config: Table, dials: Table) -> Table:
-        """Return no dials. Raises UserError if the model has these parts."""
-        if value := config.get(name, self.default):
-            problem = "describes inputs of each layer, which Phalanx neither trains nor plans"
-            raise UserError(f"config.json {name}", value, problem, "use a model with 0, such as Gemma 4 31B")
-        return {}
+        """Return the width. Raises UserError for another number of rows."""
+        size = config.get(name, 256)
+        if not size:
+            return {}
+        (rows,) = self.other_names
+        require_value(rows, config.get(rows, 262144), dials["vocab_size"])
+        return {"per_layer_input_size": size}
 
     def write(self, name: str, spec: ModelSpec) -> Table:
-        """Return 0."""
-        return {name: 0}
+        """Return the width, and the number of rows if there is a table."""
+        rows = dict.fromkeys(self.other_names, spec.vocab_size) if spec.per_layer_input_size else {}
+        return {name: spec.per_layer_input_size or 0, **rows}
+
+
+class SharedKeys(Field):
+    """Number of the last layers that read the keys and values of others, whose MLP may be twice as wide."""
+
+    dials = any_value("num_shared_kv_layers", "shared_kv_ffn_size")
+    other_names = ("use_double_wide_mlp",)
+
+    def read(self, name: str, config: Table, dials: Table) -> Table:
+        """Return the number of layers, and the inner width of their MLP if it is another one."""
+        count = config.get(name, 0)
+        is_wide = count and config.get("use_double_wide_mlp")
+        return {"num_shared_kv_layers": count} | (
+            {"shared_kv_ffn_size": 2 * dials["ffn_hidden_size"]} if is_wide else {}
+        )
+
+    def write(self, name: str, spec: ModelSpec) -> Table:
+        """Return the number, and whether the width is twice that of the others. Raises UserError for a third one."""
+        factor = (spec.shared_kv_ffn_size or spec.ffn_hidden_size) / spec.ffn_hidden_size
+        if factor not in (1, 2):
+            problem = f"is neither model.ffn_hidden_size ({spec.ffn_hidden_size}) nor twice that, as in Gemma 4"
+            raise UserError("model.shared_kv_ffn_size", spec.shared_kv_ffn_size, problem, "change it")
+        wide = {"use_double_wide_mlp": factor == 2} if spec.num_shared_kv_layers else {}
+        return {name: spec.num_shared_kv_layers, **wide}
 
 
 class OptionalExperts(Field):
@@ -171,10 +203,9 @@ GEMMA4 = replace(
         "attention_k_eq_v": OfKind(FULL, Read("values_from_keys", False)),
         "attn_logit_softcapping": Field(),
         "use_bidirectional_attention": TextMask(),
-        "hidden_size_per_layer_input": Absent(256),
-        "num_kv_shared_layers": Fixed(0),
+        "hidden_size_per_layer_input": InputsOfLayers(),
+        "num_kv_shared_layers": SharedKeys(),
         "enable_moe_block": OptionalExperts(),
-        **dict.fromkeys(("use_double_wide_mlp", "vocab_size_per_layer_input"), Field()),
     },
     constants={
         "qk_norm": "head",
@@ -185,7 +216,16 @@ GEMMA4 = replace(
     },
     has_optional_experts=True,
     unused=("moe.balance_loss_coef",),
-    tensors=GEMMA3.tensors | {"model.layers.{i}.layer_scalar": "layer_scalar"},
+    tensors=GEMMA3.tensors
+    | {
+        "model.layers.{i}.layer_scalar": "layer_scalar",
+        "model.embed_tokens_per_layer.weight": "per_layer_inputs.embedding.weight",
+        "model.per_layer_model_projection.weight": "per_layer_inputs.projection.weight",
+        "model.per_layer_projection_norm.weight": "per_layer_inputs.norm.weight",
+        "model.layers.{i}.per_layer_input_gate.weight": "per_layer.gate.weight",
+        "model.layers.{i}.per_layer_projection.weight": "per_layer.down.weight",
+        "model.layers.{i}.post_per_layer_input_norm.weight": "per_layer_after.weight",
+    },
     # The MLP is then a branch of its own, and some norms are around both.
     expert_tensors={
         "model.layers.{i}.pre_feedforward_layernorm.weight": "dense_norm.weight",

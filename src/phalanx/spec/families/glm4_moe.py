@@ -11,6 +11,7 @@ from phalanx.spec.families.llama import (
     LLAMA,
     QK_NORM_TENSORS,
     SHARED_EXPERT_TENSORS,
+    SIGMOID_ROUTER,
     even_head_dim,
     query_heads,
 )
@@ -45,7 +46,7 @@ GLM4_MOE = replace(
         "scoring_func": Fixed("sigmoid"),
         **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field()),
     },
-    constants={"moe.router_score": "sigmoid", "moe.choice_bias": True, "moe.z_loss_coef": 0.0},
+    constants=SIGMOID_ROUTER,
     unused=("moe.balance_loss_coef", "moe.bias_update_rate"),
     tensors=LLAMA.tensors
     | QK_NORM_TENSORS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
@@ -11,7 +10,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.families.family import Field, Fixed, OneOf, Read, Rows, StoredTensors, Table, any_value
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind
 from phalanx.spec.families.granite import GRANITE
-from phalanx.spec.families.mamba2 import MAMBA_MIXER, mamba_kind, mamba_tensors
+from phalanx.spec.families.mamba2 import MAMBA_MIXER, StepLimits, mamba_kind, mamba_tensors
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.mixers import Mamba2
@@ -88,26 +87,6 @@ class HeadWidth(Field):
             return {}
         mixer = cast(Mamba2, layer.mixer)
         return {name: mixer.head_dim, "mamba_expand": mixer.num_heads * mixer.head_dim // spec.hidden_size}
-
-
-class StepLimits(Field):
-    """Limits of the steps of Mamba-2, of which the upper one may be infinite."""
-
-    dials = any_value(f"{MAMBA_MIXER}.min_step", f"{MAMBA_MIXER}.max_step")
-
-    def read(self, name: str, config: Table, dials: Table) -> Table:
-        """Return the limits. transformers writes infinity as a table."""
-        lower, upper = config.get(name) or (0.0, math.inf)
-        upper = math.inf if isinstance(upper, dict) else upper
-        return {f"{MAMBA_MIXER}.min_step": lower, f"{MAMBA_MIXER}.max_step": None if upper == math.inf else upper}
-
-    def write(self, name: str, spec: ModelSpec) -> Table:
-        """Return both limits."""
-        layer = next(filter(MAMBA.includes, layer_specs(spec)), None)
-        if layer is None:
-            return {}
-        mixer = cast(Mamba2, layer.mixer)
-        return {name: [mixer.min_step, math.inf if mixer.max_step is None else mixer.max_step]}
 
 
 def all_mamba(config: Table, dials: Table) -> list[str]:

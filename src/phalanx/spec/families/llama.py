@@ -111,6 +111,8 @@ def shared_expert_tensors(prefix: str) -> StoredTensors:
 
 SHARED_EXPERT_TENSORS = shared_expert_tensors("model.layers.{i}.mlp.shared_experts")
 """Experts of all tokens in most families that have them."""
+SIGMOID_ROUTER: Table = {"moe.router_score": "sigmoid", "moe.choice_bias": True, "moe.z_loss_coef": 0.0}
+"""Dials of families whose router is that of DeepSeek-V3: sigmoids, with a bias for the choice."""
 
 EXPERT_FIELDS: dict[str, Field] = {
     "num_experts_per_tok": Read("moe.top_k", 8),

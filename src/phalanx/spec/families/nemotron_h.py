@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.spec.families.family import Family, Field, Fixed, OneOf, Read, Table, Written, any_value
 from phalanx.spec.families.forms import LayerKind, LayerTypes, OfKind
-from phalanx.spec.families.llama import query_heads
+from phalanx.spec.families.llama import SIGMOID_ROUTER, query_heads
 from phalanx.spec.families.mamba2 import mamba_kind, mamba_tensors
 from phalanx.spec.model import ModelSpec
 
@@ -109,10 +109,8 @@ NEMOTRON_H = Family(
         "activation": "relu2",
         "tie_embeddings": False,
         "position_embedding": "none",
-        "moe.router_score": "sigmoid",
-        "moe.choice_bias": True,
+        **SIGMOID_ROUTER,
         "moe.num_shared_experts": 1,
-        "moe.z_loss_coef": 0.0,
     },
     unused=("moe.balance_loss_coef", "moe.bias_update_rate"),
     has_optional_experts=True,

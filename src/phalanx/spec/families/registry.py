@@ -43,7 +43,7 @@ def family_of(config: Table) -> Family:
         raise UserError("config.json model_type", None, "is missing", f"set it to one of: {', '.join(known)}")
     if model_type not in supported and (part := next(filter(config.get, UNKNOWN_PARTS), None)):
         fix = f"use a model with one of: {', '.join(known)}"
-        problem = f"{UNKNOWN_PARTS[part]}, which Phalanx neither trains nor plans"
-        raise UserError(f"config.json {part}", config[part], problem, fix)
+        problem = f"is not supported: its {part} {UNKNOWN_PARTS[part]}, which Phalanx neither trains nor plans"
+        raise UserError("config.json model_type", model_type, problem, fix)
     require_supported("model_type", model_type, sorted(supported))
     return supported[str(model_type)]

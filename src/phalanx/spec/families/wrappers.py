@@ -9,7 +9,8 @@ PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """Starts of the names of the text model's tensors in files of a wrapper, in place of "model." or nothing."""
 OTHER_TENSORS = (
     *("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*embed_vision.*", "*audio_tower.*"),
-    *("*embed_audio.*", "model.visual.*", "visual.*", "*vision_model.*"),
+    *("*embed_audio.*", "model.visual.*", "visual.*", "*vision_model.*", "patch_merge_mlp.*"),
+    *("model.vision_adapter.*", "model.vision_projection.*", "vit_large_projector.*"),
 )
 """Patterns of the tensors that belong to images and sound."""
 
@@ -73,6 +74,18 @@ def text_config(config: Table) -> Table:
     # transformers ties the head by the outer field.
     ties = text_type not in families() or families()[text_type].wrapper_ties_embeddings
     return text | {"model_type": text_type, "tie_word_embeddings": config.get("tie_word_embeddings", ties)}
+
+
+def wrapped_config(config: Table) -> Table:
+    """Return the config.json of an exported text model, in its wrapper if transformers has it there only."""
+    family = families()[config["model_type"]]
+    if family.exported_tower is None:
+        return config
+    of_whole = ("torch_dtype", "dtype")
+    whole = {field: value for field, value in config.items() if field in (*of_whole, "tie_word_embeddings")}
+    text = {field: value for field, value in config.items() if field not in (*of_whole, "architectures")}
+    whole |= {"architectures": [family.architecture], "model_type": family.wrapper}
+    return whole | {"text_config": text, "vision_config": family.exported_tower}
 
 
 def _plain_text_config(config: Table) -> Table:

@@ -18,8 +18,9 @@ from phalanx.spec.families.config_json import model_table
 from phalanx.spec.families.counted import counted_model_table, has_long_context_factors
 from phalanx.spec.families.registry import COUNTED_FAMILIES, family_of
 from phalanx.spec.families.wrappers import text_config
+from phalanx.spec.files.hub import CONFIG_FILE, TOKENIZER_FILE, hub_file, hub_name, pin_revision
 from phalanx.spec.files.replace import replace_file
-from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
+from phalanx.spec.files.tables import RUN_FILE, Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layers import longest_sequence
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.local_paths import check_local_path
@@ -58,8 +59,9 @@ def load_run(
     Defaults < the file < environment (PHALANX_TRAINING__STEPS=200) < overrides.
 
     Args:
-        path: The run file, such as `phalanx init` writes it; or a model: a preset, or a Hugging Face config.json or its
-            directory, which starts from its weights if there are *.safetensors. A file of a preset's name is the file.
+        path: The run file, such as `phalanx init` writes it; or a model: a preset, a Hugging Face config.json or its
+            directory, which starts from its weights if there are *.safetensors, or a name on the hub such as
+            org/name@revision. A file of a preset's name is the file.
             The run of a model has its name, sequences of at most 8,192 tokens and about four million tokens a step,
             unless they are set.
         overrides: Fields to set, such as "training.steps=200". Without a value ("layout.dp_shard=") a field has its
@@ -98,7 +100,9 @@ def load_run(
             problem = "is not of the form KEY=VALUE"
             raise UserError("--set", override, problem, "write, for example, --set training.steps=200")
         variable_of_field.pop(key.strip(), None)
-        set_path(table, key.strip().split("."), text.strip(), origin=f"--set {key}")
+        # Errors name entries of lists like data.source[0].
+        keys = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
+        set_path(table, keys, text.strip(), origin=f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
     try:
         return run_from_table(table) if model is None else _run_of_model(table)
@@ -115,7 +119,7 @@ def model_source(path: str | Path) -> Table | None:
     Raises UserError if there is neither a file nor a preset of this name.
     """
     file = Path(check_local_path("run file", str(path)))
-    if file.suffix == ".json" or (file / "config.json").is_file():
+    if file.suffix == ".json" or (file / CONFIG_FILE).is_file() or hub_name(path):
         family = counted_family(file)
         return {"from_hf": str(path)} if family is None else counted_model_table(read_json(hf_config_file(str(path))))
     presets = preset_names("models")
@@ -131,8 +135,12 @@ def model_source(path: str | Path) -> Table | None:
 
 
 def counted_family(path: Path) -> str | None:
-    """Return the family of a Hugging Face config.json, or its directory, that Phalanx plans but cannot train."""
-    file = path if path.suffix == ".json" else path / "config.json"
+    """Return the family of a Hugging Face model that Phalanx plans but cannot train; None for others."""
+    try:
+        file = hf_config_file(str(path), "run file")
+    except UserError as error:
+        error.fix = did_you_mean(Path(path).name, preset_names("models"), error.fix)
+        raise
     config = read_json(file) if file.is_file() else {}
     family = config.get("model_type")
     if not isinstance(family, str) or family not in COUNTED_FAMILIES:
@@ -149,26 +157,39 @@ def require_run_file(path: str | Path) -> None:
         raise UserError("run file", str(path), "is a model, not a run file", fix)
 
 
-def lacks_weights(config: Path) -> bool:
-    """Return whether there are no weights next to a Hugging Face config.json."""
-    return config.name != "config.json" or not any(config.parent.glob("*.safetensors"))
+def lacks_weights(from_hf: str | Path) -> bool:
+    """Return whether there are no weights next to a Hugging Face config.json. A model on the hub has some."""
+    if hub_name(from_hf):
+        return False
+    config = hf_config_file(str(from_hf))
+    return config.name != CONFIG_FILE or not any(config.parent.glob("*.safetensors"))
 
 
 def _table_of_model(path: str | Path, model: Table) -> Table:
     """Return the table of a run that is only a model: its name, its tokenizer and, without weights, its sizes."""
-    config = hf_config_file(str(path))
-    stem = Path(os.path.abspath(config)).parent.name if config.name == "config.json" else config.stem
-    name = str(path) if "preset" in model else stem
     table: Table = {"model": model}
-    if name := re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-"):
+    if name := re.sub(r"[^A-Za-z0-9._-]+", "-", _model_name(path, model)).lstrip("._-"):
         table["name"] = name
     if "preset" in model:
         return table
-    if (tokenizer := config.parent / "tokenizer.json").is_file():
-        table["data"] = {"tokenizer": str(tokenizer)}
+    source = pin_revision("run file", str(path))
+    if (tokenizer := hf_tokenizer(source)) is not None:
+        table["data"] = {"tokenizer": tokenizer}
     if "from_hf" in model:
-        table["model"] = model_table(read_json(config)) if lacks_weights(config) else {"from_hf": str(config.parent)}
+        config = hf_config_file(source)
+        directory = source if hub_name(source) else str(config.parent)
+        table["model"] = model_table(read_json(config)) if lacks_weights(source) else {"from_hf": directory}
     return table
+
+
+def _model_name(path: str | Path, model: Table) -> str:
+    """Return the name of a model that stands in place of a run file."""
+    if "preset" in model:
+        return str(path)
+    if name := hub_name(path):
+        return name.repo.partition("/")[2]
+    config = hf_config_file(str(path))
+    return Path(os.path.abspath(config)).parent.name if config.name == CONFIG_FILE else config.stem
 
 
 def _run_of_model(table: Table) -> RunSpec:
@@ -244,7 +265,7 @@ def run_from_table(table: Table) -> RunSpec:
         >>> run.model.num_layers, run.layout.tp
         (32, 2)
     """
-    table = dict(table)
+    table = _with_recorded_revisions(table)
     if table.get("layout") == "auto":
         table |= {"layout": {}, "auto_layout": True}
     for spec_class, path in (TrainingSpec, "training.precision"), (Layout, "layout.activation_checkpointing"):
@@ -263,9 +284,9 @@ def run_from_table(table: Table) -> RunSpec:
         table["model"] = model = resolve_model(model)
         data = table.get("data", {})
         if "from_hf" in model and isinstance(data, dict) and "tokenizer" not in data:
-            tokenizer = hf_config_file(str(model["from_hf"])).parent / "tokenizer.json"
-            if tokenizer.is_file():
-                table["data"] = {**data, "tokenizer": str(tokenizer)}
+            tokenizer = hf_tokenizer(str(model["from_hf"]))
+            if tokenizer is not None:
+                table["data"] = {**data, "tokenizer": tokenizer}
     training = table.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
     optimizer = table.get("optimizer", {})
@@ -277,12 +298,36 @@ def run_from_table(table: Table) -> RunSpec:
     return parse_table(RunSpec, table)
 
 
+def _with_recorded_revisions(table: Table) -> Table:
+    """Return a copy of a table whose models on the hub have the commits that the directory of the run records.
+
+    A run that resumes uses the same files, although the branch may have moved."""
+    table = dict(table)
+    default = {name: RunSpec.model_fields[name].default for name in ("output_dir", "name")}
+    file = Path(*(str(table.get(name, default[name])) for name in default)).expanduser() / RUN_FILE
+    for section, field in (("model", "from_hf"), ("data", "tokenizer")):
+        value = _string_at(table, section, field)
+        if (name := hub_name(value)) is None or "@" in value or not file.is_file():
+            continue
+        recorded = _string_at(read_toml(file), section, field)
+        if (recorded_name := hub_name(recorded)) is not None and recorded_name.repo == name.repo:
+            table[section] = {**table[section], field: recorded}
+    return table
+
+
+def _string_at(table: Table, section: str, field: str) -> str:
+    """Return the text of a field of a table that is not validated yet; "" if there is none."""
+    fields = table.get(section)
+    value = fields.get(field) if isinstance(fields, dict) else None
+    return value if isinstance(value, str) else ""
+
+
 def load_model_spec(name: str) -> ModelSpec:
     """Read the shape of a model.
 
     Args:
-        name: A preset (`phalanx info --list`), a Hugging Face config.json or its directory, or a TOML file: a run, or
-            only its [model] table.
+        name: A preset (`phalanx info --list`), a Hugging Face config.json or its directory, the name of a model on the
+            hub, or a TOML file: a run, or only its [model] table.
 
     Returns:
         The model.
@@ -349,10 +394,22 @@ def cluster_overrides(cluster: ClusterSpec) -> Table:
     return {**({"preset": cluster.preset} if cluster.preset else {}), **table}
 
 
-def hf_config_file(from_hf: str) -> Path:
-    """Return the config.json of `model.from_hf`, which is a Hugging Face directory or the file itself."""
-    path = Path(check_local_path("model.from_hf", from_hf)).expanduser()
-    return path if path.suffix == ".json" else path / "config.json"
+def hf_config_file(from_hf: str, field: str = "model.from_hf") -> Path:
+    """Return the config.json of `model.from_hf`: a Hugging Face directory, the file itself, or a model on the hub.
+
+    Raises UserError if it is on the hub and cannot be read there. `field` names the model in errors."""
+    path = Path(check_local_path(field, from_hf)).expanduser()
+    if name := hub_name(from_hf):
+        return hub_file(field, name, CONFIG_FILE)
+    return path if path.suffix == ".json" else path / CONFIG_FILE
+
+
+def hf_tokenizer(from_hf: str) -> str | None:
+    """Return the tokenizer of a Hugging Face model as `data.tokenizer`; None if its directory has none."""
+    if hub_name(from_hf):
+        return from_hf
+    file = hf_config_file(from_hf).parent / TOKENIZER_FILE
+    return str(file) if file.is_file() else None
 
 
 RESOLVED_MODEL_FIELDS = {field for field, info in ModelSpec.model_fields.items() if info.is_required()} | {
@@ -375,6 +432,7 @@ def resolve_model(table: Table) -> Table:
         problem = f"has no {config.name}"
         raise UserError("model.from_hf", source, problem, "use a directory that save_pretrained has written")
     known = read_json(config)
+    table = {**table, "from_hf": pin_revision("model.from_hf", str(source))}
     if isinstance(table.get("mtp"), dict):
         mtp = parse_table(MtpSpec, table["mtp"], "model.mtp")
         family_of(text_config(known)).of_mtp_layers(mtp.layers)

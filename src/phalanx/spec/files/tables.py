@@ -14,6 +14,8 @@ from phalanx.spec.formatting import printable
 from phalanx.spec.local_paths import check_local_path
 
 Table = dict[str, Any]
+RUN_FILE = "run.toml"
+"""File in a run directory: the complete run, resolved."""
 MARKER_FILE = "phalanx.json"
 """File in a run directory: Phalanx may write to this directory."""
 MAX_DEPTH = 100
@@ -128,17 +130,29 @@ def deep_merge(base: Table, override: Table) -> Table:
 def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     """Set a field of a nested table from its text.
 
-    The text is a TOML value, or a string without quotes; empty text removes the field. Errors name `origin`, the option
-    or variable with the text.
+    An entry of a list has its number as key, from 0. The text is a TOML value, or a string without quotes; empty text
+    removes the field. Errors name `origin`, the option or variable with the text.
     """
-    for key in path[:-1]:
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            raise UserError(origin, text, f"uses {key} as a table, which is a value", "correct the dotted path")
-    if text:
-        table[path[-1]] = parse_toml_value(text)
-    else:
-        table.pop(path[-1], None)
+    parent: Any = table
+    for depth, name in enumerate(path):
+        key: Any = _entry_number(parent, path, depth, text, origin) if isinstance(parent, list) else name
+        if depth < len(path) - 1:
+            parent = parent[key] if isinstance(parent, list) else parent.setdefault(key, {})
+            if not isinstance(parent, dict | list):
+                raise UserError(origin, text, f"uses {name} as a table, which is a value", "correct the dotted path")
+        elif text:
+            parent[key] = parse_toml_value(text)
+        elif isinstance(parent, list) or key in parent:
+            del parent[key]
+
+
+def _entry_number(entries: list[Any], path: list[str], depth: int, text: str, origin: str) -> int:
+    """Return the number of an entry of a list, which `path[depth]` is."""
+    if path[depth].isdecimal() and int(path[depth]) < len(entries):
+        return int(path[depth])
+    name = ".".join(path[:depth])
+    problem = f"names {path[depth]!r} in {name}, which is a list of {len(entries)}"
+    raise UserError(origin, text, problem, f"number its entries from 0, such as {name}.0" if entries else f"set {name}")
 
 
 def parse_toml_value(text: str) -> Any:

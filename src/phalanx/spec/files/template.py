@@ -56,26 +56,27 @@ def run_file_template(path: str, schema: str) -> str:
 
 def _render_table(spec_class: type[Spec], table: Spec | None, path: str) -> Iterator[str]:
     """Yield the lines of a table, followed by those of its inner tables; with their defaults if the table is absent."""
-    inner_tables: list[tuple[str, Spec | type[Spec]]] = []
+    inner_tables: list[tuple[str, Spec | type[Spec], str]] = []
     for name, field in spec_class.model_fields.items():
         key = f"{path}{name}"
         value = field.get_default() if table is None else getattr(table, name)
-        if key == CALIBRATION_TABLE:
+        if key == CALIBRATION_TABLE or field.exclude:
             continue
         if isinstance(field.get_default(), dict):
             # A table of free keys is a comment, with the field's first example.
             yield from ("", *_render_comment(_describe_field(field)), f"# [{key}]")
             yield from (f"# {example} = {json.dumps(value)}" for example, value in (field.examples or [{}])[0].items())
         elif (inner := _find_inner_table(field, value)) is not None:
-            inner_tables.append((key, inner))
+            header = f"[[{key}]]" if get_origin(field.annotation) is list else f"[{key}]"
+            inner_tables.append((key, inner, header))
         else:
             yield from _render_field(key, field, value)
-    for key, inner in inner_tables:
+    for key, inner, header in inner_tables:
         inner_class = inner if isinstance(inner, type) else type(inner)
         # The header alone would already enable an absent table, so it is a comment too.
         present = None if table is None or isinstance(inner, type) else inner
         yield from ("", *_render_comment((inner_class.__doc__ or "").partition("\n\n")[0]))
-        yield f"# [{key}]" if present is None else f"[{key}]"
+        yield f"# {header}" if present is None else header
         yield from _render_table(inner_class, present, f"{key}.")
 
 

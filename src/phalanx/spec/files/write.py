@@ -8,19 +8,22 @@ from pathlib import Path
 
 import tomli_w
 
+from phalanx.spec.files.hub import TOKENIZER_FILE, hub_name, pin_revision
 from phalanx.spec.files.load import cluster_overrides
+from phalanx.spec.local_paths import is_url
 from phalanx.spec.run import RunSpec
 
 
 def with_absolute_paths(run: RunSpec) -> RunSpec:
-    """Return the run with paths that are valid from any working directory."""
+    """Return the run with paths that are valid from any working directory, and models on the hub with their commits."""
 
     def absolute_path(source: str) -> str:
-        if source == "stdlib":
+        if source == "stdlib" or is_url(source):
             return source
         if source.startswith("hf:"):
-            folder = absolute_path(source[3:])
-            return f"hf:{folder}" if os.path.isdir(folder) else source
+            name, colon, parts = source[3:].partition(":")
+            folder = absolute_path(name)
+            return f"hf:{folder}{colon}{parts}" if os.path.isdir(folder) else source
         path = os.path.expanduser(source)
         normalized = os.path.abspath(path)
         # In "link/..", dropping ".." and the link before it would give another directory.
@@ -28,9 +31,22 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
         return normalized if is_same else str(Path(path).absolute())
 
     data = run.data
-    tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else absolute_path(data.tokenizer)
-    lists = {"train": [absolute_path(s) for s in data.train], "held_out": [absolute_path(s) for s in data.held_out]}
-    model = run.model.replace(from_hf=absolute_path(run.model.from_hf)) if run.model.from_hf else run.model
+    tokenizer = data.tokenizer
+    if hub_name(tokenizer):
+        tokenizer = pin_revision("data.tokenizer", tokenizer, TOKENIZER_FILE)
+    elif tokenizer not in ("bpe", "bytes"):
+        tokenizer = absolute_path(tokenizer)
+    lists = {
+        "train": [absolute_path(source) for source in data.train],
+        "source": [source.replace(path=[absolute_path(path) for path in source.path]) for source in data.source],
+        "held_out": [absolute_path(source) for source in data.held_out],
+        "held_out_sets": {name: list(map(absolute_path, sources)) for name, sources in data.held_out_sets.items()},
+    }
+    model = run.model
+    if hub_name(model.from_hf or ""):
+        model = model.replace(from_hf=pin_revision("model.from_hf", str(model.from_hf)))
+    elif model.from_hf:
+        model = model.replace(from_hf=absolute_path(model.from_hf))
     path_fields = ("offload_directory", "schedule_file")
     files = {field: absolute_path(value) for field in path_fields if (value := getattr(run.layout, field)) is not None}
     data = data.replace(tokenizer=tokenizer, cache=absolute_path(data.cache), **lists)

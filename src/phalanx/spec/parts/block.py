@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import TypeVar
 
 from phalanx.spec.layers import layer_specs
 from phalanx.spec.layout import Layout, TpAttention
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.adapter import add_adapters
 from phalanx.spec.parts.attention import describe_attention
 from phalanx.spec.parts.experts import describe_experts
 from phalanx.spec.parts.mlp import describe_mlp
-from phalanx.spec.parts.operations import Concatenate, LookUp, Norm, Parameter, Part, Value
+from phalanx.spec.parts.operations import Concatenate, LookUp, Norm, Operation, Parameter, Part, Value
+from phalanx.spec.parts.per_layer_inputs import describe_per_layer_branch
+from phalanx.spec.tuning import TuningSpec
 
 ONE_RANK = Layout()
+OperationType = TypeVar("OperationType", bound=Operation)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,44 @@ def blocks(spec: ModelSpec, layout: Layout = ONE_RANK) -> tuple[Block, ...]:
 def _blocks(spec: ModelSpec, tp: int, tp_attention: TpAttention, ep: int) -> tuple[Block, ...]:
     layout = Layout(tp=tp, tp_attention=tp_attention, ep=ep)
     describe = cache(lambda layer: describe_block(layer, layout))
-    return tuple(map(describe, layer_specs(spec)))
+    described = list(map(describe, layer_specs(spec)))
+    if spec.tuning == TuningSpec():
+        return tuple(described)
+    freeze = cache(_freeze)
+    names = cache(lambda block: [name for branch in block for name in branch.parameters])
+    return tuple(
+        freeze(block, frozenset(name for name in names(block) if spec.tuning.freezes(f"blocks.{layer}.{name}")))
+        for layer, block in enumerate(described)
+    )
+
+
+def _freeze(block: Block, names: frozenset[str]) -> Block:
+    """Return a block of which some parameters, by their names in it, are not trained."""
+
+    def freeze(operation: OperationType, prefix: str) -> OperationType:
+        parameters = {
+            leaf: replace(parameter, is_frozen=f"{prefix}{name}" in names)
+            for (name, parameter), leaf in zip(operation.named_parameters.items(), operation.parameters, strict=True)
+        }
+        return replace(operation, parameters=parameters) if parameters else operation
+
+    def freeze_norm(norm: Norm | None) -> Norm | None:
+        return norm and freeze(norm, "")
+
+    return tuple(
+        replace(
+            branch,
+            part=replace(
+                branch.part,
+                operations=[freeze(operation, f"{branch.part.name}.") for operation in branch.part.operations],
+            ),
+            before=freeze_norm(branch.before),
+            after=freeze_norm(branch.after),
+            after_sum=freeze_norm(branch.after_sum),
+            after_stream=freeze_norm(branch.after_stream),
+        )
+        for branch in block
+    )
 
 
 def describe_block(layer: ModelSpec, layout: Layout) -> Block:
@@ -77,15 +119,22 @@ def describe_block(layer: ModelSpec, layout: Layout) -> Block:
         x = residual_stream(layer)
         mixer = layer.mixer.describe(layer, x) if layer.mixer else describe_attention(layer, layout, x)
         branches.append(_describe_branch(layer, mixer))
+        if layer.side_mixer:
+            side = replace(layer.side_mixer.describe(layer, x), name="side_mixer")
+            branches.append(Branch(side, before=None, after=None, shares_input=True, shares_norm=True))
     if layer.branches != "mixer":
         branches += _describe_ffn(layer, layout, mixer)
+    if layer.per_layer_input_size:
+        part = describe_per_layer_branch(layer, residual_stream(layer))
+        after = _describe_norm_after(layer, f"{part.name}_after")
+        branches.append(Branch(part, before=None, after=after, scale=layer.residual_scale))
     after_stream = describe_norm(layer, "stream_after") if layer.mtp else None
     branches[-1] = replace(branches[-1], scales_stream=layer.layer_scalars, after_stream=after_stream)
-    return tuple(branches)
+    return tuple(replace(branch, part=add_adapters(branch.part, layer.tuning.adapter)) for branch in branches)
 
 
 def mixer_branch(block: Block) -> Branch | None:
-    """Return the branch of a block that mixes tokens, if it has one."""
+    """Return the branch of a block that mixes tokens, if it has one; of two the attention."""
     return next((branch for branch in block if branch.part.kind == "attention"), None)
 
 
@@ -131,11 +180,17 @@ def _describe_branch(layer: ModelSpec, part: Part) -> Branch:
 
 def _describe_norm_after(layer: ModelSpec, name: str) -> Norm:
     x = Value(layer.hidden_size, tokens="residual")
-    return describe_norm(layer, name, x, replace(x))
+    norm = describe_norm(layer, name, x, replace(x))
+    return replace(norm, eps=layer.norm_after_eps) if layer.norm_after_eps else norm
+
+
+def describe_last_norm(spec: ModelSpec) -> Norm:
+    """Return the norm before the head."""
+    return describe_norm(spec.model_copy(update={"norm_offset": spec.norm_offset is True}), "norm")
 
 
 def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Value | None = None) -> Norm:
-    """Return a norm of the residual stream, or of another value of its width."""
+    """Return a norm of the residual stream in a layer, or of another value of its width."""
     parameters = {}
     if spec.norm_parameters != "none":
         parameters["weight"] = Parameter((spec.hidden_size,), "zeros" if spec.norm_offset else "ones")
@@ -149,7 +204,7 @@ def describe_norm(spec: ModelSpec, name: str, x: Value | None = None, output: Va
         width=spec.hidden_size,
         eps=spec.norm_eps,
         kind=spec.norm,
-        has_offset=spec.norm_offset,
+        has_offset=bool(spec.norm_offset),
     )
 
 

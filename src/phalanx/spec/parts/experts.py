@@ -42,14 +42,14 @@ def describe_experts(spec: ModelSpec, moe: MoESpec, layout: Layout, x: Value) ->
     cut = None if has_whole_experts else Cut("model.moe.expert_ffn_size", moe.expert_ffn_size)
     names = input_names(spec.activation)
     inner = [part.grouped(leaf, rows, E, moe.expert_ffn_size, cut, bias=moe.bias) for leaf in names]
-    activated = part.activate(spec.activation, *inner, arguments=spec.activation_arguments)
+    activated = part.activate(spec.activation_with(spec.silu_limit), *inner)
     y = part.grouped("down", activated, E, token.width, None, bias=moe.bias, init="output")
     out = part.add(Combine(reads=(y, weights), writes=Value(token.width, tokens="residual")))
     if moe.latent_size:
         part.linear("latent_up", out, width=x.width, init="output")
     if moe.num_shared_experts:
         shared = Cut("model.moe.expert_ffn_size x num_shared_experts", moe.shared_width)
-        y = append_mlp(part, spec, x, shared, prefix="shared.")
+        y = append_mlp(part, spec, x, shared, limit=spec.shared_silu_limit, prefix="shared.")
         if moe.shared_gate:
             part.add(Gate(reads=(y, part.linear("shared_gate", x, width=1, is_precise=True)), writes=replace(y)))
     return part

@@ -13,6 +13,11 @@ def product_flops(part: Part) -> float:
     return sum(2.0 * linear.matrix.numbers * _used_share(linear) for linear in part.linears)
 
 
+def backward_product_flops(part: Part) -> float:
+    """Return the FLOPs of the products' gradients on one token: of inputs, and of the weights that are trained."""
+    return sum(2.0 * linear.matrix.numbers * _used_share(linear) * (1 + linear.is_trained) for linear in part.linears)
+
+
 def _used_share(linear: Linear) -> float:
     """Return the share of a product's weights that a token uses: top_k of the experts."""
     return linear.reads[0].copies / linear.matrix.shape[0] if isinstance(linear, GroupedLinear) else 1.0

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
+from phalanx.spec.activations import XIELU_PARAMETERS
+
 Shape = tuple[int, ...]
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
 those of the tensor-parallel ranks together."""
-Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates", "step_bias"]
-"""Distribution of initial weights. output: normal, smaller by the number of layers, because it is added to the stream.
-taps: normal, so that a convolution keeps the variance. log_rates: logarithms of rates of decay, which are uniform.
-step_bias: that of a step by which a token changes a state (`model.init`)."""
+Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates", "step_bias", "fan_in"] | float
+"""Distribution of initial weights, or the number that all are. output: normal, smaller by the number of layers,
+because it is added to the stream. taps: normal, so that a convolution keeps the variance. log_rates: logarithms of
+rates of decay, which are uniform. step_bias: that of a step by which a token changes a state (`model.init`). fan_in:
+uniform, with bounds of 1 / sqrt(columns)."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,13 @@ class Value:
     """Precision: that of the residual stream, of products, or of statistics."""
     view_of: Value | None = None
     """Larger value whose memory this one shares, and keeps alive."""
+    is_given: bool = False
+    """True if another layer, or the start of the model, has computed it and keeps it."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor."""
+    """A tensor that is trained, unless a run freezes it."""
 
     shape: Shape
     init: Init = "normal"
@@ -93,6 +98,8 @@ class Parameter:
     """How ranks share its rows, if not as the heads of its kernel."""
     is_precise: bool = False
     """True if exports keep it in fp32."""
+    is_frozen: bool = False
+    """True if it is not trained."""
 
     @property
     def numbers(self) -> int:
@@ -123,6 +130,10 @@ class Linear(Operation):
 
     is_precise: bool = False
     """True if it is not computed in float8: the choice of experts would change."""
+    scale: float = 1.0
+    """Factor of its output."""
+    adapts: str = ""
+    """Name of the product whose adapter it is a part of."""
 
     @property
     def matrix(self) -> Parameter:
@@ -133,6 +144,11 @@ class Linear(Operation):
     def bias(self) -> Parameter | None:
         """The bias, or the stack of them."""
         return next((each for name, each in self.parameters.items() if name.endswith("bias")), None)
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the matrix has a gradient."""
+        return not self.matrix.is_frozen
 
     @property
     def role(self) -> Literal["column", "row", "copied"]:
@@ -185,7 +201,11 @@ class Activation(Operation):
 
 
 class LookUp(Operation):
-    """Rows of the embedding."""
+    """Rows of an embedding."""
+
+
+class LayerInputs(Operation):
+    """The scaled sum of two values, which is kept: each layer reads a part of it."""
 
 
 class Concatenate(Operation):
@@ -242,8 +262,8 @@ class AttentionCore(Core):
 
     @property
     def padding(self) -> int:
-        """Numbers by which the kernel's values exceed those that it reads."""
-        return self.keeps[2].width - self.reads[2].width
+        """Numbers by which the kernel's output exceeds what it writes, because it pads values."""
+        return self.keeps[-1].width - self.writes.width
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -291,8 +311,9 @@ class Part:
 
     name: str
     """Module in the block."""
-    kind: Literal["attention", "mlp", "experts", "merge"]
-    """attention: any mixer of tokens. merge: the input of a layer for multi-token prediction."""
+    kind: Literal["attention", "mlp", "experts", "merge", "inputs"]
+    """attention: any mixer of tokens. merge: the input of a layer for multi-token prediction. inputs: what all layers
+    read besides the residual stream."""
     input: Value
     operations: list[Operation] = field(default_factory=list)
     carried: dict[str, Parameter] = field(default_factory=dict)
@@ -308,6 +329,7 @@ class Part:
         bias: bool = False,
         init: Init = "normal",
         is_precise: bool = False,
+        scale: float = 1.0,
     ) -> Value:
         """Append a product and return its output, which is cut, or has a width: by default that of the input."""
         width = cut.width if cut else width or self.input.width
@@ -316,7 +338,9 @@ class Part:
             parameters["bias"] = Parameter((width,), "zeros")
         tokens: Tokens = "all" if cut else "residual" if x.cut else x.tokens
         y = Value(width, cut, tokens)
-        return self.add(Linear(name=name, reads=(x,), writes=y, parameters=parameters, is_precise=is_precise))
+        return self.add(
+            Linear(name=name, reads=(x,), writes=y, parameters=parameters, is_precise=is_precise, scale=scale)
+        )
 
     def grouped(
         self,
@@ -365,9 +389,24 @@ class Part:
         )
         return self.add(norm)
 
-    def activate(self, function: str, *xs: Value, arguments: tuple[float, ...] = ()) -> Value:
-        """Append an activation of values of one shape; return its output."""
-        return self.add(Activation(reads=xs, writes=replace(xs[0]), function=function, arguments=arguments))
+    def activate(self, function: str | tuple[str, tuple[float, ...]], *xs: Value) -> Value:
+        """Append an activation, perhaps with the numbers in its formula; return its output, like the last value."""
+        name, arguments = (function, ()) if isinstance(function, str) else function
+        activation = Activation(
+            reads=xs,
+            writes=replace(xs[-1], view_of=None, is_given=False),
+            function=name,
+            arguments=arguments,
+            parameters={key: Parameter((1,), init) for key, init in XIELU_PARAMETERS.items()}
+            if name == "xielu"
+            else {},
+        )
+        return self.add(activation)
+
+    def gate_heads(self, function: str, x: Value, out: Value, heads: Cut) -> Value:
+        """Append a gate of each head of a kernel's output, a product of `x`; return the gated output."""
+        # Few columns, which float8 does not divide.
+        return self.activate(function, self.linear("wg", x, replace(heads, unit=1), is_precise=True), out)
 
     def add(self, operation: Operation) -> Value:
         """Append an operation; return what it writes."""
@@ -406,7 +445,10 @@ class Part:
         for operation in self.operations:
             prefix, _, name = operation.name.rpartition(".")
             if module in (operation.name, prefix):
-                inner.operations.append(replace(operation, name=name if prefix else ""))
+                operation = replace(operation, name=name if prefix else "")
+                if isinstance(operation, Linear) and operation.adapts:
+                    operation = replace(operation, adapts=operation.adapts.removeprefix(f"{prefix}."))
+                inner.operations.append(operation)
             elif isinstance(operation, Activation) and operation.reads[0] in [each.writes for each in inner.operations]:
                 inner.operations.append(operation)
         return inner
@@ -422,6 +464,19 @@ class Part:
     def linears(self) -> list[Linear]:
         """The products."""
         return [operation for operation in self.operations if isinstance(operation, Linear)]
+
+    @property
+    def adapters(self) -> dict[str, tuple[Linear, Linear]]:
+        """The products A and B of each adapter, by the name of the product that it adapts."""
+        adapters: dict[str, tuple[Linear, ...]] = {}
+        for linear in self.linears:
+            if linear.adapts:
+                adapters[linear.adapts] = (*adapters.get(linear.adapts, ()), linear)
+        return {name: (a, b) for name, (a, b) in adapters.items()}
+
+    def input_products(self) -> list[str]:
+        """Return the names of the products that read the input of the part, without those of adapters."""
+        return [linear.name for linear in self.linears if linear.reads == (self.input,) and not linear.adapts]
 
     @property
     def cuts(self) -> list[Cut]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.callbacks.checkpoints import Checkpoints, CheckpointTimes, InMemoryCopies
-from phalanx.train.callbacks.evaluation import Evaluation, Samples
+from phalanx.train.callbacks.evaluation import EarlyStop, Evaluation, Samples
+from phalanx.train.callbacks.gradient_noise import GradientNoise
 from phalanx.train.callbacks.guards import LossSpikes, NonfiniteSteps, ReplicaCheck
 from phalanx.train.callbacks.rank_records import RankRecords
 from phalanx.train.callbacks.records import JsonLines, Progress, TensorBoard
@@ -46,15 +47,19 @@ def standard_callbacks(
     after these, so that they contain the state of all callbacks after the step and its evaluation. Samples change no
     state and come last. Without `record_writers` no records are written, without `spike_detector` loss spikes are
     ignored."""
+    noise_every = trainer.run.metrics.gradient_noise_every
+    stop_after = trainer.run.evaluation.stop_after
     scheduler = CheckpointScheduler(trainer.run, trainer.mesh.dims.world_size, trainer.directory)
     return {
         "time budget": TimeBudget(),
+        **({"gradient noise": GradientNoise(noise_every)} if noise_every else {}),
         **(record_writers or {}),
         "progress": Progress(),
         "replica check": ReplicaCheck(),
         "nonfinite steps": NonfiniteSteps(),
         "loss spikes": LossSpikes(spike_detector or LossSpikeDetector(None)),
         **(user_callbacks or {}),
+        **({"early stop": EarlyStop(stop_after)} if stop_after else {}),
         "evaluation": Evaluation(),
         "checkpoint times": CheckpointTimes(scheduler),
         "checkpoints": Checkpoints(scheduler),

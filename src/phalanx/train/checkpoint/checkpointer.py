@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0, rank_and_world_size
+from phalanx.parallel.comm.objects import broadcast_from_rank0, gather_results, rank_and_world_size
+from phalanx.parallel.dtensor_shards import local_tensor
+from phalanx.runs.checkpoint_store import drop_shards, is_local, is_stored
 from phalanx.runs.checkpoints import (
     ABANDONED_SUFFIX,
     DAMAGED_SUFFIX,
@@ -46,6 +48,7 @@ from phalanx.spec.formatting import format_bytes
 from phalanx.spec.run import KeepSpec
 from phalanx.train.checkpoint.host_copies import HostCopies
 from phalanx.train.checkpoint.state import rng_state
+from phalanx.train.checkpoint.uploader import CheckpointUploader
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +59,16 @@ FILE_BYTES = 32 * 2**20
 class Checkpointer:
     """Background saver: `save` copies the state and returns; a thread writes, checksums and publishes."""
 
-    def __init__(self, directory: Path, keep: KeepSpec) -> None:
+    def __init__(self, directory: Path, keep: KeepSpec, store: str | None = None) -> None:
+        """Save in a directory; `store` is the URL of a folder to which checkpoints are uploaded."""
         self.directory = directory
         self.keep = keep
         self.rank, self.world_size = rank_and_world_size()
         # The thread has its own group, because its collectives must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._uploader = None
+        if store is not None:
+            self._uploader = CheckpointUploader(directory, store, keep, self._remove_old_checkpoints)
         self._host_copies = HostCopies()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
@@ -110,6 +117,7 @@ class Checkpointer:
             if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
             self._host_copies.wait()
+            self._make_room(path.with_suffix(""), tensors)
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
             save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             local_files = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
@@ -129,6 +137,8 @@ class Checkpointer:
                     checksums |= json.loads(file.read_text())["sha256"]
                 publish(path, checksums)
                 self._remove_old_checkpoints()
+            if self._uploader is not None:
+                self._uploader.request()
             self.save_seconds = time.perf_counter() - started_at
             logger.debug("saved %s of %s in %.2f s", size, path.stem, self.save_seconds)
         except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
@@ -143,15 +153,40 @@ class Checkpointer:
     def _remove_old_checkpoints(self) -> None:
         """Remove the checkpoints that are not to be kept, and renamed ones older than the last to keep.
 
-        A checkpoint that another process is reading is left for the next save to remove."""
+        A checkpoint that another process is reading, or that is being uploaded, is left for the next save to remove."""
         saved = checkpoints(self.directory)
-        for old in set(saved) - checkpoints_to_keep(saved, self.keep):
+        for old in set(saved) - checkpoints_to_keep(saved, self.keep) - {self._uploading}:
             shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(old.with_suffix(PREVIOUS_SUFFIX), ignore_errors=True)
+        for older in saved[1:]:
+            drop_shards(older)
         oldest_last = saved[: self.keep.last][-1]
         for aside in self.directory.glob("step-*") if len(saved) >= self.keep.last else ():
             if aside.suffix in (DAMAGED_SUFFIX, ABANDONED_SUFFIX) and aside < oldest_last:
                 shutil.rmtree(aside, ignore_errors=True)
+
+    def _make_room(self, new: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Remove older checkpoints if the disk is too full for a new one."""
+        size = torch.tensor([sum(local_tensor(tensor).nbytes for tensor in tensors.values())])
+        if self.group is not None:
+            dist.all_reduce(size, group=self.group)
+        if self.rank == 0:
+            free_disk(new, int(size), self.keep, self._uploading)
+        self._wait_for_all_ranks()
+
+    @property
+    def _uploading(self) -> Path | None:
+        """On rank 0, the checkpoint that is being uploaded, if there is one."""
+        return self._uploader.current if self._uploader is not None else None
+
+    def finish_uploads(self, timeout_seconds: float, should_end: Callable[[], bool] = lambda: False) -> list[str]:
+        """Wait for uploads to the object store, if there is one; return the checkpoints that it lacks at the end."""
+        return self._uploader.finish(timeout_seconds, should_end) if self._uploader is not None else []
+
+    @property
+    def num_upload_polls(self) -> int:
+        """A number that increases while this rank waits for uploads."""
+        return self._uploader.num_polls if self._uploader is not None else 0
 
     def wait(self) -> None:
         """Wait until the current save, if any, is complete; raises UserError if it failed."""
@@ -184,6 +219,25 @@ class Checkpointer:
     def _wait_for_all_ranks(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+def free_disk(new: Path, needed_bytes: int, keep: KeepSpec, uploading: Path | None = None) -> None:
+    """Remove checkpoints from a full disk, oldest first, until there is room for a `new` one.
+
+    First the local copies of shards in an object store are removed, then checkpoints that the new one replaces. The
+    newest remains until the new one is complete, and that which is `uploading` until the next save."""
+    saved = checkpoints(new.parent)
+    kept = {*saved[:1], *checkpoints_to_keep([new, *saved], keep), uploading}
+    steps: list[tuple[Callable[[Path], object], Path]] = []
+    steps += [(drop_shards, path) for path in reversed(saved) if is_stored(path) and is_local(path)]
+    steps += [(shutil.rmtree, path) for path in reversed(saved) if path not in kept]
+    for remove, path in steps:
+        free_bytes = shutil.disk_usage(new.parent).free
+        if free_bytes >= needed_bytes:
+            return
+        text = "the disk has %s free, and a checkpoint needs %s: %s is removed from it before the new one is written"
+        logger.warning(text, format_bytes(free_bytes), format_bytes(needed_bytes), path.name)
+        remove(path)
 
 
 def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
@@ -225,8 +279,7 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
             checkpoint = directory / name
             break
         damaged[name] = problem
-    if rank_and_world_size()[0] == 0:
-        quarantine(directory, damaged, checkpoint)
+    broadcast_from_rank0(lambda: quarantine(directory, damaged, checkpoint))
     return checkpoint, damaged
 
 
@@ -243,5 +296,6 @@ def _find_damage_collectively(checkpoint: Path) -> str | None:
     if problem is not None or not dist.is_initialized():
         return problem or find_damaged_files(checkpoint, checksums)
     rank, ranks = rank_and_world_size()
-    problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(checksums.items())[rank::ranks])))
+    share = dict(sorted(checksums.items())[rank::ranks])
+    problems = gather_results(lambda: find_damaged_files(checkpoint, share))
     return next((rank_problem for rank_problem in problems if rank_problem is not None), None)

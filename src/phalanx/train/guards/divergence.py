@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.runs.events import ROLLED_BACK, append_event, read_events
+from phalanx.runs.events import ROLLED_BACK, append_event, read_events, skipped_steps
 from phalanx.spec.errors import UserError
 
 HISTORY = 50
@@ -59,17 +59,8 @@ def record_rollback(directory: Path, step: int, to_step: int, reason: str) -> No
 
 
 def steps_to_skip(directory: Path, step: int) -> int:
-    """Return the number of steps whose text is skipped after the checkpoint of a step.
-
-    These are the steps of the rollbacks to it, and those that were already skipped after newer checkpoints, which the
-    rollbacks abandoned."""
-    skipped: dict[int, int] = {}
-    for event in _read_rollback_events(directory):
-        to_step = int(event["to"])
-        from_step = int(event["after"])
-        abandoned = sum(skipped.pop(newer_step) for newer_step in list(skipped) if newer_step > to_step)
-        skipped[to_step] = skipped.get(to_step, 0) + from_step - to_step + abandoned
-    return skipped.get(step, 0)
+    """Return the number of steps whose text is skipped after the checkpoint of a step."""
+    return skipped_steps(read_events(directory)).get(step, 0)
 
 
 def _read_rollback_events(directory: Path) -> list[Mapping[str, Any]]:

@@ -115,10 +115,10 @@ def tensor_hash(tensor: Tensor) -> Tensor:
 def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, int]]:
     """Yield shard id, name and hash of each tensor of this rank."""
     tensors = checkpoint_tensors(strategy, optimizers)
-    trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
+    stored = {id(parameter) for parameter in strategy.stored_parameters.values()}
     for name, parameter in named_parameters(strategy.module):
         # Where ranks train only rows of the parameters, the parameters that compute are checked too.
-        if id(parameter) not in trained:
+        if id(parameter) not in stored:
             tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.model_parallel.as_global_dtensor(name, parameter.detach())
     values = map(int, copy_to_host(*(tensor_hash(local_tensor(tensor)) for tensor in tensors.values())))
     for (name, tensor), value in zip(tensors.items(), values, strict=True):

@@ -60,7 +60,7 @@ class Watchdog:
         self._finished = threading.Event()
         self._write_lock = threading.Lock()
         self._stalled_since = time.monotonic()
-        self._last_progress = (0, 0.0, b"")
+        self._last_progress = (0, 0.0, 0, b"")
         self._last_dump: HangDump | None = None
         self._stop_preceded_stall = False
         """True if the stop request came before the stall: the rank may be saving, for an unlimited time."""
@@ -118,9 +118,7 @@ class Watchdog:
                 self._record_abort()
                 return
             now = time.monotonic()
-            # Waits for another stage are in no recorder.
-            waited_seconds = self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
-            progress = self.step, waited_seconds, recorder_fingerprint()
+            progress = self._read_progress()
             if progress != self._last_progress:
                 self._last_progress = progress
                 self._stalled_since = now
@@ -138,6 +136,14 @@ class Watchdog:
                 elif stop_requested and not self._stop_preceded_stall:
                     # It hung before the stop request, and would hang until it is killed.
                     os._exit(1)
+
+    def _read_progress(self) -> tuple[int, float, int, bytes]:
+        """Return values that change while this rank makes progress."""
+        if self.trainer is None:
+            return 0, 0.0, 0, recorder_fingerprint()
+        # Waits for another stage and for uploads are in no recorder.
+        waited_seconds = self.trainer.strategy.comm_wait.seconds
+        return self.step, waited_seconds, self.trainer.checkpointer.num_upload_polls, recorder_fingerprint()
 
     def _record_abort(self) -> None:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.spec.parameter_shapes import has_weight_decay, is_muon_parameter
+from phalanx.spec.phases import RateSpan
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.components import bind_component, call_component
 from phalanx.train.optim.muon import Muon
@@ -43,6 +44,27 @@ def learning_rate_factor(
         decay_steps = min(spec.lr_decay_fraction * steps, steps - warmup_steps)
         decay = max(0.0, 1 - (steps - step) / decay_steps)
     return 1.0 - (1.0 - spec.min_lr_ratio) * decay
+
+
+def learning_rate_ratio(spans: Sequence[RateSpan], step: int, lr_function: LearningRateFunction | None = None) -> float:
+    """Return the learning rate of `step` (from 0) as a share of the run's peak, under its schedules in order.
+
+    `lr_function` replaces the first schedule. A later one starts from the rate of the step before it, which is also its
+    peak unless it has another; with a warm-up it reaches its peak linearly."""
+    rate = 0.0
+    for span in spans:
+        before = rate
+        peak = before if span.peak is None else span.peak
+        local_step = (step if step < span.end or span is spans[-1] else span.end - 1) - span.first_step
+        warmup_steps = span.optimizer.warmup_within(span.end - span.first_step)
+        if local_step < warmup_steps:
+            rate = before + (peak - before) * (local_step + 1) / warmup_steps
+        else:
+            function = lr_function if span.optimizer.lr_function else None
+            rate = peak * learning_rate_factor(span.optimizer, local_step, span.end - span.first_step, function)
+        if step < span.end:
+            break
+    return rate
 
 
 def build_lr_function(spec: OptimizerSpec) -> LearningRateFunction | None:

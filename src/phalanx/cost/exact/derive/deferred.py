@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from phalanx.cost.exact.derive.saved import saved_inputs
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
@@ -15,13 +17,21 @@ def deferred_by_block(block: Block, shape: ForwardShape, recomputes_norms: bool)
     Parallel branches share the output of one norm, and the gradient of their sum unless each gathers it."""
     shared_bytes = 0
     gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
-    for branch in block:
+    for before, branch in pairwise(block):
+        parts = (before.part, branch.part)
         stream_bytes = shape.operand_bytes(branch.part.input)
         if branch.shares_norm and (recomputes_norms or not shape.autocast):
-            shared_bytes += stream_bytes
-        if branch.shares_input and branch.part.kind == "mlp" and not gathers_gradient:
-            shared_bytes += stream_bytes
+            shared_bytes += stream_bytes if all(map(_defers_input, parts)) else 0
+        last = [part.linears[-1] for part in parts]
+        gathers = gathers_gradient and any(linear.role == "row" for linear in last)
+        if branch.shares_input and branch.part.kind != "experts" and not gathers:
+            shared_bytes += stream_bytes if all(linear.is_trained for linear in last) else 0
     return sum(deferred_by_part(branch.part, shape, recomputes_norms) for branch in block) - shared_bytes
+
+
+def _defers_input(part: Part) -> bool:
+    """Return whether a part has trained products of its input."""
+    return any(linear.is_trained and linear.reads == (part.input,) for linear in part.linears)
 
 
 def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) -> int:
@@ -33,6 +43,8 @@ def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) ->
     gradients: set[int] = set()
     others = 0
     for linear in part.linears:
+        if not linear.is_trained:
+            continue
         (x,) = linear.reads
         if part.saved_inputs(linear) == (x,):
             for value, reader, size in saved_inputs(part, linear, shape):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import INDEX_BYTES, STATISTIC_BYTES, ForwardShape
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.block import Branch
+from phalanx.spec.parts.block import Block, Branch
 from phalanx.spec.parts.operations import (
     AttentionCore,
     Clip,
@@ -22,6 +22,7 @@ from phalanx.spec.parts.operations import (
     Gate,
     GatedNorm,
     GroupedLinear,
+    LayerInputs,
     Linear,
     Norm,
     Part,
@@ -74,6 +75,8 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 other_bytes += shape.num_tokens(rows) * INDEX_BYTES
             case Combine():
                 other_bytes += _weighted_sum_bytes(operation, shape)
+            case LayerInputs(writes=inputs):
+                tensors[inputs, ""] = shape.operand_bytes(inputs)
     saved: Counter[str] = Counter({part.kind: sum(tensors.values()) + other_bytes})
     saved["weight_copies"] = shape.weight_copies(copied_weights)
     return saved
@@ -82,8 +85,14 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
 def saved_inputs(part: Part, linear: Linear, shape: ForwardShape) -> Iterator[tuple[Value, str, int]]:
     """Yield the values that a product saves, the reader for which autocast copies them, and their bytes.
 
-    Autocast casts the residual stream for each product, but once for those that gather it together."""
-    for value in part.saved_inputs(linear):
+    Autocast casts the residual stream for each product, but once for those that gather it together. What is given to
+    the part is kept elsewhere. A frozen product saves the inputs of its activation only."""
+    saved = part.saved_inputs(linear)
+    if not linear.is_trained and saved == linear.reads:
+        return
+    for value in saved:
+        if value.is_given:
+            continue
         reader = ""
         if shape.autocast and value.numbers == "residual":
             reader = "column" if shape.tp > 1 and linear.role == "column" else linear.name
@@ -119,9 +128,12 @@ def branch_norm_bytes(branch: Branch, shape: ForwardShape) -> int:
     return sum(norm_bytes(norm, shape) for norm in branch.norms) - shared_bytes
 
 
-def shared_output_bytes(branch: Branch, shape: ForwardShape) -> int:
+def shared_output_bytes(block: Block, branch: Branch, shape: ForwardShape) -> int:
     """Return what a branch saves of a norm's output that the branch before saves too, unless autocast copies it."""
-    return norm_output_bytes(branch.part, shape) if branch.shares_norm and not shape.autocast else 0
+    if not branch.shares_norm or shape.autocast:
+        return 0
+    before = block[block.index(branch) - 1]
+    return min(norm_output_bytes(each.part, shape) for each in (before, branch))
 
 
 def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
@@ -132,7 +144,8 @@ def norm_bytes(norm: Norm, shape: ForwardShape) -> int:
         width = shape.width(x) if norm.crosses_ranks else norm.width
         return width * shape.high_precision_bytes + norm_bytes(replace(norm, has_offset=False), shape)
     if norm.crosses_ranks and shape.tp > 1:  # by single operations
-        inputs = shape.width(x) * (shape.high_precision_bytes + shape.compute_bytes)
+        is_frozen = any(parameter.is_frozen for parameter in norm.parameters.values())
+        inputs = shape.width(x) * (shape.high_precision_bytes + (0 if is_frozen else shape.compute_bytes))
         return shape.num_tokens(x) * (inputs + shape.high_precision_bytes)
     vectors = _num_vectors(norm, shape)
     if norm.kind == "layernorm":  # mean and 1 / std, on a CPU in the precision of the scale
@@ -160,14 +173,16 @@ def _copied_scales(norm: Norm, shape: ForwardShape) -> int:
 
 
 def kept_by_core(core: Core, shape: ForwardShape) -> Mapping[Memory, int]:
-    """Return what the kernel of a mixer saves. With context parallelism these are copies, in Ulysses of other heads.
+    """Return what the kernel of a mixer saves, without keys and values that another layer has saved.
 
-    What Ulysses has received is one tensor, which is saved if a part of it is."""
+    With context parallelism these are copies, in Ulysses of other heads. What Ulysses has received is one tensor, which
+    is saved if a part of it is."""
     cp = shape.layout.cp
     is_ulysses = cp > 1 and shape.layout.cp_method == "ulysses"
     kept = {
         (value, "core" if cp > 1 else ""): shape.tokens * context_width(value, shape) * shape.number_bytes(value)
         for value in ((*core.reads, *core.keeps) if is_ulysses else core.keeps)
+        if cp > 1 or not value.is_given
     }
     return kept | {(core.state, ""): state_bytes(core, shape)} if isinstance(core, ScanCore) else kept
 

@@ -23,7 +23,9 @@ def inner_gradient_bytes(part: Part, shape: ForwardShape, splits_backward: bool)
     last = activated_linear(part)
     inputs = [shape.operand_bytes(value) for value in part.saved_inputs(last)]
     if part.kind != "experts":
-        return sum(inputs) + (shape.operand_bytes(last.reads[0]) if splits_backward else 0)
+        inner = sum(inputs) + (shape.operand_bytes(last.reads[0]) if splits_backward else 0)
+        # The adapter of the product has computed the same before it.
+        return 2 * inner if last.name in part.adapters else inner
     row_bytes = shape.operand_bytes(last.writes)
     if splits_backward:
         return 2 * row_bytes + sum(inputs) + shape.operand_bytes(last.reads[0])

@@ -64,7 +64,10 @@ def _operation_traffic(part: Part, operation: Operation, shape: ForwardShape) ->
         case GroupedLinear():
             return [], []
         case Linear(reads=(x,)) if operation.role == "column":
-            return _column_traffic(x, shape) if operation is part.first_reader(x) else ([], [])
+            if operation is not part.first_reader(x):
+                return [], []
+            readers = (linear for linear in part.linears if linear.role == "column" and linear.reads == (x,))
+            return _column_traffic(x, shape, has_trained=any(linear.is_trained for linear in readers))
         case Linear() if operation.role == "row":
             size = _all_tokens_bytes(operation.writes, shape)
             return tp_reduce(shape, size), tp_gather(shape, size)
@@ -103,15 +106,16 @@ def _operation_traffic(part: Part, operation: Operation, shape: ForwardShape) ->
     return [], []
 
 
-def _column_traffic(x: Value, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
+def _column_traffic(x: Value, shape: ForwardShape, has_trained: bool) -> tuple[TrafficRows, TrafficRows]:
     """Return the traffic of the products that read a value together.
 
     In a pair with a row-parallel product, one all-reduce follows, and in backward one precedes (arXiv 1909.08053,
     section 3). With sequence parallelism each pass has a gather and a scatter, and backward gathers the saved input
-    again (arXiv 2205.05198, section 4.2.2).
+    again (arXiv 2205.05198, section 4.2.2), unless all their matrices are frozen.
     """
     size = _all_tokens_bytes(x, shape)
-    return tp_gather(shape, size), tp_gather(shape, size) + tp_reduce(shape, size)
+    gathered_again = tp_gather(shape, size) if has_trained else []
+    return tp_gather(shape, size), gathered_again + tp_reduce(shape, size)
 
 
 def _ring_traffic(core: AttentionCore, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:

@@ -15,11 +15,16 @@ def matrix_numbers(linear: Linear, shape: ForwardShape) -> int:
     return numbers
 
 
-def part_weights(part: Part, shape: ForwardShape) -> int:
-    """Return the numbers of all matrices of a part on a rank."""
-    return sum(matrix_numbers(linear, shape) for linear in part.linears)
+def gradient_numbers(linear: Linear, shape: ForwardShape) -> int:
+    """Return the numbers of the gradient of a product's matrix on a rank; 0 if it is frozen."""
+    return matrix_numbers(linear, shape) if linear.is_trained else 0
 
 
-def expert_weights(part: Part, shape: ForwardShape) -> int:
-    """Return the numbers of the matrices of the routed experts on a rank."""
-    return sum(matrix_numbers(linear, shape) for linear in part.linears if isinstance(linear, GroupedLinear))
+def part_gradients(part: Part, shape: ForwardShape) -> int:
+    """Return the numbers of the gradients of all matrices of a part on a rank."""
+    return sum(gradient_numbers(linear, shape) for linear in part.linears)
+
+
+def expert_gradients(part: Part, shape: ForwardShape) -> int:
+    """Return the numbers of the gradients of the matrices of the routed experts on a rank."""
+    return sum(gradient_numbers(linear, shape) for linear in part.linears if isinstance(linear, GroupedLinear))

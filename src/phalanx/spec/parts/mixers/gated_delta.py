@@ -33,6 +33,11 @@ class GatedDelta(Mixer):
     """Width of a value."""
     kernel_size: int = Field(4, gt=0)
     """Tokens that the convolution sees, the current one included."""
+    negative_eigenvalues: bool = False
+    """Updates of up to 2 in place of 1, so that a token may also reverse what the state has under its key (arXiv
+    2411.12537)."""
+    norm_eps: float | None = Field(None, gt=0, examples=[1e-5])
+    """Added to the mean square of a head in its norm; by default `model.norm_eps`."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> GatedDelta:
@@ -76,7 +81,7 @@ class GatedDelta(Mixer):
                 score_flops=ScanFlops(keys, per_pair=4 * K),
             )
         )
-        out = part.norm("norm", out, self.value_head_dim, layer.norm_eps)
+        out = part.norm("norm", out, self.value_head_dim, self.norm_eps or layer.norm_eps)
         part.linear("out", part.activate("swiglu", z, out), init="output")
         return part
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class KimiDelta(Mixer):
     """Gated DeltaNet in which each channel of a key has a decay, and the gate of the output is a sigmoid.
 
-    Decays and gates are products of latents, as wide as a head. Source: Kimi Linear, arXiv 2510.26692."""
+    Source: Kimi Linear, arXiv 2510.26692."""
 
     kind: Literal["kimi_delta"] = Field(examples=["kimi_delta"])
     """Kind of the mixer."""
@@ -29,6 +29,11 @@ class KimiDelta(Mixer):
     """Width of a query, a key or a value."""
     kernel_size: int = Field(4, gt=0)
     """Tokens that the convolution sees, the current one included."""
+    has_latents: bool = True
+    """Decays and gates are products of latents, as wide as a head; false: of the input (Ling 3)."""
+    decay_bound: float | None = Field(None, lt=0, examples=[-5.0])
+    """Lower bound of the logarithm of a decay, which is then this number times the sigmoid of a step times its rate; by
+    default it is a rate times the softplus of a step (Ling 3)."""
 
     def describe(self, layer: ModelSpec, x: Value) -> Part:
         """Return the part: latents and products, the rule on them, and a product of its normalized and gated output."""
@@ -39,7 +44,8 @@ class KimiDelta(Mixer):
         # Few columns, which float8 does not divide.
         b = part.linear("update", x, replace(heads, unit=1), is_precise=True)
         a, z = (
-            part.linear(name, part.linear(f"{name}_latent", x, width=K), heads) for name in ("decay", "output_gate")
+            part.linear(name, part.linear(f"{name}_latent", x, width=K) if self.has_latents else x, heads)
+            for name in ("decay", "output_gate")
         )
         exact = replace(v, numbers="high")
         b_exact = replace(b, numbers="high")

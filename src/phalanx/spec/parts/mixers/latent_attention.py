@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from phalanx.spec.activations import OUTPUT_GATES
 from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.parts.mixers.mixer import Mixer
@@ -43,7 +44,7 @@ class LatentAttention(Mixer):
     attention_fields: ClassVar[frozenset[str]] = frozenset(
         {
             *("num_heads", "head_dim", "position_embedding", "rope", "query_temperature"),
-            *("attention_bias", "attention_scale"),
+            *("attention_bias", "attention_scale", "attention_gate"),
         }
     )
     attends: ClassVar[bool] = True
@@ -84,6 +85,9 @@ class LatentAttention(Mixer):
         if self.indexer and not self.query_rank:
             problem = "requires the latent of queries, of which its queries are products"
             raise UserError("mixer.indexer", None, problem, "set mixer.query_rank")
+        if layer.attention_gate == "channel":
+            problem = "is not supported with latent attention"
+            raise UserError("attention_gate", "channel", problem, 'use "head" or "none"')
         if layer.rope.fraction != 1:
             raise UserError("rope.fraction", layer.rope.fraction, "has no effect with mixer.rope_dim", "remove it")
 
@@ -120,6 +124,8 @@ class LatentAttention(Mixer):
                 flops_per_key=2 * (heads.width + value_heads.width),
             )
         )
+        if layer.attention_gate != "none":
+            out = part.gate_heads(OUTPUT_GATES[layer.attention_gate], x, out, heads)
         part.linear("wo", out, bias=layer.attention_bias == "all", init="output")
         if self.indexer and self.query_rank:
             num_heads = self.indexer.num_heads

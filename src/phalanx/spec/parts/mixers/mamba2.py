@@ -42,6 +42,12 @@ class Mamba2(Mixer):
     """Lower limit of the step by which a token changes the state."""
     max_step: float | None = Field(None, gt=0, examples=[0.1])
     """Upper limit of the step."""
+    has_norm: bool = True
+    """Norm of the gated output (in Falcon-H1 some models have none)."""
+    scales: tuple[float, float, float, float, float] = Field((1.0,) * 5, strict=False)
+    """Factors of the gate, values, keys, queries and steps before the convolution (Falcon-H1)."""
+    output_scale: float = Field(1.0, gt=0)
+    """Factor of what the last product reads (Falcon-H1)."""
 
     def check(self, layer: ModelSpec) -> None:
         """Raise UserError for sizes or limits that contradict each other."""
@@ -69,13 +75,17 @@ class Mamba2(Mixer):
         by_head = Cut(field, units, heads // units)
         channels = replace(by_head, unit=by_head.unit * self.head_dim)
         states = Cut("model.mixer.num_groups", groups, self.state_size, copied_below=not shares_groups)
-        gate = part.linear("gate", x, channels, bias=self.bias)
-        values = part.linear("values", x, channels, bias=self.bias)
-        keys = part.linear("keys", x, states, bias=self.bias)
-        queries = part.linear("queries", x, states, bias=self.bias)
+        of_gate, of_values, of_keys, of_queries, of_steps = self.scales
+        gate = part.linear("gate", x, channels, bias=self.bias, scale=of_gate)
+        values = part.linear("values", x, channels, bias=self.bias, scale=of_values)
+        keys = part.linear("keys", x, states, bias=self.bias, scale=of_keys)
+        queries = part.linear("queries", x, states, bias=self.bias, scale=of_queries)
         # Steps: few columns, which float8 does not divide.
-        steps = part.linear("steps", x, by_head, bias=self.bias, is_precise=True)
+        steps = part.linear("steps", x, by_head, bias=self.bias, is_precise=True, scale=of_steps)
         out = self._append_scan(part, (values, keys, queries, steps))
+        if not self.has_norm:
+            part.linear("out", part.activate("swiglu", gate, out), bias=self.bias, init="output")
+            return part
         width = channels.width // groups
         gated = GatedNorm(
             name="norm",
@@ -85,7 +95,10 @@ class Mamba2(Mixer):
             width=width,
             eps=layer.norm_eps,
         )
-        part.linear("out", part.add(gated), bias=self.bias, init="output")
+        normalized = part.add(gated)
+        # Scaled: not the tensor that the norm has written.
+        out = normalized if self.output_scale == 1 else replace(normalized)
+        part.linear("out", out, bias=self.bias, init="output")
         return part
 
     def _append_scan(self, part: Part, inputs: tuple[Value, ...]) -> Value:

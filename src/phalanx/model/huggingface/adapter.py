@@ -1,0 +1,333 @@
+"""Adapters as directories of peft, the library of Hugging Face, and their products with frozen weights.
+
+peft names an adapter by the module that it adapts. Where that is one module for several products of ours, such as
+queries, keys and values, an export has their A one after another and their B as blocks of a diagonal, which is the same
+function; an import gives each product the A of all, and its own rows of B."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.model.dtypes import TORCH_DTYPES
+from phalanx.model.huggingface.checkpoint import ADAPTER_FILE, read_json
+from phalanx.model.huggingface.export import IndexedTensor, stored_pieces, stored_shape
+from phalanx.model.huggingface.safetensors_file import FileTensor, write_safetensors
+from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
+from phalanx.model.init import Part, PartialWeights
+from phalanx.spec.errors import UserError
+from phalanx.spec.families.config_json import hf_config
+from phalanx.spec.families.family import Family
+from phalanx.spec.families.registry import family_of
+from phalanx.spec.families.wrappers import text_config
+from phalanx.spec.files.load import hf_config_file
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.parts.model import model_parameters
+from phalanx.spec.tuning import ADAPTER_SUFFIXES, AdapterSpec, is_adapter_parameter
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FIELD = "adapter.from_peft"
+TARGETS_FIX = "set adapter.targets to the products that it adapts"
+REFUSED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+}
+"""Fields of adapter_config.json with the values of adapters that Phalanx trains."""
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """A frozen matrix with its adapter, W + s B A, of which an index reads a part of the rows."""
+
+    weight: IndexedTensor
+    a: IndexedTensor
+    b: IndexedTensor
+    scale: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return self.weight.shape
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Return a range of rows, or everything (`...`)."""
+        weight = self.weight[index]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        product = self.b[index].to(dtype) @ self.a[...].to(dtype)
+        return weight.to(dtype) + self.scale * product
+
+
+def merge_adapters(spec: ModelSpec, tensors: Mapping[str, IndexedTensor]) -> dict[str, IndexedTensor]:
+    """Return the tensors of a model without adapters, whose matrices contain them."""
+    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
+    for name, (a, b) in adapters_by_weight(spec).items():
+        assert spec.tuning.adapter
+        merged[name] = MergedTensor(tensors[name], tensors[a], tensors[b], spec.tuning.adapter.scale)
+    return merged
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the config.json of a language model, which may be a part of another one."""
+    return text_config(read_json(hf_config_file(str(directory))))
+
+
+def adapters_by_weight(spec: ModelSpec) -> dict[str, tuple[str, str]]:
+    """Return the names of A and B of each matrix that has an adapter, by its name in the model."""
+    names = model_parameters(spec)
+    pairs = {
+        name: tuple(f"{name.removesuffix('.weight')}{suffix}.weight" for suffix in ADAPTER_SUFFIXES) for name in names
+    }
+    return {name: (a, b) for name, (a, b) in pairs.items() if a in names}
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def export_peft(
+    spec: ModelSpec,
+    tensors: Mapping[str, IndexedTensor],
+    directory: str | Path,
+    dtype: str = "fp32",
+    source: Path | None = None,
+) -> None:
+    """Write the adapters of a model as a directory that peft loads.
+
+    Args:
+        tensors: Parameters by Phalanx's names.
+        directory: New directory.
+        dtype: "fp32" or "bf16".
+        source: Directory with the config.json of the adapted model; by default that of an exported one.
+
+    Raises:
+        UserError: the directory exists and is not empty, or no Hugging Face architecture has the model's shape.
+        OSError: the files cannot be written.
+    """
+    adapter = spec.tuning.adapter
+    assert adapter is not None
+    directory = Path(directory).expanduser()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")
+    config = read_config(source) if source else hf_config(spec.without_tuning)
+    modules = _adapted_modules(family_of(config), spec)
+    files: dict[str, FileTensor] = {}
+    for module, (stored, names) in modules.items():
+        factors = _stored_factors(stored, names, spec, tensors)
+        for letter, factor in zip("AB", factors, strict=True):
+            pieces = partial(iter, [factor])
+            files[f"{PREFIX}{module}.lora_{letter}.weight"] = FileTensor(TORCH_DTYPES[dtype], factor.shape, pieces)
+    saved = _saved_tensors(family_of(config), spec)
+    shapes = parameter_shapes(spec.without_tuning)
+    for hf_name, stored in saved.items():
+        pieces = partial(stored_pieces, stored, tensors)
+        files[f"{PREFIX}{hf_name}"] = FileTensor(TORCH_DTYPES[dtype], stored_shape(stored, shapes), pieces)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / WEIGHTS_FILE, files)
+    table = _adapter_config(adapter, modules, base=spec.from_hf or "")
+    table["modules_to_save"] = list(dict.fromkeys(name.rpartition(".")[0] for name in saved)) or None
+    (directory / ADAPTER_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _adapted_modules(family: Family, spec: ModelSpec) -> dict[str, tuple[TensorSource, list[str]]]:
+    """Return the Hugging Face modules with adapters: the source of their matrix, and its parameters with an adapter."""
+    adapted = adapters_by_weight(spec)
+    modules = {}
+    for hf_name, stored in hf_sources(family, spec.without_tuning).items():
+        names = [name for name in stored.names if name in adapted]
+        if names and stored.expert is None:
+            modules[hf_name.removesuffix(".weight")] = stored, names
+    return modules
+
+
+def _saved_tensors(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
+    """Return the Hugging Face tensors that are trained besides adapters, by name."""
+    parameters = model_parameters(spec)
+    trained = {name for name, each in parameters.items() if not each.is_frozen and not is_adapter_parameter(name)}
+    sources = hf_sources(family, spec.without_tuning)
+    saved = {hf_name: stored for hf_name, stored in sources.items() if trained.intersection(stored.names)}
+    if any(stored.has_experts for stored in saved.values()) or (spec.tie_embeddings and "embedding.weight" in trained):
+        problem = "trains experts, or a head that is the embedding, which a directory of peft cannot have"
+        assert spec.tuning.adapter
+        raise UserError("adapter.train", list(spec.tuning.adapter.train), problem, "use --to hf, which merges adapters")
+    return saved
+
+
+def _stored_factors(
+    stored: TensorSource, names: Sequence[str], spec: ModelSpec, tensors: Mapping[str, IndexedTensor]
+) -> tuple[Tensor, Tensor]:
+    """Return A and B of a module: those of its products as blocks."""
+    adapted = adapters_by_weight(spec)
+    a = torch.cat([tensors[adapted[name][0]][...] for name in names])
+    blocks = [
+        tensors[adapted[name][1]][...] if name in names else a.new_empty(model_parameters(spec)[name].shape[0], 0)
+        for name in stored.names
+    ]
+    return a, stored.stored_rows(torch.block_diag(*blocks))
+
+
+def _adapter_config(
+    adapter: AdapterSpec, modules: Mapping[str, tuple[TensorSource, list[str]]], base: str
+) -> dict[str, Any]:
+    """Return the adapter_config.json of some modules."""
+    counts = {module: len(names) for module, (_, names) in modules.items()}
+    # Of a module with several blocks, the rank is a multiple, and the scale the same.
+    ranks = {module: count * adapter.rank for module, count in counts.items() if count > 1}
+    alphas = {module: adapter.scale * (math.sqrt(rank) if adapter.rslora else rank) for module, rank in ranks.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": adapter.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": any(stored.rows.transposed for stored, _ in modules.values()),
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "target_modules": list(modules),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    }
+
+
+# -- import ------------------------------------------------------------------------------------------------------------
+
+
+def open_peft_adapter(directory: str | Path, spec: ModelSpec, config: dict[str, Any] | None = None) -> PartialWeights:
+    """Return a function that reads the model's adapters, and what is trained with them, from a directory of peft.
+
+    Args:
+        directory: Directory with adapter_config.json and safetensors.
+        spec: Model with adapters.
+        config: The config.json of the adapted model; by default that of an exported one.
+
+    Raises:
+        UserError: At once, if the adapters of the directory are not those of the model, or other than LoRA.
+    """
+    adapter = spec.tuning.adapter
+    assert adapter is not None
+    directory = Path(directory).expanduser()
+    for name in (ADAPTER_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            fix = "use a directory that peft's save_pretrained has written, with safetensors"
+            raise UserError(FIELD, str(directory), f"has no {name}", fix)
+    table = read_json(directory / ADAPTER_FILE)
+    for field, values in REFUSED.items():
+        if table.get(field, values[0]) not in values:
+            problem = f"has {field} = {table[field]!r} in {ADAPTER_FILE}, which is not supported"
+            raise UserError(FIELD, str(directory), problem, "use a LoRA adapter without it")
+    for field in ("r", "lora_alpha"):
+        if not isinstance(table.get(field), int | float):
+            problem = f"has no number {field} in {ADAPTER_FILE}"
+            raise UserError(FIELD, str(directory), problem, "use a directory that peft's save_pretrained has written")
+    family = family_of(config or hf_config(spec.without_tuning))
+    modules = _adapted_modules(family, spec)
+    factors: dict[str, Tensor] = {}
+    with _open_weights(directory / WEIGHTS_FILE) as file:
+        unread = set(file.keys())
+        for module, (stored, names) in modules.items():
+            pair = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
+            if not unread.issuperset(pair):
+                raise UserError(FIELD, str(directory), f"has no adapter of {module} ({names[0]})", TARGETS_FIX)
+            unread -= set(pair)
+            _check_scale(table, module, adapter)
+            a, b = map(file.get_tensor, pair)
+            factors |= dict(_loaded_factors(spec, stored, names, a, b, where=module))
+        for hf_name, stored in _saved_tensors(family, spec).items():
+            if f"{PREFIX}{hf_name}" in unread:
+                unread.remove(f"{PREFIX}{hf_name}")
+                factors |= _loaded_parameters(spec, stored, file.get_tensor(f"{PREFIX}{hf_name}"))
+    if unread:
+        fix = f"{TARGETS_FIX}, and adapter.train to what it trains besides"
+        raise UserError(FIELD, sorted(unread)[0], "belongs to no adapter of the model", fix)
+
+    def read_part(name: str, shape: torch.Size, part: Part) -> Tensor:
+        factor = factors[name]
+        if factor.shape != shape:
+            raise UserError(FIELD, name, f"has shape {list(factor.shape)}, but the model requires {list(shape)}")
+        return factor[part]
+
+    return PartialWeights(read_part, factors)
+
+
+def _open_weights(path: Path) -> Any:
+    """Open a file of safetensors. Raises UserError if it is damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(FIELD, str(path), f"cannot be read: {error}", "copy the file again") from None
+
+
+def _loaded_parameters(spec: ModelSpec, stored: TensorSource, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the parameters that a tensor of a checkpoint has."""
+    shapes = [model_parameters(spec)[name].shape for name in stored.names]
+    rows = [shape[0] for shape in shapes]
+    whole = stored.with_axes(tensor, torch.Size((sum(rows), *shapes[0][1:])))
+    return dict(zip(stored.names, stored.loaded_rows(whole, slice(0, sum(rows))).split(rows), strict=True))
+
+
+def _check_scale(table: Mapping[str, Any], module: str, adapter: AdapterSpec) -> None:
+    """Raise UserError if the adapter of a module has another factor than those of the model."""
+    rank, alpha = (
+        _of_pattern(table.get(pattern) or {}, module, table[default])
+        for pattern, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    scale = alpha / (math.sqrt(rank) if table.get("use_rslora") else rank)
+    if not math.isclose(scale, adapter.scale, rel_tol=1e-9):
+        problem = f"gives adapters a factor of {adapter.scale:g}, but that of {module} has {scale:g}"
+        fix = f"set adapter.rank = {table['r']} and adapter.alpha = {table['lora_alpha']:g}, as in {ADAPTER_FILE}"
+        raise UserError("adapter.alpha", adapter.alpha, problem, fix)
+
+
+def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """Return the number of a module: that of the name which its own ends with, or the default."""
+    return next((number for end, number in pattern.items() if f".{module}".endswith(f".{end}")), default)
+
+
+def _loaded_factors(
+    spec: ModelSpec, stored: TensorSource, names: Sequence[str], a: Tensor, b: Tensor, where: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield A and B of the products of a module.
+
+    All share its A, unless it has a block of rows of A for each, as an export has."""
+    adapter = spec.tuning.adapter
+    assert adapter is not None
+    adapted = adapters_by_weight(spec)
+    b = stored.loaded_rows(b, slice(0, len(b)))
+    rows = dict(
+        zip(stored.names, b.split([model_parameters(spec)[name].shape[0] for name in stored.names]), strict=True)
+    )
+    has_blocks = len(names) > 1 and len(a) == len(names) * adapter.rank
+    if len(a) != adapter.rank and not has_blocks:
+        problem = f"is not the rank of {where}, which has {len(a)}"
+        raise UserError("adapter.rank", adapter.rank, problem, f"set adapter.rank = {len(a)}")
+    for index, name in enumerate(names):
+        own = slice(index * adapter.rank, (index + 1) * adapter.rank) if has_blocks else slice(None)
+        others = rows[name].clone()
+        others[:, own] = 0
+        if others.any():
+            problem = f"has one A of rank {len(a)} for several products, which cannot be divided among them"
+            raise UserError(FIELD, where, problem, f"set adapter.rank = {len(a)}, so that each has a copy")
+        yield adapted[name][0], a[own]
+        yield adapted[name][1], rows[name][:, own]
+    for name in rows.keys() - set(names):
+        if rows[name].any():
+            problem = f"adapts {name} too, which adapter.targets leaves out"
+            raise UserError(FIELD, where, problem, TARGETS_FIX)

@@ -1,0 +1,273 @@
+"""Scores by EleutherAI's lm-eval of a model as it is trained: in one process, or in the ranks of a layout.
+
+All ranks run the same tasks and call the model in the same order. Ranks that have a replica or shards of the data
+parallelism score different rows, and exchange the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval import simple_evaluate, utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from torch import Tensor, nn
+
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.data.chat_template import ConversationError
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.model.generation import logits_of, stream_tokens
+from phalanx.model.sampling import Sampling
+from phalanx.parallel.apply import apply_layout
+from phalanx.parallel.comm.objects import all_gather_objects, rank_and_world_size
+from phalanx.parallel.mesh import Mesh, build_mesh
+from phalanx.parallel.strategy import Strategy
+from phalanx.program.pipeline_split import layers_per_stage
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.resolved_run import ResolvedRun
+from phalanx.train.checkpoint.load_model import TrainedWeights
+from phalanx.train.checkpoint.state import load_checkpoint
+from phalanx.train.training_data import await_checkpoint
+
+Logits = Callable[[Tensor], Tensor]
+"""Function of token ids [B, T] that returns the logits [B, T, V] on every rank."""
+
+
+class LmEvalModel(TemplateLM):  # type: ignore[misc]
+    """A model of Phalanx for lm-eval."""
+
+    def __init__(
+        self,
+        logits: Logits,
+        tokenizer: Tokenizer,
+        context: int,
+        batch_size: int = 8,
+        device: torch.device | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        generates_with: Any = None,
+    ) -> None:
+        """Score with a function of logits of at most `context` tokens. `generates_with` is a network with a cache."""
+        super().__init__()
+        self.logits = logits
+        self.own_tokenizer = tokenizer
+        self.context = context
+        self.batch_size = batch_size
+        self.on_device = device or torch.device("cpu")
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.generates_with = generates_with or logits
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the end token."""
+        return self.own_tokenizer.end
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model sees."""
+        return self.context
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, for caches of requests."""
+        return self.own_tokenizer.fingerprint()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """Return the ids of a text, in which special tokens are tokens, as in transformers."""
+        ((ids, _),) = self.own_tokenizer.encode_with_offsets([string], has_special=True)
+        return [int(token) for token in ids]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the template of the tokenizer, for the records of lm-eval."""
+        return self.own_tokenizer.chat.source if chat_template and self.own_tokenizer.chat else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation by the tokenizer's template."""
+        assert self.own_tokenizer.chat is not None
+        try:
+            return self.own_tokenizer.chat.render(chat_history, add_generation_prompt=add_generation_prompt)
+        except ConversationError as error:
+            raise UserError("--chat", None, f"cannot be used: a question {error}", "remove --chat") from None
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether it is the most likely one.
+
+        Of a long context the end counts, as in lm-eval's own model of transformers."""
+        rows = [
+            ((given + continuation)[-(self.context + 1) :], min(len(continuation), self.context))
+            for _, given, continuation in requests
+        ]
+        return self._score(rows)
+
+    def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Return the score of the last `count` tokens of each row of (tokens, count)."""
+        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
+        batches = [longest_first[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        scores: dict[int, tuple[float, bool]] = {}
+        # Every rank runs equally many batches, because ranks with shards of the weights gather them together.
+        for round_start in range(0, len(batches), self.dp_size):
+            own = min(round_start + self.dp_rank, len(batches) - 1)
+            scores |= self._score_batch(rows, batches[own])
+        for others in all_gather_objects(scores) if self.dp_size > 1 else ():
+            scores |= others
+        return [scores[number] for number in range(len(rows))]
+
+    @torch.no_grad()
+    def _score_batch(
+        self, rows: Sequence[tuple[list[int], int]], numbers: Sequence[int]
+    ) -> dict[int, tuple[float, bool]]:
+        inputs = [torch.tensor(rows[number][0][:-1], device=self.on_device) for number in numbers]
+        # Padding is later than all tokens of its row, which do not see it.
+        logits = self.logits(nn.utils.rnn.pad_sequence(inputs, batch_first=True))
+        scores = {}
+        for row, number in enumerate(numbers):
+            tokens, count = rows[number]
+            targets = torch.tensor(tokens[-count:], device=logits.device)
+            own = logits[row, len(tokens) - 1 - count : len(tokens) - 1, : self.own_tokenizer.vocab]
+            log_probabilities = own.float().log_softmax(-1).gather(1, targets[:, None])
+            scores[number] = (float(log_probabilities.sum()), bool((own.argmax(-1) == targets).all()))
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in windows of the model's context."""
+        windows: list[tuple[list[int], int]] = []
+        owners = []
+        for owner, request in enumerate(requests):
+            (text,) = request.args
+            rolling = utils.get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self.context, 1)
+            for given, continuation in map(utils.make_disjoint_window, rolling):
+                windows.append(((given + continuation), len(continuation)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (log_probability, _) in zip(owners, self._score(windows), strict=True):
+            totals[owner] += log_probability
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each context, up to one of its stop texts."""
+        results: list[str] = []
+        end = self.own_tokenizer.end_text
+        for request in requests:
+            text, options = request.args
+            settings = normalize_gen_kwargs(options, 256)
+            stops = handle_stop_sequences(settings.pop("until", None), eos=end)
+            # The prompt stays, as far as the context is large enough, and the answer has the rest.
+            prompt = self.tok_encode(text)[-(self.context - 1) :]
+            limit = min(settings["max_gen_toks"], self.context - len(prompt))
+            temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+            sampling = Sampling(temperature, top_p=settings.get("top_p", 1.0), top_k=settings.get("top_k", 0))
+            results.append(self._continue(prompt, limit, sampling, stops))
+        return results
+
+    def _continue(self, prompt: list[int], limit: int, sampling: Sampling, stops: Sequence[str]) -> str:
+        generator = torch.Generator(self.on_device).manual_seed(0)
+        tokens = torch.tensor(prompt, device=self.on_device)
+        vocab = self.own_tokenizer.vocab
+        stream = stream_tokens(self.generates_with, [tokens], sampling, generator, self.context, vocab)
+        new: list[int] = []
+        text = ""
+        for _, token in zip(range(limit), stream, strict=False):
+            if int(token[0]) == self.eot_token_id:
+                break
+            new.append(int(token[0]))
+            text = self.own_tokenizer.decode(new)
+            if any(stop in text for stop in stops if stop):
+                break
+        for stop in filter(None, stops):
+            text = text.split(stop)[0]
+        return text
+
+
+def model_in_one_process(found: TrainedWeights, tokenizer: Tokenizer, batch_size: int) -> LmEvalModel:
+    """Return the model of a checkpoint on the CPU, in fp32."""
+    module = found.load_module()
+    logits = partial(logits_of, module)
+    return LmEvalModel(logits, tokenizer, found.run.model.max_seq_len, batch_size, generates_with=module)
+
+
+def model_in_ranks(
+    found: TrainedWeights, tokenizer: Tokenizer, layout: Layout, device: torch.device, batch_size: int
+) -> LmEvalModel:
+    """Return the model of a checkpoint under a layout, in fp32. A collective: every rank must call it.
+
+    Raises UserError for a layout whose ranks have no logits of whole texts, or a swarm's weights."""
+    if layout.cp > 1 or (layout.pp > 1 and layout.tp > 1):
+        fix = "use tp or pp, and the other ranks for data_parallel"
+        raise UserError("layout", None, "has ranks without the logits of a whole text (cp, or pp with tp)", fix)
+    if found.checkpoint is None or found.run.model.implementation is not None:
+        problem = "is a swarm, or has a network of its own, which are scored in one process"
+        raise UserError("RUN_DIR", str(found.directory), problem, "remove --nproc")
+    num_ranks = rank_and_world_size()[1]
+    # Scores have no steps: their batch is any that the ranks can share.
+    training = found.run.training
+    batch = training.replace(tokens_per_step=training.seq_len * num_ranks)
+    run = found.run.replace(layout=layout, training=batch, phase=[])
+    check_layout(ResolvedRun(run, num_ranks))
+    mesh = build_mesh(layout, device_type=device.type)
+    layers = layers_per_stage(run) if layout.pp > 1 else ()
+    strategy = apply_layout(found.run.model, layout, mesh, device, await_checkpoint, "fp32", layers=layers)
+    load_checkpoint(found.checkpoint, strategy, [])
+    strategy.module.eval()
+    share = (device, mesh.dp_rank, mesh.dims.dp_size)
+    logits = whole_logits(strategy, mesh, layout, found.run.model.vocab_size)
+    return LmEvalModel(logits, tokenizer, found.run.model.max_seq_len, batch_size, *share)
+
+
+def whole_logits(strategy: Strategy, mesh: Mesh, layout: Layout, vocab_size: int) -> Logits:
+    """Return a function that computes the logits of all ids on every rank of a layout."""
+    # Ranks may have one id less than others.
+    module: Any = strategy.module
+    widths = all_gather_objects(len(module.head_weight), mesh.tp_group) if mesh.tp_group else [vocab_size]
+
+    def logits(tokens_BT: Tensor) -> Tensor:
+        # Ranks of tensor parallelism share the tokens equally; further ones are later than all of a row.
+        padding = -tokens_BT.shape[1] % layout.tp
+        local_BTV = strategy.model(nn.functional.pad(tokens_BT, (0, padding)))[0][:, : tokens_BT.shape[1]]
+        if len(widths) == 1:
+            return local_BTV
+        padded = nn.functional.pad(local_BTV, (0, max(widths) - local_BTV.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(parts, padded, group=mesh.tp_group)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+    return logits
+
+
+def evaluate_tasks(
+    model: LmEvalModel,
+    tasks: Sequence[str],
+    include_path: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    chat: bool,
+) -> dict[str, dict[str, Any]]:
+    """Return the metrics of each task by name. Raises UserError for unknown tasks."""
+    manager = TaskManager(include_path=include_path)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        fix = "see `lm-eval ls tasks`, or give the folder of its file with --include-path"
+        raise UserError("--tasks", unknown[0], "is not a task of lm-eval", fix)
+    if chat and model.own_tokenizer.chat is None:
+        raise UserError("--chat", None, "needs a chat template, which the tokenizer does not have", "remove --chat")
+    results = simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        apply_chat_template=chat,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    # Of the ranks of torchrun, lm-eval gives the results to the first.
+    if results is None:
+        return {}
+    return {task: dict(metrics) for task, metrics in results["results"].items()}

@@ -1,0 +1,124 @@
+"""Training on conversations mixed with text: only answers count, and all layouts agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.data.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.train.create_run import create_run
+from tests.helpers.small_runs import make_trainer, small_run, training_trajectory
+
+NUM_CHATS = 60
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    messages = [
+        {"role": "user", "content": f"What is {number} + 1?"},
+        {"role": "assistant", "content": f"It is {number + 1}."},
+    ]
+    return messages * (1 + number % 2)
+
+
+def chat_run(text: Path, out: Path, changes: dict[str, Any] | None = None, **chat: Any) -> RunSpec:
+    """Return a run on the Python files of a folder and on conversations, in equal parts."""
+    rows = [json.dumps({"messages": conversation(number)}) for number in range(NUM_CHATS)]
+    (out / "chats.jsonl").write_text("\n".join(rows))
+    code = {"name": "code", "path": str(text), "weight": 1}
+    chats = {"name": "chats", "path": str(out / "chats.jsonl"), "weight": 1, "format": "chat", **chat}
+    data = {
+        "source": [code, chats],
+        "tokenizer": "bytes",
+        "chat_template": "plain",
+        "cache": str(out / "cache"),
+        "held_out_fraction": 0.2,
+        "too_long": "truncate",
+    }
+    return small_run(text, out, {"data": data, "training.steps": 3, "training.seq_len": 64, **(changes or {})})
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"layout.data_parallel": "zero3"},
+    {"layout.tp": 2},
+    {"layout.pp": 2, "layout.schedule": "1f1b"},
+    {"layout.cp": 2},
+    {"layout.cp": 2, "layout.cp_method": "ulysses"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_conversations_train_equally_in_layouts(layout: dict[str, Any], documents: Path, tmp_path: Path) -> None:
+    on_one_rank = rank_pool(1).run(training_trajectory, chat_run(documents, tmp_path))[0]
+    for on_rank in rank_pool(2).run(training_trajectory, chat_run(documents, tmp_path, layout)):
+        assert on_rank == [pytest.approx(values, rel=1e-10) for values in on_one_rank]
+
+
+def test_held_out_loss_is_that_of_answers_one_conversation_at_a_time(documents: Path, tmp_path: Path) -> None:
+    """Neither packing nor padding changes the loss of the tokens that the assistant wrote."""
+    run = chat_run(documents, tmp_path)
+    trainer = make_trainer(run)
+    seq_len = run.training.seq_len
+    tokenizer = trainer.corpus.tokenizer
+    template = ChatTemplate(BUILT_IN_TEMPLATES["plain"], (("eos_token", "<|endoftext|>"),))
+    held_out = trainer.corpus.held_out_sources[1]
+    texts = {tuple(abs_ids(held_out.document(number))) for number in range(len(held_out))}
+    loss, count = 0.0, 0
+    trainer.module.eval()
+    for number in range(NUM_CHATS):
+        text, spans = template.render_answers(conversation(number))
+        ((ids, offsets),) = tokenizer.encode_with_offsets([text], has_special=True)
+        if tuple(ids.tolist()) not in texts:
+            continue
+        ids, offsets = ids[: seq_len + 1], offsets[: seq_len + 1]
+        with torch.no_grad():
+            logits = trainer.module(torch.from_numpy(ids[:-1]).long()[None])[0][0]
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(ids[1:]).long(), reduction="none")
+        for position, (start, _) in enumerate(offsets[1:].tolist()):
+            if any(first <= start < last for first, last in spans):
+                loss += float(losses[position])
+                count += 1
+    record = trainer.evaluate()
+    assert count > 20
+    assert record["held_out_loss/chats"] == pytest.approx(loss / count, rel=1e-12)
+
+
+def abs_ids(tokens: Any) -> list[int]:
+    return [int(token) if token >= 0 else ~int(token) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("chat", "data", "message"),
+    [
+        (
+            {"text_key": "dialog"},
+            {},
+            r"data\.format = 'chat' is not a conversation: .*chats.jsonl:1 has no list 'dialog'",
+        ),
+        ({"format": "prompt"}, {}, r"data\.format = 'prompt' is not a pair: .*chats.jsonl:1 has no field 'prompt'"),
+        (
+            {"format": "text"},
+            {"chat_template": None},
+            r"data\.source\[1\]\.text_key = 'text' is not a field of .*chats.jsonl:1",
+        ),
+        ({"too_long": "error"}, {}, r"conversations? of \d+ with more than"),
+        ({}, {"chat_template": None}, r"data\.tokenizer = 'bytes' has no chat template"),
+        ({}, {"chat_template": "missing.jinja"}, r"data\.chat_template = .* cannot be read"),
+        ({"format": "text"}, {}, r"data\.chat_template = 'plain' has no effect without conversations"),
+    ],
+)
+def test_invalid_conversations_are_refused(
+    chat: dict[str, Any], data: dict[str, Any], message: str, documents: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        create_run(
+            chat_run(documents, tmp_path, {f"data.{name}": value for name, value in data.items()}, **chat),
+            1,
+            resume=False,
+        )

@@ -1,0 +1,222 @@
+"""Adapters are those of peft: losses, gradients and trained factors, and directories both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from phalanx.model.huggingface.adapter import export_peft, merge_adapters, open_peft_adapter, read_config
+from phalanx.model.huggingface.checkpoint import open_hf_weights
+from phalanx.model.huggingface.export import export_hf
+from phalanx.model.init import DrawnWeights, with_adapter
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.init_parameters import init_parameters
+from phalanx.parallel.strategy import Strategy
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model_spec
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.tuning import AdapterSpec, TuningSpec
+from tests.model.huggingface.test_checkpoint_traps import EAGER, fp32_as_fp64, fp64_by_default
+
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+
+COMMON = {"vocab_size": 64, "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": None}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON, **SIZES),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "phi3": lambda: transformers.Phi3Config(**COMMON, **SIZES),
+    "cohere": lambda: transformers.CohereConfig(**COMMON, **SIZES),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON,
+        **SIZES,
+        experts_implementation="eager",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=8,
+    ),
+}
+ADAPTER = AdapterSpec(rank=3, alpha=6.0)
+RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
+TOKENS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
+    """Return the logits of a model of transformers, whose norms and positions compute in fp64."""
+    with fp32_as_fp64():
+        return model(tokens).logits
+
+
+def make_base(kind: str, folder: Path) -> tuple[Any, Path]:
+    """Return a random model of transformers in fp64, and its directory."""
+    torch.manual_seed(1)
+    with fp64_by_default(), fp32_as_fp64():
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), **EAGER).double().eval()
+    model.save_pretrained(folder / "base")
+    return model, folder / "base"
+
+
+def make_model(base: Path, adapter: AdapterSpec, factors: Any = None) -> tuple[ModelSpec, Transformer]:
+    """Return the model of a directory with adapters, in fp64."""
+    spec = load_model_spec(str(base)).model_copy(update={"tuning": TuningSpec(adapter=adapter)})
+    model = Transformer(spec).double()
+    weights = with_adapter(
+        open_hf_weights(base, spec.without_tuning), factors(spec) if factors else DrawnWeights(spec, 5)
+    )
+    init_parameters(Strategy(model), weights)
+    return spec, model
+
+
+def randomize(model: nn.Module) -> None:
+    """Give B of each adapter random numbers, which fp32 represents."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("adapter", [ADAPTER, RSLORA], ids=["lora", "rslora"])
+def test_losses_gradients_and_trained_adapters_equal_those_of_peft(adapter: AdapterSpec, tmp_path: Path) -> None:
+    base, folder = make_base("llama", tmp_path)
+    spec, model = make_model(folder, adapter)
+    export_peft(spec, dict(model.named_parameters()), tmp_path / "adapter")
+    other = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
+    assert sum(p.numel() for p in trained(other)) == sum(p.numel() for p in trained(model))
+    optimizers = [torch.optim.AdamW(trained(each), lr=0.01) for each in (model, other)]
+    for step in range(4):
+        logits, _ = model(TOKENS[:, :-1])
+        losses = [
+            nn.functional.cross_entropy(each.flatten(0, 1), TOKENS[:, 1:].flatten())
+            for each in (logits, logits_of(other, TOKENS[:, :-1]))
+        ]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-8), step
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        norms = [nn.utils.get_total_norm([p.grad for p in trained(each)]).item() for each in (model, other)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-8), step
+        for optimizer in optimizers:
+            optimizer.step()
+    for layer in range(2):
+        for name, module in (("attention.wk", "self_attn.k_proj"), ("mlp.down", "mlp.down_proj")):
+            for letter in "AB":
+                mine = model.get_parameter(f"blocks.{layer}.{name}_lora_{letter}.weight")
+                theirs = other.get_parameter(
+                    f"base_model.model.model.layers.{layer}.{module}.lora_{letter}.default.weight"
+                )
+                torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("train", [(), ("norm.*", "blocks.1.attention_norm.*")], ids=["adapters", "and norms"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(
+    kind: str, train: tuple[str, ...], tmp_path: Path
+) -> None:
+    base, folder = make_base(kind, tmp_path)
+    adapter = RSLORA.replace(train=train)
+    spec, model = make_model(folder, adapter)
+    randomize(model)
+    if train:
+        model.get_parameter("norm.weight").data.fill_(1.5)
+    logits, _ = model(TOKENS)
+    directory = tmp_path / "adapter"
+    export_peft(spec, dict(model.named_parameters()), directory, source=folder)
+    other = peft.PeftModel.from_pretrained(base, directory, autocast_adapter_dtype=False)
+    torch.testing.assert_close(logits_of(other), logits, rtol=1e-8, atol=1e-10)
+    _, read = make_model(folder, adapter, lambda spec: open_peft_adapter(directory, spec, read_config(folder)))
+    assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_merged_export_gives_equal_logits_in_transformers(kind: str, tmp_path: Path) -> None:
+    _, folder = make_base(kind, tmp_path)
+    spec, model = make_model(folder, ADAPTER)
+    randomize(model)
+    logits, _ = model(TOKENS)
+    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    export_hf(spec.without_tuning, merge_adapters(spec, tensors), tmp_path / "merged", source=folder)
+    with fp64_by_default():
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64, **EAGER)
+    torch.testing.assert_close(logits_of(merged), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+def test_adapter_of_peft_gives_equal_logits(kind: str, tmp_path: Path) -> None:
+    """Of a module for several products, all share A."""
+    base, folder = make_base(kind, tmp_path)
+    config = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules="all-linear", fan_in_fan_out=kind == "gpt2")
+    other = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    randomize(other)
+    other.save_pretrained(tmp_path / "adapter")
+    _, model = make_model(
+        folder, ADAPTER, lambda spec: open_peft_adapter(tmp_path / "adapter", spec, read_config(folder))
+    )
+    logits, _ = model(TOKENS)
+    torch.testing.assert_close(logits, logits_of(other), rtol=1e-8, atol=1e-10)
+
+
+def test_head_that_peft_saves_is_trained_too(tmp_path: Path) -> None:
+    base, folder = make_base("llama", tmp_path)
+    config = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules="all-linear", modules_to_save=["lm_head"])
+    other = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    other.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(2)
+    other.save_pretrained(tmp_path / "adapter")
+
+    def read(adapter: AdapterSpec) -> Transformer:
+        return make_model(folder, adapter, lambda spec: open_peft_adapter(tmp_path / "adapter", spec))[1]
+
+    model = read(ADAPTER.replace(train=("head.*",)))
+    assert model.get_parameter("head.weight").requires_grad
+    torch.testing.assert_close(model(TOKENS)[0], logits_of(other), rtol=1e-8, atol=1e-10)
+    with pytest.raises(UserError, match=r"lm_head.weight.* belongs to no adapter"):
+        read(ADAPTER)
+
+
+def test_adapter_of_other_products_rank_or_kind_is_refused(tmp_path: Path) -> None:
+    _, folder = make_base("llama", tmp_path)
+    spec, model = make_model(folder, ADAPTER)
+    directory = tmp_path / "adapter"
+    export_peft(spec, dict(model.named_parameters()), directory)
+
+    def read(adapter: AdapterSpec) -> None:
+        make_model(folder, adapter, lambda spec: open_peft_adapter(directory, spec))
+
+    with pytest.raises(UserError, match=r"set adapter.rank = 3 and adapter.alpha = 6"):
+        read(AdapterSpec(rank=4, alpha=6.0))
+    with pytest.raises(UserError, match=r"set adapter.rank = 3"):
+        read(AdapterSpec(rank=4, alpha=8.0))
+    with pytest.raises(UserError, match="belongs to no adapter of the model"):
+        read(AdapterSpec(rank=3, alpha=6.0, targets=("wq",)))
+    table = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
+    with pytest.raises(UserError, match=r"has use_dora = True in adapter_config\.json"):
+        read(ADAPTER)
+    (directory / "adapter_config.json").write_text(json.dumps(table))
+    tensors = load_file(directory / "adapter_model.safetensors")
+    save_file(
+        {name: x for name, x in tensors.items() if ".q_proj." not in name}, directory / "adapter_model.safetensors"
+    )
+    with pytest.raises(UserError, match=r"has no adapter of model\.layers\.0\.self_attn\.q_proj"):
+        read(ADAPTER)

@@ -1,0 +1,114 @@
+"""Runs with adapters: losses, gradient norms, and the held-out loss equal those of one process in fp64 to 1e-10
+relative."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from tests.helpers.small_runs import (
+    DENSE,
+    DIALS,
+    LATENT,
+    MOE,
+    Table,
+    make_trainer,
+    small_run,
+    train_and_evaluate,
+    train_until,
+)
+
+ADAPTER: Table = {"rank": 3, "alpha": 6.0}
+SOME: Table = {"rank": 4, "alpha": 8.0, "targets": ["wq", "wo", "mlp.down"], "rslora": True}
+MODELS: dict[str, Table] = {
+    "dense": {**DENSE, "num_layers": 4},
+    "moe": {**MOE, "num_layers": 4},
+    "dials": DIALS,
+    "latent": LATENT,
+    "three heads": {**DENSE, "num_layers": 2, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36},
+}
+CASES: dict[str, tuple[int, str, Table, Table]] = {
+    "ddp": (2, "moe", ADAPTER, {}),
+    "zero1": (2, "dense", SOME, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}),
+    "zero2": (2, "latent", ADAPTER, {"layout.data_parallel": "zero2"}),
+    "zero3": (2, "moe", {**ADAPTER, "train": ["head.*", "*norm.weight"]}, {"layout.data_parallel": "zero3"}),
+    "zero3-full": (2, "dense", SOME, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "full"}),
+    "norms": (1, "moe", ADAPTER, {"layout.activation_checkpointing": "norms"}),
+    "selective": (1, "dense", ADAPTER, {"layout.activation_checkpointing": "selective"}),
+    "server": (2, "dense", ADAPTER, {"layout.data_parallel": "parameter_server"}),
+    "tp": (2, "moe", {**ADAPTER, "train": ["head.*", "*router*"]}, {"layout.tp": 2}),
+    "tp-latent": (2, "latent", ADAPTER, {"layout.tp": 2}),
+    "tp-whole-tokens": (2, "dials", ADAPTER, {"layout.tp": 2, "layout.sequence_parallel": False}),
+    "tp-norms": (2, "dense", ADAPTER, {"layout.tp": 2, "layout.activation_checkpointing": "norms"}),
+    "tp4-zero1": (4, "dense", SOME, {"layout.tp": 4, "layout.data_parallel": "zero1"}),
+    "tp-zero3": (4, "moe", ADAPTER, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
+    "gathered": (2, "three heads", ADAPTER, {"layout.tp": 2, "layout.tp_attention": "gathered"}),
+    "ring": (2, "dense", ADAPTER, {"layout.cp": 2}),
+    "ulysses-tp": (4, "dense", ADAPTER, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.tp": 2}),
+    "ep-zero1": (2, "moe", ADAPTER, {"layout.ep": 2, "layout.data_parallel": "zero1"}),
+    "ep-tp-zero3": (4, "moe", ADAPTER, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero3"}),
+    "1f1b": (2, "dense", ADAPTER, {"layout.pp": 2, "layout.micro_batch_size": 1}),
+    "zb-h1": (2, "moe", ADAPTER, {"layout.pp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1}),
+    "zb-v-zero3": (
+        4,
+        "dense",
+        SOME,
+        {"layout.pp": 2, "layout.schedule": "zb-v", "layout.data_parallel": "zero3", "layout.micro_batch_size": 1},
+    ),
+    "zb-h1-tp": (
+        4,
+        "dense",
+        ADAPTER,
+        {"layout.pp": 2, "layout.tp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
+    ),
+}
+STEPS = 3
+"""The first step changes B only, the second one A too."""
+
+
+@cache
+def single_process_trajectory(text: Path, model: str, adapter: tuple[tuple[str, Any], ...]) -> Any:
+    """Return the trajectory of one process."""
+    changes = {"model": MODELS[model], "adapter": dict(adapter), "training.steps": STEPS}
+    return train_and_evaluate(small_run(text, text.parent / "adapters", changes))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout_with_adapters_equals_single_process(case: str, documents: Path, tmp_path: Path) -> None:
+    ranks, model, adapter, layout = CASES[case]
+    key = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in adapter.items())
+    expected = single_process_trajectory(documents, model, key)
+    changes = {"model": MODELS[model], "adapter": adapter, "training.steps": STEPS, **layout}
+    run = small_run(documents, tmp_path, changes)
+    results = [train_and_evaluate(run)] if ranks == 1 else rank_pool(ranks).run(train_and_evaluate, run)
+    for rank, result in enumerate(results):
+        assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
+
+
+def test_run_resumes_in_another_layout_with_its_adapters_and_refuses_others(documents: Path, tmp_path: Path) -> None:
+    changes: Table = {"model": MODELS["dense"], "adapter": ADAPTER, "training.steps": 3, "checkpoint": {"every": 1}}
+    run = small_run(documents, tmp_path, changes)
+    expected = train_until(make_trainer(run.replace(name="straight")), 3)
+    first = make_trainer(run)
+    train_until(first, 1)
+    first.save()
+    first.checkpointer.wait()
+    sharded = run.replace(layout={"data_parallel": "zero3", "tp": 2})
+    for records in rank_pool(4).run(resume_and_train, sharded):
+        assert records == [pytest.approx(step, rel=1e-10) for step in expected[1:]]
+    other = run.replace(adapter={"rank": 3, "alpha": 7.0})
+    with pytest.raises(UserError, match=r"adapter.alpha = 7.0 differs from the checkpoint's value 6.0"):
+        make_trainer(other).resume()
+
+
+def resume_and_train(run: RunSpec) -> list[tuple[float, float]]:
+    """Resume a run, and return the losses and norms of its remaining steps."""
+    trainer = make_trainer(run)
+    trainer.resume()
+    return train_until(trainer, 3)
