@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import phalanx
 
@@ -126,12 +127,26 @@ def test_notebook_cells_run(monkeypatch: pytest.MonkeyPatch):
     assert namespace["check"].ok
 
 
-def test_own_parts_train_from_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(EXAMPLES)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = ["training.steps=2", f"output_dir={tmp_path}", f"data.cache={tmp_path}"]
+def train_example(file: str, folder: Path, *settings: str) -> str:
+    """Train a run file of the examples on two ranks for two steps, and return its output."""
+    settings = ("training.steps=2", f"output_dir={folder}", f"data.cache={folder}", *settings)
     overrides = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "phalanx", "train", "own_parts.toml", "--nproc", "2", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "phalanx", "train", file, "--nproc", "2", *overrides]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "held-out loss" in done.stdout
+    return done.stdout + done.stderr
+
+
+def test_own_parts_train_from_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "held-out loss" in train_example("own_parts.toml", tmp_path)
+
+
+def test_engine_generates_with_the_weights_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    stdout = train_example("update_engine.toml", tmp_path, "callbacks.engine.every=2", "optimizer.learning_rate=1e-5")
+    model, tokenizer = phalanx.load_model(tmp_path / "update-engine")
+    ids = torch.tensor(tokenizer.encode_batch(["def "])[0])
+    expected = phalanx.generate(model, ids, 24, temperature=0.0)
+    assert f"step 2: {bytes(expected.tolist())!r}" in stdout

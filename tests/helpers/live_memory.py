@@ -76,7 +76,9 @@ class PeakLiveBytes(TorchDispatchMode):
         outputs = function(*args, **(kwargs or {}))
         input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in input_storages:
+            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+                continue
+            if tensor.untyped_storage()._cdata not in input_storages:
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self.bytes += storage.nbytes() - self.sizes.get(reference, 0)

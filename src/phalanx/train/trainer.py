@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
@@ -61,6 +62,7 @@ from phalanx.train.expert_counts import expert_metrics, hottest_expert
 from phalanx.train.guards.divergence import count_rollbacks, steps_to_skip
 from phalanx.train.learner import Learner
 from phalanx.train.loggers import Logger
+from phalanx.train.model_weights import model_weights
 from phalanx.train.optim.optimizers import (
     LearningRateRescaling,
     build_lr_function,
@@ -270,6 +272,10 @@ class Trainer(Learner):
     def evaluate(self) -> MetricsRecord:
         """Return the loss on the held-out text, and the expert counts of the last interval."""
         return evaluate(self)
+
+    def model_weights(self, dtype: str = "fp32") -> Iterator[tuple[str, Tensor]]:
+        """Yield the current weights by Hugging Face name, one full tensor at a time (`train.model_weights`)."""
+        return model_weights(self, dtype)
 
     @contextmanager
     def record_pause(self, pause: str) -> Iterator[None]:

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from phalanx.spec.errors import UserError
 from phalanx.testing.fault_injection import truncate_file
-from phalanx.train.checkpoint.stored_tensors import Chunk, StoredTensor
+from phalanx.train.checkpoint.chunked_tensor import Chunk
+from phalanx.train.checkpoint.stored_tensors import StoredTensor
 
 FULL = torch.arange(70.0).view(7, 5, 2)
 QUARTERS = [(0, 0, 4, 3), (0, 3, 4, 2), (4, 0, 3, 3), (4, 3, 3, 2)]
@@ -45,7 +46,7 @@ def test_missing_and_damaged_parts_are_errors(stored):
     assert torch.equal(fewer[:4], FULL[:4])
     with pytest.raises(UserError, match=r"has damaged weights .*parts of x are missing"):
         fewer[3:5]
-    file = Path(stored.chunks[0].file)
+    file = Path(stored.chunks[0].place)
     content = file.read_bytes()
     truncate_file(file)
     with pytest.raises(UserError, match=r"has damaged weights .*SafetensorError"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, par
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tokenizer_files
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config, merge_hf_config
+from phalanx.spec.families.family import Family
 from phalanx.spec.families.registry import family_of
 from phalanx.spec.families.wrappers import wrapped_config
 from phalanx.spec.formatting import plural
@@ -50,6 +51,59 @@ class IndexedTensor(Protocol):
         """Return a row, a range of rows, or everything (`...`)."""
 
 
+def check_precision(dtype: str) -> None:
+    """Raise UserError if models cannot be exported in a precision."""
+    if dtype not in PRECISIONS:
+        raise UserError("dtype", dtype, "is not supported", fix=f"use one of {', '.join(PRECISIONS)}")
+
+
+class CheckpointForm(NamedTuple):
+    """A model as a Hugging Face checkpoint has it."""
+
+    spec: ModelSpec
+    """The model, without layers that the checkpoint cannot have."""
+    config: dict[str, Any]
+    """Its config.json, as far as the model determines it."""
+    family: Family
+
+    def tensors(self, tensors: Mapping[str, IndexedTensor], dtype: str) -> dict[str, FileTensor]:
+        """Return the tensors of the checkpoint by name, whose numbers are read from full parameters when they are used.
+
+        Raises UserError if the family has no such parameter, or one is missing."""
+        shapes = parameter_shapes(self.spec)
+        wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
+        if wrong:
+            raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
+        of_dtype = TORCH_DTYPES[dtype]
+        constants = {
+            name.replace("{i}", str(layer)): torch.tensor(number, dtype=of_dtype)
+            for name, number in self.family.constant_tensors.items()
+            for layer in range(self.spec.num_layers)
+        }
+        files = {
+            name: FileTensor(of_dtype, number.shape, partial(iter, [number])) for name, number in constants.items()
+        }
+        for name, source in hf_sources(self.family, self.spec).items():
+            own_dtype = torch.float32 if source.is_precise else of_dtype
+            files[name] = FileTensor(own_dtype, stored_shape(source, shapes), partial(stored_pieces, source, tensors))
+        return files
+
+
+def checkpoint_form(spec: ModelSpec, source_config: dict[str, Any] | None = None) -> CheckpointForm:
+    """Return the checkpoint of a model, with the other fields of the config.json of its initial model, if there is one.
+
+    Layers for multi-token prediction are left out, with a warning, if checkpoints of the family cannot have them.
+    Raises UserError if no Hugging Face architecture has the model's shape."""
+    config = hf_config(spec) if source_config is None else merge_hf_config(spec, source_config)
+    family = family_of(config)
+    if spec.mtp and not family.has_mtp_layers(spec.mtp.layers):
+        layers = plural(spec.mtp.layers, "layer")
+        text = "checkpoints of type %s cannot have %s for multi-token prediction: the export leaves them out"
+        logger.warning(text, family.model_type, layers)
+        return checkpoint_form(spec.model_copy(update={"mtp": None}), source_config)
+    return CheckpointForm(spec, config, family)
+
+
 def export_hf(
     spec: ModelSpec,
     tensors: Mapping[str, IndexedTensor],
@@ -62,7 +116,7 @@ def export_hf(
 ) -> list[str]:
     """Write a directory for transformers' AutoModelForCausalLM and AutoTokenizer, complete or not at all.
 
-    Layers for multi-token prediction are left out, with a warning, if checkpoints of the family cannot have them.
+    Layers for multi-token prediction are left out as by `checkpoint_form`.
 
     Args:
         tensors: Full parameters by Phalanx's names. They may be in files: a matrix, an expert, or the rows of a matrix
@@ -84,57 +138,30 @@ def export_hf(
         OSError: the files cannot be written.
     """
     directory = Path(directory).expanduser()
-    if dtype not in PRECISIONS:
-        raise UserError("dtype", dtype, "is not supported", fix=f"use one of {', '.join(PRECISIONS)}")
+    check_precision(dtype)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")
-    config = _build_config(spec, source)
-    family = family_of(config)
-    if spec.mtp and not family.has_mtp_layers(spec.mtp.layers):
-        layers = plural(spec.mtp.layers, "layer")
-        text = "checkpoints of type %s cannot have %s for multi-token prediction: the export leaves them out"
-        logger.warning(text, family.model_type, layers)
-        spec = spec.model_copy(update={"mtp": None})
-        config = _build_config(spec, source)
+    form = checkpoint_form(spec, None if source is None else read_json(source / "config.json"))
+    config = dict(form.config)
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
     source_files = {} if source is None else _list_files(source)
     config = wrapped_config(config)
-    texts, kept_names = _settle_files(config, spec, tokenizer, eos_id=eos_id, source=source, source_files=source_files)
-    shapes = parameter_shapes(spec)
-    wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
-    if wrong:
-        raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
-    sources = hf_sources(family, spec)
-    constants = {
-        name.replace("{i}", str(layer)): torch.tensor(number, dtype=TORCH_DTYPES[dtype])
-        for name, number in family.constant_tensors.items()
-        for layer in range(spec.num_layers)
-    }
+    texts, kept_names = _settle_files(
+        config, form.spec, tokenizer, eos_id=eos_id, source=source, source_files=source_files
+    )
+    files = form.tensors(tensors, dtype)
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:
         _copy_files({name: source_files[name] for name in kept_names}, partial_directory)
         for name, text in texts.items():
             (partial_directory / name).write_text(text, encoding="utf-8")
-        _write_tensors(
-            sources,
-            shapes,
-            tensors,
-            constants,
-            directory=partial_directory,
-            dtype=TORCH_DTYPES[dtype],
-            shard_bytes=shard_bytes,
-        )
+        _write_tensors(files, partial_directory, shard_bytes)
         partial_directory.rename(directory)
     finally:
         shutil.rmtree(partial_directory, ignore_errors=True)
     return [name for name in source_files if name not in kept_names and name not in GIVEN_FILES]
-
-
-def _build_config(spec: ModelSpec, source: Path | None) -> dict[str, Any]:
-    """Return the config.json of a model, with the other fields of its source."""
-    return hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
@@ -171,37 +198,16 @@ def _settle_files(
     return texts | {"config.json": _to_json({**config, **special})}, licenses
 
 
-def _write_tensors(
-    sources: Mapping[str, TensorSource],
-    shapes: Mapping[str, torch.Size],
-    tensors: Mapping[str, IndexedTensor],
-    constants: Mapping[str, Tensor],
-    directory: Path,
-    dtype: torch.dtype,
-    shard_bytes: int,
-) -> None:
-    """Write one file, or several files with an index.
-
-    The first file has the constants, too."""
-    entries = {
-        name: FileTensor(
-            torch.float32 if source.is_precise else dtype,
-            stored_shape(source, shapes),
-            partial(stored_pieces, source, tensors),
-        )
-        for name, source in sources.items()
-    }
-    shards = shard_names({name: entry.num_bytes for name, entry in entries.items()}, shard_bytes)
+def _write_tensors(tensors: Mapping[str, FileTensor], directory: Path, shard_bytes: int) -> None:
+    """Write one file, or several files with an index."""
+    shards = shard_names({name: tensor.num_bytes for name, tensor in tensors.items()}, shard_bytes)
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     files = [SINGLE_FILE] if len(shards) == 1 else files
-    for name, number in constants.items():
-        entries[name] = FileTensor(number.dtype, number.shape, partial(iter, [number]))
-    shards[0] = [*shards[0], *constants]
     for file, names in zip(files, shards, strict=True):
-        write_safetensors(directory / file, {name: entries[name] for name in names})
+        write_safetensors(directory / file, {name: tensors[name] for name in names})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total_size = sum(entry.num_bytes for entry in entries.values())
+        total_size = sum(tensor.num_bytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX_FILE).write_text(_to_json(index), encoding="utf-8")
 

@@ -4,71 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.train.checkpoint.chunked_tensor import Chunk, ChunkedTensor, MissingPartsError
 from phalanx.train.checkpoint.state import damaged_weights_error, read_tensor_metadata
 from phalanx.train.checkpoint.stored_reader import StoredCheckpointReader, open_checkpoint
 
 
-class Chunk(NamedTuple):
-    """A part of a tensor, in one file."""
-
-    file: str
-    offsets: tuple[int, ...]
-    """Its first index on each axis of the full tensor."""
-    sizes: tuple[int, ...]
-
-
 @dataclass(frozen=True)
-class StoredTensor:
-    """A full tensor in files. An index reads a part: a row, a range of rows, or everything (`...`)."""
+class StoredTensor(ChunkedTensor[str]):
+    """A full tensor in files, which are the places of its chunks, under the same name."""
 
-    name: str
-    """Its name in the files."""
-    shape: torch.Size
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
     checkpoint: Path
     read_slice: Callable[[str, str], Any]
     """Returns a tensor in a file, by its name, of which parts are read."""
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __getitem__(self, index: int | slice | EllipsisType) -> Tensor:
         """Read a part. Raises UserError if the files do not contain all of it."""
-        if isinstance(index, int):
-            return self[index : index + 1][0]
-        ranges = [range(size) for size in self.shape]
-        if isinstance(index, slice):
-            ranges[0] = ranges[0][index]
-        part = torch.empty([len(wanted) for wanted in ranges], dtype=self.dtype)
-        num_read = 0
-        for file, offsets, sizes in self.chunks:
-            common = [
-                range(max(wanted.start, offset), min(wanted.stop, offset + size))
-                for wanted, offset, size in zip(ranges, offsets, sizes, strict=True)
-            ]
-            if not all(common):
-                continue
-            in_file = tuple(slice(r.start - offset, r.stop - offset) for r, offset in zip(common, offsets, strict=True))
-            in_part = tuple(
-                slice(r.start - wanted.start, r.stop - wanted.start) for r, wanted in zip(common, ranges, strict=True)
-            )
-            try:
-                part[in_part] = self.read_slice(file, self.name)[in_file]
-            except (SafetensorError, OSError) as error:
-                raise damaged_weights_error(self.checkpoint, error) from None
-            num_read += prod(map(len, common))
-        if num_read != part.numel():
-            raise damaged_weights_error(self.checkpoint, ValueError(f"parts of {self.name} are missing"))
+        try:
+            return super().__getitem__(index)
+        except (SafetensorError, OSError, MissingPartsError) as error:
+            raise damaged_weights_error(self.checkpoint, error) from None
+
+    def read_chunk(self, chunk: Chunk[str], index: tuple[slice, ...]) -> Tensor:
+        """Read a part of a chunk."""
+        part: Tensor = self.read_slice(chunk.place, self.name)[index]
         return part
 
 
