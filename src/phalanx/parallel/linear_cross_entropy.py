@@ -25,6 +25,7 @@ from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.cross_entropy import EAGER, UNSCALED, GroupedLosses, Kernels, LossScale, sum_losses
 from phalanx.parallel.data.zero_parameters import needs_fp32_sum
+from phalanx.parallel.distillation_loss import TeacherHead, sum_distillation_losses
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import logits_chunk_rows, loss_chunk_rows
 
@@ -46,16 +47,20 @@ class ChunkedLoss:
     softcap: float | None = None
     """Cap of the logits."""
 
-    def __call__(self, targets_BT: Tensor, ignored: int, groups: GroupedLosses | None = None) -> HeadFunction | None:
+    def __call__(
+        self, targets_BT: Tensor, ignored: int, groups: GroupedLosses | None = None, teacher: TeacherHead | None = None
+    ) -> HeadFunction | None:
         """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
 
         The loss is the negative log-likelihood of the targets in nats, summed, at least in fp32. Targets equal to
-        `ignored` are not counted."""
+        `ignored` are not counted. With a teacher it is that of distillation, by a function also for a single chunk."""
         chunks = self.chunks(targets_BT)
+        if chunks is None and teacher is not None:
+            chunks = [targets_BT.flatten()]
         if chunks is None:
             return None
         # Inside `forward` gradients are never enabled, and a trained matrix requires them in an evaluation too.
-        options = self, chunks, ignored, groups, torch.is_grad_enabled()
+        options = self, chunks, ignored, groups, teacher, torch.is_grad_enabled()
         return cast(HeadFunction, partial(_LinearCrossEntropy.apply, *options))
 
     def chunks(self, targets_BT: Tensor) -> Sequence[Tensor] | None:
@@ -94,6 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Sequence[Tensor],
         ignored: int,
         groups: GroupedLosses | None,
+        teacher: TeacherHead | None,
         needs_gradients: bool,
         x_BTD: Tensor,
         weight_VD: Tensor,
@@ -109,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype) if is_trained else None
             gradients = HeadGradients(torch.empty_like(x).flatten(0, 1), grad_weight)
         with torch.autocast(x.device.type, enabled=False):
-            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, groups, gradients)
+            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, groups, teacher, gradients)
         if gradients is not None:
             grad_x = gradients.x.view_as(x)
             if loss.tp is not None:
@@ -123,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, *grad_weight = ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient)
-        return None, None, None, None, None, grad_x, *(grad_weight or [None])
+        return *[None] * 6, grad_x, *(grad_weight or [None])
 
 
 def _sum_chunks(
@@ -133,18 +139,27 @@ def _sum_chunks(
     targets: Sequence[Tensor],
     ignored: int,
     groups: GroupedLosses | None,
+    teacher: TeacherHead | None,
     gradients: HeadGradients | None,
 ) -> Tensor:
     """Return the loss of all chunks of targets, and compute the gradients, if any are needed."""
     scale = None if gradients is None else loss.scale
     total = at_least_fp32(x_ND.new_zeros(()))
+    taught_ND = None if teacher is None else teacher.gathered(loss.tp)
     start = 0
     for target in targets:
         rows = slice(start, start + len(target))
         start = rows.stop
         logits = F.linear(x_ND[rows], weight_VD)
         of_chunk = None if groups is None else groups.rows(rows)
-        total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale, loss.softcap, of_chunk)
+        if teacher is None or taught_ND is None:
+            total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale, loss.softcap, of_chunk)
+        else:
+            taught = teacher.logits(taught_ND[rows])
+            total += sum_distillation_losses(
+                logits, taught, target, ignored, teacher, loss.tp, scale, loss.softcap, of_chunk
+            )
+            del taught
         if gradients is not None:
             gradients.add_chunk(rows, logits, x_ND[rows], weight_VD)
         # Free these logits before those of the next chunk are computed.

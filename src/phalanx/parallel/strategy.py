@@ -112,7 +112,7 @@ class Strategy:
         self.head_loss: HeadLoss = no_head_loss
         """Function of the targets, the target to ignore, and groups: their loss without all logits in memory.
 
-        None: all logits fit (`cross_entropy`)."""
+        None: all logits fit (`cross_entropy`), unless there is a teacher, the fourth argument."""
         self.token_losses: Callable[[Tensor, Tensor, int], Tensor] = token_losses
         """Function of the logits as `cross_entropy` has them, the targets, and the target to ignore: the loss of each
         token, [B, T]."""
@@ -310,7 +310,7 @@ class Strategy:
         }
 
 
-HeadLoss = Callable[[Tensor, int, GroupedLosses | None], HeadFunction | None]
+HeadLoss = Callable[..., HeadFunction | None]
 
 
 def no_head_loss(targets_BT: Tensor, ignored: int, groups: GroupedLosses | None) -> None:

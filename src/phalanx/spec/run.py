@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from phalanx.spec.base import LocalPath, Spec, StoreFolder, TextSource, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
+from phalanx.spec.distillation import DistillationSpec, check_distillation
 from phalanx.spec.errors import UserError
 from phalanx.spec.layers import check_sequence
 from phalanx.spec.layout import Layout
@@ -413,6 +414,8 @@ class RunSpec(Spec):
     """Parts of the run with other settings, in order: a table [[phase]] for each."""
     preference: PreferenceSpec | None = None
     """Training on preferences (DPO) in place of the next token, with `data.format = "preference"`."""
+    distillation: DistillationSpec | None = None
+    """Training on the probabilities of a teacher besides the text."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer."""
     layout: Layout = Layout()
@@ -522,6 +525,7 @@ class RunSpec(Spec):
             check_swarm_run(self, self.swarm)
         check_phases(self)
         check_preference(self)
+        check_distillation(self)
         return self
 
 

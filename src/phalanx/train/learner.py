@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.scalar_reductions import num_preference_sums
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
 from phalanx.data.preference_pairs import NO_ANSWER
-from phalanx.model.init import DrawnWeights
+from phalanx.model.init import DrawnWeights, Weights
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import Ahead, Transformer, cap_logits
@@ -23,12 +22,14 @@ from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autoca
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
 from phalanx.parallel.cross_entropy import GroupedLosses
+from phalanx.parallel.distillation_loss import TeacherHead
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.parallel.summed_over_ranks import sum_over_ranks
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.spec.batch import plan_batch
+from phalanx.spec.files.teacher import teacher_run
 from phalanx.spec.layers import expert_layers
 from phalanx.spec.run import RunSpec
 from phalanx.train.components import build_loss, build_network
@@ -36,6 +37,7 @@ from phalanx.train.expert_counts import ExpertCounts
 from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 from phalanx.train.preference_loss import pair_losses
 from phalanx.train.step_sums import StepSums
+from phalanx.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class MicroBatch:
     """The pairs of answers, if the rows have preferences."""
     mtp_losses: list[Tensor] = field(default_factory=list, init=False)
     """Their losses, summed over tokens, once they have run. Copies of a micro-batch have none."""
+    taught: list[TeacherHead] = field(default_factory=list)
+    """What the teacher has computed, in a pipeline before the step."""
+    divergences: list[Tensor] = field(default_factory=list, init=False)
+    """Sums of KL(teacher || student), once they have been computed. Copies of a micro-batch have none."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -95,6 +101,7 @@ class Learner:
         device: torch.device,
         weights: Callable[[str, torch.Size], Tensor] | None = None,
         trained_experts: TrainedExperts | None = None,
+        teacher_weights: Weights | None = None,
     ) -> None:
         """Build the model and its optimizers.
 
@@ -109,6 +116,10 @@ class Learner:
         """Number of parameters of the full model."""
         self.strategy = self._build_strategy(weights, trained_experts)
         self.strategy.clock = DeviceClock(device)
+        self.teacher = None
+        """The frozen model of a run with distillation."""
+        if run.distillation is not None and (taught_by := teacher_run(run)) is not None:
+            self.teacher = Teacher(taught_by, run.distillation, mesh, device, self.compiles, teacher_weights)
         self.module = self.strategy.module
         self.loss = build_loss(run.training)
         """The user's loss of logits [B, T, V], targets [B, T] and the target to ignore, summed; None: cross-entropy."""
@@ -219,6 +230,10 @@ class Learner:
         """Compute the gradients of the summed loss of this rank's rows, and return the values that ranks must sum."""
         sums = self.zero_sums()
         mtp = self.run.model.mtp
+        if self.teacher is not None and self.run.layout.pp > 1:
+            # Its pipeline cannot run within a pass of the other one.
+            for micro in micros:
+                micro.taught.extend(self.teacher.outputs(micro))
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
@@ -231,10 +246,14 @@ class Learner:
             sums.auxiliary_loss.add_(auxiliary)
             if micro.pairs is not None and micro.pairs.results:
                 sums.preferences.add_(micro.pairs.results[0][:3])
+            for divergence in micro.divergences:
+                sums.divergences.add_(divergence)
             if mtp and micro.mtp_losses:
                 mtp_loss = torch.stack(micro.mtp_losses).mean()
                 sums.mtp_loss.add_(mtp_loss)
                 sums.auxiliary_loss.sub_(mtp.loss_coef * mtp_loss)
+        if self.teacher is not None:
+            self.teacher.end_step()
         for moe_index, router in self.routers.items():
             sums.expert_loads[moe_index] = router.load / router.forward_passes
             sums.dropped_choices.add_(router.dropped / router.forward_passes)
@@ -242,13 +261,11 @@ class Learner:
 
     def zero_sums(self) -> StepSums:
         """Return the sums of a step before its passes."""
-        run = self.run
-        return StepSums.zeros(len(run.data.source), num_preference_sums(run), self.experts.load_shape, self.device)
+        return StepSums.zeros(self.run, self.experts.load_shape, self.device)
 
     def unpack_sums(self, packed: Tensor) -> StepSums:
         """Name the values of a step's sums."""
-        run = self.run
-        return StepSums.unpack(packed, len(run.data.source), num_preference_sums(run), self.experts.load_shape)
+        return StepSums.unpack(packed, self.run, self.experts.load_shape)
 
     def compute_losses(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss and the auxiliary loss, summed over tokens.
@@ -256,6 +273,8 @@ class Learner:
         Logits, the largest tensor of all, are freed here."""
         if micro.pairs is not None:
             return self.compute_preference_loss(model, micro, micro.pairs)
+        if self.teacher is not None:
+            return self.compute_distillation_loss(model, micro, self.teacher)
         mtp = self.run.model.mtp
         ahead = None
         if mtp is not None:
@@ -279,6 +298,17 @@ class Learner:
             return self._run_model(model, micro, head=head, ahead=ahead)
         logits, auxiliary = self._run_model(model, micro, head=data_parallel.uncapped_logits, ahead=ahead)
         return data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX, micro.groups), auxiliary
+
+    def compute_distillation_loss(
+        self, model: Callable[..., Any], micro: MicroBatch, teacher: Teacher
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of distillation and the auxiliary loss, summed over tokens; add to `micro.divergences`."""
+        (taught,) = micro.taught or teacher.outputs(micro)
+        taught = replace(taught, divergences=[])  # a rehearsal of a pipeline has added to the list before
+        head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX, micro.groups, taught)
+        losses = self._run_model(model, micro, head=head)
+        micro.divergences.extend(taught.divergences)
+        return losses
 
     def compute_preference_loss(
         self, model: Callable[..., Any], micro: MicroBatch, pairs: MicroPairs

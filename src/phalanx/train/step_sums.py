@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
+from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, num_distillation_sums, num_preference_sums
+from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +43,39 @@ class StepSums:
     preferences: Tensor
     """Number of pairs, of those whose chosen answer has the higher reward, and the sum of the differences of rewards,
     [3]; [0] unless the run is on preferences."""
+    divergences: Tensor
+    """KL(teacher || student), summed over tokens, [1]; [0] without distillation."""
     expert_loads: Tensor
     """Number of choices of each expert, [layers with experts, E]."""
     packed: Tensor
-    """All values: the scalars, the sources, preferences, then the loads."""
+    """All values: the scalars, the sources, preferences, divergences, then the loads."""
 
     @classmethod
-    def unpack(cls, packed: Tensor, num_sources: int, num_preferences: int, load_shape: tuple[int, int]) -> StepSums:
+    def unpack(cls, packed: Tensor, run: RunSpec, load_shape: tuple[int, int]) -> StepSums:
         """Name the values of a vector without copying it. `load_shape` is [layers with experts, experts]."""
-        sizes = [len(SCALARS), num_sources, num_sources, num_preferences, prod(load_shape)]
-        scalars, losses, targets, preferences, loads = packed.split(sizes)
+        scalars, losses, targets, preferences, divergences, loads = packed.split(_sizes(run, load_shape))
         arrays = {"source_losses": losses, "source_targets": targets, "preferences": preferences}
-        arrays["expert_loads"] = loads.view(load_shape)
+        arrays |= {"divergences": divergences, "expert_loads": loads.view(load_shape)}
         return cls(**dict(zip(SCALARS, scalars, strict=True)), **arrays, packed=packed)
 
     @classmethod
-    def zeros(
-        cls, num_sources: int, num_preferences: int, load_shape: tuple[int, int], device: torch.device
-    ) -> StepSums:
+    def zeros(cls, run: RunSpec, load_shape: tuple[int, int], device: torch.device) -> StepSums:
         """Return sums of zero on the device."""
-        length = len(SCALARS) + 2 * num_sources + num_preferences + prod(load_shape)
-        packed = torch.zeros(length, dtype=torch.float64, device=device)
-        return cls.unpack(packed, num_sources, num_preferences, load_shape)
+        packed = torch.zeros(sum(_sizes(run, load_shape)), dtype=torch.float64, device=device)
+        return cls.unpack(packed, run, load_shape)
+
+
+def _sizes(run: RunSpec, load_shape: tuple[int, int]) -> list[int]:
+    """Return the numbers of scalars, losses and targets of sources, values of preferences, divergences, and loads."""
+    num_sources = len(run.data.source)
+    return [
+        len(SCALARS),
+        num_sources,
+        num_sources,
+        num_preference_sums(run),
+        num_distillation_sums(run),
+        prod(load_shape),
+    ]
 
 
 SCALARS = tuple(field.name for field in fields(StepSums))[:NUM_SCALARS]

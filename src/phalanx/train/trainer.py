@@ -99,7 +99,8 @@ class Trainer(Learner):
         trained_experts: TrainedExperts | None = None,
     ) -> None:
         world_size = rank_and_world_size()[1]
-        super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
+        mesh = build_mesh(run.layout, world_size, device.type)
+        super().__init__(run, mesh, device, corpus.weights, trained_experts, corpus.teacher_weights)
         self.corpus = corpus
         self.directory = directory
         self.phases = phases_of(run)
@@ -400,6 +401,8 @@ class Trainer(Learner):
         if self.run.preference is not None:
             pairs, correct, margins = sums.preferences.tolist()
             record |= {"pairs": round(pairs), "pair_accuracy": correct / pairs, "reward_margin": margins / pairs}
+        if self.run.distillation is not None:
+            record["kl_loss"] = float(sums.divergences) / targets if targets else math.nan
         self._agree_to_stop(record["step"], sums)
         if results.reduced.staleness is not None and self.run.layout.max_staleness is not None:
             record["staleness"] = results.reduced.staleness

@@ -29,6 +29,7 @@ from phalanx.spec.phases import Phase
 from phalanx.spec.run import DataSpec, RunSpec
 from phalanx.train.components import call_component
 from phalanx.train.stateful_dataset import open_user_dataset
+from phalanx.train.teacher import teacher_weights
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class TrainingData:
     """The sources of a mixture (data.source)."""
     held_out_sources: tuple[IndexedDataset, ...] = ()
     """The texts of `held_out_names`; none with data.held_out."""
+    teacher_weights: Weights | None = None
+    """Weights of the teacher by parameter name, in a run with distillation."""
 
     @property
     def num_train_tokens(self) -> int | None:
@@ -93,7 +96,9 @@ def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True)
         tuple(IndexedDataset(prefix) for prefix in prefixes)
         for prefixes in (prepared.sources, prepared.held_out_sources)
     )
-    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, weights, sources, held_out_sources)
+    return TrainingData(
+        train, IndexedDataset(prepared.held_out), tokenizer, weights, sources, held_out_sources, teacher_weights(run)
+    )
 
 
 def await_checkpoint(name: str, shape: torch.Size) -> Tensor:

@@ -21,14 +21,20 @@ REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 def num_reduced_scalars(run: RunSpec) -> int:
     """Return the number of summed scalars: `NUM_SCALARS`, loss and targets of each source, loads of all experts.
 
-    A run on preferences has more.
+    A run on preferences has more, and one with a teacher.
     """
-    return NUM_SCALARS + 2 * len(run.data.source) + num_preference_sums(run) + num_expert_loads(run)
+    num_losses = 2 * len(run.data.source) + num_preference_sums(run) + num_distillation_sums(run)
+    return NUM_SCALARS + num_losses + num_expert_loads(run)
 
 
 def num_preference_sums(run: RunSpec) -> int:
     """Return the number of summed scalars of preferences: of pairs, of correct ones, and of margins."""
     return 0 if run.preference is None else 3
+
+
+def num_distillation_sums(run: RunSpec) -> int:
+    """Return the number of summed scalars of distillation: the divergence."""
+    return int(run.distillation is not None)
 
 
 def num_expert_loads(run: RunSpec) -> int:

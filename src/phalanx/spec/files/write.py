@@ -49,9 +49,13 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
         model = model.replace(from_hf=absolute_path(model.from_hf))
     path_fields = ("offload_directory", "schedule_file")
     files = {field: absolute_path(value) for field in path_fields if (value := getattr(run.layout, field)) is not None}
+    distillation = run.distillation
+    if distillation is not None:
+        distillation = distillation.replace(teacher=absolute_path(distillation.teacher))
     data = data.replace(tokenizer=tokenizer, cache=absolute_path(data.cache), **lists)
     layout = run.layout.replace(**files)
-    return run.replace(output_dir=absolute_path(run.output_dir), data=data, model=model, layout=layout)
+    changes = {"data": data, "model": model, "layout": layout, "distillation": distillation}
+    return run.replace(output_dir=absolute_path(run.output_dir), **changes)
 
 
 def to_toml(run: RunSpec, omitted: Iterable[str] = ()) -> str:
