@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.chunks import row_chunks
-from phalanx.model.dtypes import at_least_fp32
 from phalanx.parallel.cross_entropy import GroupedLosses, LossScale, replace_by_capped
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import loss_chunk_rows
@@ -80,14 +79,16 @@ def sum_distillation_losses(
     max_x_N, max_y_N = maxima_2N
     sums_5N = x_NV.new_empty(5, len(x_NV), dtype=dtype)
     for x, y, max_x, max_y, column, sums in row_chunks(rows, x_NV, y_NV, max_x_N, max_y_N, column_N, sums_5N.T):
-        x = at_least_fp32(x) - max_x[:, None]
-        y = at_least_fp32(y) - max_y[:, None]
-        weights = (y / temperature).exp_()
-        sums[:, 0] = x.exp().sum(1)
-        sums[:, 1] = (x / temperature).exp_().sum(1)
+        shifted = torch.sub(x, max_x[:, None])
+        sums[:, 0] = shifted.exp().sum(1)
+        sums[:, 1] = (shifted / temperature).exp_().sum(1)
+        sums[:, 3] = shifted.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
+        difference = torch.sub(y, max_y[:, None])
+        weights = (difference / temperature).exp_()
         sums[:, 2] = weights.sum(1)
-        sums[:, 3] = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0)
-        sums[:, 4] = weights.mul_(y.sub_(x)).sum(1)
+        sums[:, 4] = weights.mul_(difference.sub_(shifted)).sum(1)
+        # Free them before those of the next chunk are computed.
+        del shifted, difference, weights
     if tp is not None:
         tp.all_reduce(sums_5N, dist.ReduceOp.SUM)
     # All relative to the maxima, which cancel.
@@ -125,15 +126,15 @@ def _replace_by_gradient(
     for x, y, max_x, max_y, log, log_of_student, log_of_teacher, column in row_chunks(
         rows, x_NV, y_NV, *maxima_2N, *logs_3N, column_N
     ):
-        shifted = at_least_fp32(x) - max_x[:, None]
-        gradient = (shifted - log[:, None]).exp_()
+        shifted = torch.sub(x, max_x[:, None])
+        gradient = torch.sub(shifted, log[:, None]).exp_()
         gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
         gradient.mul_(1 - share)
         shifted.div_(temperature).sub_(log_of_student[:, None]).exp_()
-        shifted.sub_(((at_least_fp32(y) - max_y[:, None]) / temperature - log_of_teacher[:, None]).exp_())
-        gradient.add_(shifted, alpha=share * temperature)
+        taught = torch.sub(y, max_y[:, None]).div_(temperature).sub_(log_of_teacher[:, None]).exp_()
+        gradient.add_(shifted.sub_(taught), alpha=share * temperature)
         if softcap is not None:  # whose slope is 1 - (x / c)^2
             gradient.addcmul_(gradient, x.square(), value=-(softcap**-2))
         x.copy_(gradient.mul_(factor))
-        # Free this gradient before that of the next chunk is computed.
-        del gradient, shifted
+        # Free them before those of the next chunk are computed.
+        del shifted, gradient, taught

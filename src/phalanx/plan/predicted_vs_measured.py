@@ -68,6 +68,8 @@ def compare_with_prediction(resolved: ResolvedRun, measured: Mapping[int, dict[s
         for part in WORKING if is_model_parallel else PARTS:
             measurement = "held_bytes" if part in STATE else "peak_bytes"
             add(role, part, getattr(predicted, part), max(rank[measurement].get(part, 0) for rank in ranks))
+        if predicted.teacher:
+            add(role, "teacher", predicted.teacher, max(rank["held_bytes"].get("teacher", 0) for rank in ranks))
         add(role, TOTAL, predicted.total, max(rank["peak_bytes"]["total"] for rank in ranks))
         # PowerSGD sends from callbacks in other threads, which are not recorded.
         predicted_bytes = (

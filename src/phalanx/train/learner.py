@@ -155,6 +155,13 @@ class Learner:
             run.model, run.layout, *placement, weights, training.precision, self.compiles, layers, trained_experts
         )
 
+    def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """Return the tensors that this rank keeps between steps, by part."""
+        resident = self.strategy.resident_tensors(optimizers)
+        if self.teacher is not None:
+            resident["teacher"] = self.teacher.strategy.resident_tensors(())["parameters"]
+        return resident
+
     def local_tokens(self, tokens: int) -> Any:
         """Return the slice or indices of this rank's tokens in a sequence."""
         context = self.mesh.cp_mesh

@@ -60,6 +60,9 @@ def check_traceable(resolved: ResolvedRun) -> None:
     for field, component in named_components(run):
         require_trusted(field, component)
     check_layout(resolved)
+    if run.distillation is not None:
+        problem = "is not supported: the traffic and FLOPs of a teacher's passes are not in the plan"
+        raise UserError("distillation", None, problem, "remove it: the student is traced without its teacher")
     if run.layout.max_staleness is not None:
         problem = "makes the traffic differ from step to step, so it cannot be compared with the plan"
         fix = "remove layout.max_staleness: the traffic of synchronous servers is equal in every step"

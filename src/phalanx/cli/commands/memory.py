@@ -44,7 +44,7 @@ WIDTH = 175
 """Width of the table, so that a narrow terminal wraps lines instead of numbers."""
 NOTES = (
     "*: the layout of the run; each strategy shows its fullest rank, or with --all every stage and role",
-    "exact: parameters, gradients, optimizer state of the fullest rank",
+    "exact: parameters, gradients, optimizer state (and a teacher's weights) of the fullest rank",
     "estimated: peak activations of one micro-batch (in a pipeline: of all in flight), and an upper bound of "
     "communication buffers",
     "total: peak of the sum, less than the sum of the parts, which peak at different times",
@@ -234,7 +234,9 @@ def _print_memory(resolved: ResolvedRun, ranks_source: str, rows: list[MemoryRow
 
 
 def _build_memory_table(resolved: ResolvedRun, rows: list[MemoryRow]) -> Table:
-    parts = (*PARTS, *(CUDA_PARTS if resolved.run.cluster.uses_cuda else ()))
+    has_teacher = resolved.run.distillation is not None
+    parts = (*PARTS[:3], *(["teacher"] if has_teacher else []), *PARTS[3:])
+    parts = (*parts, *(CUDA_PARTS if resolved.run.cluster.uses_cuda else ()))
     offloads = any(row.memory and _offloaded_bytes(row.memory) for row in rows)
     differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
     columns = [*parts, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""]

@@ -63,6 +63,8 @@ def list_assumptions(resolved: ResolvedRun, layouts: Sequence[EvaluatedLayout]) 
     reference = []
     if run.preference is not None:
         reference = ["no time for the reference's forward pass over all pairs, before step 1"]
+    if run.distillation is not None and any(layout.candidate.pp > 1 for layout in layouts):
+        reference = ["no pipeline bubble of the teacher's passes"]
     return [*unset, *machine, *balanced, *reference]
 
 

@@ -111,6 +111,17 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     )
 
 
+def add_teacher(time: StepTime, constants: TimeConstants, teachers: JobTable, pp: Column) -> StepTime:
+    """Return the time of a step in which a teacher runs its forward passes, whose jobs are without pipelines.
+
+    In a pipeline of `pp` stages each has an equal part of its layers; the bubble of its passes is left out."""
+    layers = layer_seconds(constants, teachers)
+    blocks = layers.blocks(teachers.dense_layers, teachers.layers - teachers.dense_layers)
+    product = matmul_seconds(constants, teachers, teachers.tokens, teachers.vocab / teachers.tp, teachers.width)
+    forward = teachers.micro_batches / pp * (layers.embedding.forward + blocks.forward + product)
+    return replace(time, compute=time.compute + forward)
+
+
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Return the seconds of a micro-batch in each part of the model; those of blocks are means over kinds of layers."""
     dense_by_kind: list[StageTime] = []

@@ -54,9 +54,11 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
     for _ in range(spec.num_logits if stage.last else 0):
         num_chunks = shape.num_logits_chunks(spec)
         # The backward pass gathers the head's input again, unless chunks have gradients in the forward pass.
-        gathers_again = is_head_trained(spec) if num_chunks == 1 else shape.recomputes_logits
+        computes_all = shape.computes_head_gradients(spec)
+        gathers_again = shape.recomputes_logits if computes_all else is_head_trained(spec)
         traffic += tp_gather(shape, x) + (tp_gather(shape, x) if gathers_again else []) + tp_reduce(shape, x)
-        for values in (1, 2):  # of each row: the maximum; then the sum and the target's logit
+        # Of each row: the maximum; then the sum and the target's logit. With a teacher: of both; then five sums.
+        for values in (2, 5) if shape.has_teacher else (1, 2):
             size = values * shape.tokens * shape.high_precision_bytes
             sums = collective_traffic("all_reduce", size, shape.tp, purpose=SCALARS_PURPOSE, group_kind="tp")
             traffic += [replace(row, calls=num_chunks) for row in sums]

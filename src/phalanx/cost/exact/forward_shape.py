@@ -40,6 +40,9 @@ class ForwardShape:
     recomputes_logits: bool = False
     """True if the backward pass computes logits again if there are chunks, as that of a loss of preferences."""
 
+    has_teacher: bool = False
+    """True if the loss is one of distillation, which computes the gradients of the head in the forward pass."""
+
     @property
     def tp(self) -> int:
         """Number of tensor-parallel ranks."""
@@ -64,6 +67,10 @@ class ForwardShape:
         if self.all_logits:
             return self.tokens
         return logits_chunk_rows(self.tokens, self.max_local_count(spec.vocab_size), self.compute_bytes)
+
+    def computes_head_gradients(self, spec: ModelSpec) -> bool:
+        """Return whether the forward pass computes the gradients of the head's input and matrix with the loss."""
+        return self.has_teacher or self.num_logits_chunks(spec) > 1
 
     def num_logits_chunks(self, spec: ModelSpec) -> int:
         """Return the number of chunks in which the head and the loss are computed."""
@@ -138,4 +145,5 @@ def forward_shape(resolved: ResolvedRun) -> ForwardShape:
         on_cuda=run.cluster.uses_cuda,
         all_logits=needs_all_logits(run),
         recomputes_logits=run.preference is not None,
+        has_teacher=run.distillation is not None,
     )

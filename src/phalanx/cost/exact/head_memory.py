@@ -20,7 +20,7 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
     input_bytes = shape.operand_bytes(residual_stream(spec))
     is_trained = is_head_trained(spec)
-    if shape.num_logits_chunks(spec) > 1:
+    if shape.computes_head_gradients(spec):
         gradient_bytes = matrix * shape.residual_bytes if is_trained else 0
         return Counter(head_and_loss=spec.num_logits * (input_bytes + gradient_bytes))
     # Without a cast, layers for multi-token prediction save all inputs of the head but the last.
@@ -31,7 +31,7 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
 
 def loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the temporary bytes of the loss: a chunk's probabilities, which become its gradient, and sums by row."""
-    if shape.num_logits_chunks(spec) > 1:
+    if shape.computes_head_gradients(spec):
         return _chunked_loss_bytes(spec, shape)
     vocab = shape.max_local_count(spec.vocab_size)
     rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
@@ -48,7 +48,7 @@ def head_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
         shape: Sizes of a micro-batch on one rank.
         splits_backward: True if the gradient of the head's weight is deferred.
     """
-    if shape.num_logits_chunks(spec) > 1:
+    if shape.computes_head_gradients(spec):
         return 0
     computes_gradient = is_head_trained(spec) and not splits_backward
     rows = shape.max_local_count(spec.vocab_size) if computes_gradient else 0
@@ -64,7 +64,7 @@ def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bo
         splits_backward: True if the gradient of the head's weight is deferred, unless it is computed in chunks.
     """
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
-    if not is_head_trained(spec) or (splits_backward and shape.num_logits_chunks(spec) == 1):
+    if not is_head_trained(spec) or (splits_backward and not shape.computes_head_gradients(spec)):
         return 0
     gradient_and_sum = matrix * (shape.compute_bytes + shape.high_precision_bytes)
     return gradient_and_sum - saved_by_head(spec, shape).total()
@@ -106,7 +106,8 @@ def _chunked_loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     is_cast = is_trained and shape.residual_bytes < 4 and shape.num_logits_chunks(spec) > MAX_BF16_SUMS
     sums_in_fp32 = is_trained and (shape.autocast or is_cast)
     piece_rows = min(vocab, loss_chunk_rows(D, on_cuda=shape.on_cuda)) if sums_in_fp32 else 0
-    chunk_bytes = _logits_bytes(spec, shape, rows) + max(
+    # A teacher has logits of its own.
+    chunk_bytes = (1 + shape.has_teacher) * _logits_bytes(spec, shape, rows) + max(
         _row_loss_bytes(spec, shape, rows), piece_rows * D * shape.compute_bytes
     )
     cast_bytes = vocab * D * shape.residual_bytes if is_cast else 0
@@ -121,5 +122,8 @@ def _row_loss_bytes(spec: ModelSpec, shape: ForwardShape, rows: int) -> int:
     """Return the temporary bytes of the loss of a chunk: numbers of its rows, and probabilities of some of them."""
     vocab = shape.max_local_count(spec.vocab_size)
     row_bytes = 3 * shape.high_precision_bytes + INDEX_BYTES + 2  # two flags
-    probability_row_bytes = (vocab + 2) * shape.high_precision_bytes + INDEX_BYTES
+    # With a teacher there are five sums of each row, and three chunks of numbers of some rows.
+    row_bytes += 5 * shape.high_precision_bytes * shape.has_teacher
+    probabilities = 3 if shape.has_teacher else 1
+    probability_row_bytes = (probabilities * vocab + 2) * shape.high_precision_bytes + INDEX_BYTES
     return rows * row_bytes + min(rows, loss_chunk_rows(vocab, on_cuda=shape.on_cuda)) * probability_row_bytes

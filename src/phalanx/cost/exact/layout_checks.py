@@ -14,6 +14,7 @@ from phalanx.spec.attention_backend import has_softcap, has_window, smallest_win
 from phalanx.spec.base import divisors, require
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.teacher import FIELD, resolved_teacher
 from phalanx.spec.formatting import plural
 from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import FSDP_STRATEGIES, Layout, check_supported
@@ -58,6 +59,19 @@ def check_layout(resolved: ResolvedRun) -> None:
     if run.layout.pp > 1:
         _check_pipeline(run, batch)
     _check_recomputed_blocks(run)
+    _check_teacher(resolved)
+
+
+def _check_teacher(resolved: ResolvedRun) -> None:
+    """Raise UserError if the ranks cannot run the teacher of a run with distillation in its layout."""
+    teacher = resolved_teacher(resolved)
+    if teacher is None or resolved.run.distillation is None:
+        return
+    try:
+        check_layout(teacher)
+    except UserError as error:
+        problem = f"cannot run in this layout: {error.field} = {error.value!r} {error.problem}"
+        raise UserError(FIELD, resolved.run.distillation.teacher, problem, error.fix) from None
 
 
 def layout_error(resolved: ResolvedRun) -> UserError | None:

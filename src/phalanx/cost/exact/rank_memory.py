@@ -31,6 +31,7 @@ from phalanx.cost.exact.rank_state import (
     rank_model_state,
     resident_and_offloaded,
 )
+from phalanx.cost.exact.teacher_memory import TeacherMemory, teacher_memories
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.spec.layout import FSDP_STRATEGIES, assign_parameters_to_servers
@@ -46,6 +47,8 @@ class RankMemory:
     gradients: int
     optimizer: int
     """Optimizer state, plus the trained fp32 rows with bf16 under zero1 and zero2."""
+    teacher: int = 0
+    """Weights of the teacher of a run with distillation."""
     activations: int = 0
     communication: int = 0
     """Buffers, including gathered parameters that are freed again."""
@@ -70,7 +73,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """Bytes that remain from step to step."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.teacher
 
     @property
     def working(self) -> int:
@@ -108,11 +111,22 @@ def rank_memory(resolved: ResolvedRun) -> dict[str, RankMemory]:
     ranks = rank_tensors(resolved)
     stages = zip(ranks, _stage_states(resolved, ranks), working_memories(resolved, ranks), strict=True)
     stage_memories = [_stage_memory(resolved, rank, state, working) for rank, state, working in stages]
+    if teachers := teacher_memories(resolved):
+        stage_memories = [_with_teacher(*each) for each in zip(stage_memories, teachers, strict=True)]
     if resolved.layout.data_parallel == "parameter_server":
         return {"server": _largest_server(resolved), "worker": stage_memories[0]}
     if resolved.layout.pp == 1:
         return {"rank": stage_memories[0]}
     return {f"pp{pp_rank}": memory for pp_rank, memory in enumerate(stage_memories)}
+
+
+def _with_teacher(memory: RankMemory, teacher: TeacherMemory) -> RankMemory:
+    """Return the memory of a rank that also has a teacher.
+
+    Its forward passes run while the student has no activations."""
+    peak = teacher.weights + max(memory.total + teacher.kept, memory.state + teacher.passes)
+    memory = replace(memory, teacher=teacher.weights, activations=memory.activations + teacher.kept)
+    return replace(memory, non_concurrent_bytes=memory.state + memory.working - peak)
 
 
 def worker_memories(resolved: ResolvedRun) -> list[RankMemory]:

@@ -47,7 +47,7 @@ def weight_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, blocks: Seque
         last: True if the stage has the head.
     """
     block_bytes = _gradient_bytes(shape, _largest_product(blocks, shape))
-    if not last or shape.num_logits_chunks(spec) > 1 or not is_head_trained(spec):
+    if not last or shape.computes_head_gradients(spec) or not is_head_trained(spec):
         return block_bytes
     head_bytes = _gradient_bytes(shape, spec.hidden_size * shape.max_local_count(spec.vocab_size))
     return max(head_bytes, block_bytes - _deferred_by_head(spec, shape))
@@ -84,5 +84,5 @@ def _largest_product(blocks: Sequence[Block], shape: ForwardShape) -> int:
 
 def _deferred_by_head(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes that the second half of the head's backward pass needs; in chunks the first half does all."""
-    is_deferred = shape.num_logits_chunks(spec) == 1 and is_head_trained(spec)
+    is_deferred = not shape.computes_head_gradients(spec) and is_head_trained(spec)
     return saved_by_head(spec, shape).total() if is_deferred else 0

@@ -107,6 +107,7 @@ SUPPORTED_EVERYWHERE = (
     SupportedOption("training.seconds", fix="set training.steps instead"),
     SupportedOption("training.epochs", fix="set training.steps instead"),
     SupportedOption("preference", fix="train it with Phalanx: this file describes training on the next token"),
+    SupportedOption("distillation", fix="train it with Phalanx: this file describes training on the next token"),
     SupportedOption("phase", fix="export each phase as a run of its own"),
     SupportedOption("adapter", fix="remove it, or set up the adapters there"),
     SupportedOption("training.freeze", fix="remove it, or freeze the parameters there"),

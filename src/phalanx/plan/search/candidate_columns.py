@@ -23,6 +23,7 @@ from phalanx.program.pipeline_split import block_flops, layers_per_rank
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import LOGITS_CHUNK_BYTES
+from phalanx.spec.files.teacher import resolved_teacher
 from phalanx.spec.layers import expert_layers
 from phalanx.spec.layout import compiles_whole_blocks
 from phalanx.spec.parallel_dims import replica_strategy
@@ -69,6 +70,26 @@ def candidate_jobs(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> Job
         **_stage_columns(run, layouts),
     }
     return broadcast_jobs(common, varying)
+
+
+def teacher_jobs(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> JobTable | None:
+    """Return the jobs of the teacher of a run with distillation, as if it had no pipelines; None without."""
+    teacher = resolved_teacher(resolved)
+    if teacher is None:
+        return None
+    whole = [
+        layout._replace(
+            pp=1,
+            schedule="1f1b",
+            virtual_stages=1,
+            ep=1,
+            activation_checkpointing="none",
+            recomputed_blocks=None,
+            offload="none",
+        )
+        for layout in layouts
+    ]
+    return candidate_jobs(teacher, whole)
 
 
 def _state_columns(run: RunSpec, layouts: list[CandidateLayout]) -> dict[str, list[float]]:

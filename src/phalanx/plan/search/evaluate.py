@@ -12,13 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.estimate.job_table import JobTable
-from phalanx.cost.estimate.memory import StageMemory, estimate_memory, memory_utilization, oom_probability
-from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
+from phalanx.cost.estimate.memory import (
+    StageMemory,
+    estimate_memory,
+    frozen_bytes,
+    memory_utilization,
+    oom_probability,
+)
+from phalanx.cost.estimate.step_time import PARTS, StepTime, add_teacher, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout, layout_error
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.kinds import Column
-from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidate_columns import candidate_jobs, teacher_jobs
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
 from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_probability, process_bytes
 from phalanx.plan.search.result import EvaluatedLayout
@@ -125,16 +131,23 @@ class LayoutPredictions:
 
     cluster: ClusterSpec
     jobs: JobTable
+    teachers: JobTable | None = None
+    """The forward passes of a teacher, as jobs without pipelines (`candidate_columns.teacher_jobs`)."""
 
     @cached_property
     def time(self) -> StepTime:
         """Seconds of a step by part."""
-        return step_seconds(time_constants_for(self.cluster), self.jobs)
+        constants = time_constants_for(self.cluster)
+        time = step_seconds(constants, self.jobs)
+        return time if self.teachers is None else add_teacher(time, constants, self.teachers, self.jobs.pp)
 
     @cached_property
     def memory(self) -> StageMemory:
         """A formula's estimate of memory."""
-        return estimate_memory(memory_constants_for(self.cluster), self.jobs)
+        memory = estimate_memory(memory_constants_for(self.cluster), self.jobs)
+        if self.teachers is None:
+            return memory
+        return replace(memory, state=memory.state + frozen_bytes(self.teachers) / self.jobs.pp)
 
     @cached_property
     def interval_factor(self) -> Column:
@@ -175,7 +188,8 @@ class LayoutPredictions:
 
     def select(self, indices: NDArray[np.int64]) -> LayoutPredictions:
         """Return the predictions of some layouts."""
-        return LayoutPredictions(self.cluster, self.jobs.select(indices))
+        teachers = None if self.teachers is None else self.teachers.select(indices)
+        return LayoutPredictions(self.cluster, self.jobs.select(indices), teachers)
 
     def _broadcast_to_layouts(self, column: Column) -> Column:
         return np.broadcast_to(column, self.jobs.count)
@@ -183,7 +197,7 @@ class LayoutPredictions:
 
 def predict_layouts(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> LayoutPredictions:
     """Predict time and memory of some layouts; at least one."""
-    return LayoutPredictions(resolved.run.cluster, candidate_jobs(resolved, layouts))
+    return LayoutPredictions(resolved.run.cluster, candidate_jobs(resolved, layouts), teacher_jobs(resolved, layouts))
 
 
 def evaluate(resolved: ResolvedRun, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:

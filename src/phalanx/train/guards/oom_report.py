@@ -46,7 +46,7 @@ def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of each part of the state on this rank's device; each storage counts once."""
     counted_storages: set[int] = set()
     sizes = {}
-    for part, tensors in trainer.strategy.resident_tensors(trainer.optimizers).items():
+    for part, tensors in trainer.resident_tensors(trainer.optimizers).items():
         sizes[part] = 0
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()

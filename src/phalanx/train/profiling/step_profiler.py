@@ -158,15 +158,17 @@ class StepRecorders:
 
     def __init__(self, learner: Learner, history: list[tuple[float, Mapping[str, int]]] | None = None) -> None:
         """Create the recorders; `history` receives the bytes by part over time."""
-        strategy = learner.strategy
+        gathered = all_gather_buffers(learner.strategy.module)
+        if learner.teacher is not None:
+            gathered += all_gather_buffers(learner.teacher.strategy.module)
         self.memory = MemoryMeter(
-            lambda: strategy.resident_tensors(learner.optimizers),
-            all_gather_buffers(strategy.module),
+            lambda: learner.resident_tensors(learner.optimizers),
+            gathered,
             history,
             other_memory=() if learner.device.type == "cpu" else ("offloaded",),
-            known_after_collectives=lambda: strategy.resident_tensors(()),  # no collective creates optimizer state
+            known_after_collectives=lambda: learner.resident_tensors(()),  # no collective creates optimizer state
         )
-        self.collectives = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
+        self.collectives = CollectiveRecorder(REQUESTED_OPERATION.get, learner.strategy.clock)
         self.flops = FlopCounter()
 
 

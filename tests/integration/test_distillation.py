@@ -1,0 +1,149 @@
+"""Distillation equals a plain implementation with models of transformers in fp64; wrong teachers are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import IGNORE_INDEX
+from phalanx.model.huggingface.export import checkpoint_form, stored_pieces
+from phalanx.model.huggingface.tensor_names import hf_sources
+from phalanx.parallel.cross_entropy import LossScale
+from phalanx.parallel.distillation_loss import TeacherHead
+from phalanx.parallel.linear_cross_entropy import ChunkedLoss
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from tests.helpers.small_runs import Table, make_trainer, small_run
+from tests.model.huggingface.test_checkpoint_traps import EAGER, fp32_as_fp64, fp64_by_default
+
+SIZES: Table = {"vocab_size": 257, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None}
+STUDENT: Table = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEACHER: Table = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEMPERATURE = 2.5
+WEIGHT = 0.7
+
+
+def plain_loss(x: Tensor, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of all tokens and its divergence, as in Hinton et al., section 2."""
+    x, y = x.flatten(0, 1), y.flatten(0, 1)
+    cross_entropy = F.cross_entropy(x, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    probabilities, student = (F.log_softmax(logits / TEMPERATURE, dim=1) for logits in (y, x))
+    counted = (targets.flatten() != IGNORE_INDEX)[:, None]
+    divergence = (F.kl_div(student, probabilities, reduction="none", log_target=True) * counted).sum()
+    return (1 - WEIGHT) * cross_entropy + WEIGHT * TEMPERATURE**2 * divergence, divergence
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("columns", [11, 2**22], ids=["one chunk", "chunks"])
+def test_loss_and_gradients_are_those_of_plain_pytorch(columns: int, softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, weight, taught, matrix = (
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((2, 5, 6), (11, 6), (2, 5, 4), (11, 4))
+    )
+    targets = torch.randint(0, 11, (2, 5), generator=generator)
+    targets[1, 2:] = IGNORE_INDEX
+    cap = (lambda z: z) if softcap is None else lambda z: softcap * torch.tanh(z / softcap)
+    expected, divergence = plain_loss(cap(x @ weight.T), cap(taught @ matrix.T).detach(), targets)
+    gradients = torch.autograd.grad(expected, (x, weight))
+    head = TeacherHead(
+        x=taught.detach(), weight=matrix.detach(), softcap=softcap, temperature=TEMPERATURE, share=WEIGHT
+    )
+    chunked = ChunkedLoss(columns=columns, itemsize=8, scale=LossScale(3.0), softcap=softcap)
+    function = chunked(targets, IGNORE_INDEX, None, head)
+    assert function is not None
+    loss = function(x, weight)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert sum(head.divergences).item() == pytest.approx(divergence.item(), rel=1e-12)
+    for mine, theirs in zip(torch.autograd.grad(loss, (x, weight)), gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """A student and a teacher of transformers in fp64, and their directories."""
+    folder = tmp_path_factory.mktemp("hf")
+    models = {}
+    for name, kind, sizes in (
+        ("student", transformers.LlamaConfig, STUDENT),
+        ("teacher", transformers.Qwen3Config, TEACHER),
+    ):
+        torch.manual_seed(len(name))
+        with fp64_by_default(), fp32_as_fp64():
+            config = kind(**SIZES, **sizes, num_key_value_heads=2, head_dim=8)
+            model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).double().eval()
+        model.save_pretrained(folder / name)
+        models[name] = model, folder / name
+    return models
+
+
+def distilled_run(documents: Path, out: Path, models: dict[str, tuple[Any, Path]], **layout: Any) -> RunSpec:
+    changes = {
+        "model": {"from_hf": str(models["student"][1])},
+        "distillation": {"teacher": str(models["teacher"][1]), "temperature": TEMPERATURE, "weight": WEIGHT},
+        "data.mask_documents": False,
+        "training.steps": 1,
+    }
+    return small_run(documents, out, {**changes, **{f"layout.{name}": value for name, value in layout.items()}})
+
+
+def test_loss_and_gradients_equal_those_of_transformers(
+    documents: Path, tmp_path: Path, hf_models: dict[str, tuple[Any, Path]]
+) -> None:
+    run = distilled_run(documents, tmp_path, hf_models)
+    trainer = make_trainer(run)
+    (micro,) = trainer.micro_batches(next(prefetch(trainer.loader, 0, 1)))
+    sums = trainer.forward_backward([micro])
+    with fp32_as_fp64():
+        student, teacher = (hf_models[name][0] for name in ("student", "teacher"))
+        expected, divergence = plain_loss(
+            student(micro.tokens).logits, teacher(micro.tokens).logits.detach(), micro.targets
+        )
+    student.zero_grad()
+    expected.backward()
+    assert sums.loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    assert sums.divergences.item() == pytest.approx(divergence.item(), rel=1e-10)
+    form = checkpoint_form(run.model)
+    for name, source in hf_sources(form.family, form.spec).items():
+        mine = torch.cat(list(stored_pieces(source, trainer.strategy.gradients())))
+        torch.testing.assert_close(mine, student.get_parameter(name).grad, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2}, {"data_parallel": "zero3"}, {"pp": 2, "micro_batch_size": 2}, {"cp": 2}],
+    ids=["tp", "zero3", "pp", "cp"],
+)
+def test_layout_trains_as_transformers(
+    layout: Table, documents: Path, tmp_path: Path, hf_models: dict[str, tuple[Any, Path]]
+) -> None:
+    run = distilled_run(documents, tmp_path, hf_models, **layout)
+    results = rank_pool(2).run(first_step, run)
+    trainer = make_trainer(distilled_run(documents, tmp_path, hf_models))
+    (micro,) = trainer.micro_batches(next(prefetch(trainer.loader, 0, 1)))
+    with fp32_as_fp64():
+        student, teacher = (hf_models[name][0] for name in ("student", "teacher"))
+        loss, divergence = plain_loss(
+            student(micro.tokens).logits, teacher(micro.tokens).logits.detach(), micro.targets
+        )
+    student.zero_grad()
+    loss.backward()
+    count = int((micro.targets != IGNORE_INDEX).sum())
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in student.parameters()])
+    expected = {"loss": loss.item() / count, "kl_loss": divergence.item() / count, "grad_norm": norm.item() / count}
+    for result in results:
+        assert result == pytest.approx(expected, rel=1e-10)
+
+
+def first_step(run: RunSpec) -> Table:
+    """Return loss, divergence and gradient norm of the first step."""
+    trainer = make_trainer(run)
+    record = trainer.train_step(prefetch(trainer.loader, 0, 1))
+    return {name: record[name] for name in ("loss", "kl_loss", "grad_norm")}
