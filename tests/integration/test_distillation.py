@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+import phalanx
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import IGNORE_INDEX
 from phalanx.model.huggingface.export import checkpoint_form, stored_pieces
@@ -18,10 +22,16 @@ from phalanx.model.huggingface.tensor_names import hf_sources
 from phalanx.parallel.cross_entropy import LossScale
 from phalanx.parallel.distillation_loss import TeacherHead
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss
+from phalanx.plan.predicted_vs_measured import compare_with_prediction
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model_spec
+from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import Table, make_trainer, small_run
+from phalanx.train.create_run import create_run
+from tests.helpers.small_runs import DENSE, Table, find_examples, make_trainer, measure_steady_step, small_run
 from tests.model.huggingface.test_checkpoint_traps import EAGER, fp32_as_fp64, fp64_by_default
+from tests.parity.test_distillation import make_teacher
 
 SIZES: Table = {"vocab_size": 257, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None}
 STUDENT: Table = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -147,3 +157,113 @@ def first_step(run: RunSpec) -> Table:
     trainer = make_trainer(run)
     record = trainer.train_step(prefetch(trainer.loader, 0, 1))
     return {name: record[name] for name in ("loss", "kl_loss", "grad_norm")}
+
+
+def numbered_run(documents: Path, out: Path, teacher: Path, **changes: Any) -> RunSpec:
+    table = {"model": DENSE, "distillation": {"teacher": str(teacher)}, **changes}
+    return small_run(documents, out, table)
+
+
+@pytest.fixture(scope="module")
+def teacher(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a teacher."""
+    return make_teacher(documents, tmp_path_factory.mktemp("teacher"), "teacher", {**DENSE, "num_heads": 8})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distillation": {"teacher": "nowhere"}}, "'nowhere' is neither a run directory nor a directory of a Hugging"),
+        ({"model": {**DENSE, "vocab_size": 300}}, r"has a vocabulary of 257, but model\.vocab_size is 300"),
+        (
+            {"layout.pp": 4, "model": {**DENSE, "num_layers": 4}},
+            r"cannot run in this layout: layout\.pp = 4 results in",
+        ),
+        ({"training.loss": "own_parts:smoothed"}, r"training\.loss cannot be combined with \[distillation\]"),
+        ({"model": {**DENSE, "mtp": {"layers": 1}}}, r"model\.mtp cannot be combined with \[distillation\]"),
+        ({"layout.data_parallel": "parameter_server"}, r"layout\.data_parallel cannot be combined with \[distillation"),
+        ({"distillation.temperature": 0}, r"distillation\.temperature = 0 .*greater than 0"),
+        ({"distillation.weight": 1.5}, r"distillation\.weight = 1\.5 .*less than or equal to 1"),
+    ],
+    ids=str,
+)
+def test_invalid_runs_are_refused(changes: Table, message: str, documents: Path, teacher: Path, tmp_path: Path) -> None:
+    find_examples()
+    with pytest.raises(UserError, match=message):
+        create_run(numbered_run(documents, tmp_path, teacher, **changes), 4, resume=False)
+    assert not (tmp_path / "parity").exists()
+
+
+def without_checkpoint(teacher: Path) -> str:
+    shutil.rmtree(teacher / "checkpoints")
+    return "has no usable weights"
+
+
+def with_another_tokenizer(teacher: Path) -> str:
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")])).save(str(teacher / "tokenizer.json"))
+    return "has another tokenizer than the run"
+
+
+def with_damaged_tokenizer(teacher: Path) -> str:
+    (teacher / "tokenizer.json").write_text("{")
+    return "has an unusable tokenizer"
+
+
+def with_adapters(teacher: Path) -> str:
+    with open(teacher / "run.toml", "a") as file:
+        file.write("\n[adapter]\nrank = 2\nalpha = 2.0\n")
+    return "has adapters"
+
+
+@pytest.mark.parametrize("change", [without_checkpoint, with_another_tokenizer, with_damaged_tokenizer, with_adapters])
+def test_wrong_teachers_are_refused(change: Any, documents: Path, teacher: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(teacher, tmp_path / "changed"))
+    message = change(changed)
+    with pytest.raises(UserError, match=rf"distillation\.teacher = .*{message}"):
+        create_run(numbered_run(documents, tmp_path, changed), 1, resume=False)
+
+
+def test_teacher_without_tokenizer_is_refused(
+    documents: Path, tmp_path: Path, hf_models: dict[str, tuple[Any, Path]]
+) -> None:
+    with pytest.raises(UserError, match=r"distillation\.teacher = .*has no tokenizer\.json"):
+        create_run(numbered_run(documents, tmp_path, hf_models["teacher"][1]), 1, resume=False)
+
+
+MEMORY_MODEL: Table = {**DENSE, "hidden_size": 64, "vocab_size": 1024, "num_layers": 4, "max_seq_len": 128}
+MEMORY_TEACHER: Table = {**MEMORY_MODEL, "hidden_size": 96, "num_heads": 8, "num_kv_heads": 4, "num_layers": 6}
+MEMORY_CASES: dict[str, tuple[int, str, Table]] = {
+    "one": (1, "bf16", {}),
+    "zero1": (2, "fp32", {"layout.data_parallel": "zero1"}),
+    "zero3": (2, "bf16", {"layout.data_parallel": "zero3"}),
+    "tp": (2, "bf16", {"layout.tp": 2}),
+    "pp": (2, "fp32", {"layout.pp": 2, "layout.micro_batch_size": 1}),
+    "cp": (2, "fp32", {"layout.cp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_planned_memory_of_teacher_is_allocated(case: str, documents: Path, tmp_path: Path) -> None:
+    ranks, precision, layout = MEMORY_CASES[case]
+    teacher = make_teacher(documents, tmp_path, "teacher", MEMORY_TEACHER)
+    sizes = {"training.precision": precision, "training.seq_len": 128, "training.tokens_per_step": 1024}
+    run = numbered_run(documents, tmp_path, teacher, **{"model": MEMORY_MODEL, **sizes, **layout})
+    measured = [measure_steady_step(run)] if ranks == 1 else rank_pool(ranks).run(measure_steady_step, run)
+    rows = list(compare_with_prediction(ResolvedRun(run, ranks), dict(enumerate(measured))))
+    for row in rows:
+        if row.quantity == "teacher":
+            assert row.measured == row.predicted, row
+        elif row.quantity == "total":
+            assert row.measured == pytest.approx(row.predicted, rel=0.03), row
+    assert [row for row in rows if row.quantity == "teacher"]
+
+
+def test_plan_adds_time_and_memory_of_teacher(documents: Path, teacher: Path, tmp_path: Path) -> None:
+    machine = {"cluster": {"preset": "h100"}, "training.precision": "bf16"}
+    taught = numbered_run(documents, tmp_path, teacher, **machine)
+    alone = taught.replace(distillation=None)
+    with_teacher, without = (phalanx.predict(run, 8, run.layout) for run in (taught, alone))
+    assert with_teacher.step_seconds > without.step_seconds
+    weights = count_parameters(load_model_spec(str(teacher / "run.toml"))).total
+    assert with_teacher.stages["first"]["state"] - without.stages["first"]["state"] == 2 * weights

@@ -20,6 +20,8 @@ WORKING = (*STATE, "working")
 
 Received activations are measured as communication, so only the sum of activations and communication is comparable.
 """
+TEACHER = "teacher"
+"""Weights of the teacher of a run with distillation, which other runs do not show."""
 TOTAL = "total"
 """Peak of the sum, which is less than the sum of the peaks, because parts peak at different times."""
 
@@ -69,7 +71,7 @@ def compare_with_prediction(resolved: ResolvedRun, measured: Mapping[int, dict[s
             measurement = "held_bytes" if part in STATE else "peak_bytes"
             add(role, part, getattr(predicted, part), max(rank[measurement].get(part, 0) for rank in ranks))
         if predicted.teacher:
-            add(role, "teacher", predicted.teacher, max(rank["held_bytes"].get("teacher", 0) for rank in ranks))
+            add(role, TEACHER, predicted.teacher, max(rank["held_bytes"].get(TEACHER, 0) for rank in ranks))
         add(role, TOTAL, predicted.total, max(rank["peak_bytes"]["total"] for rank in ranks))
         # PowerSGD sends from callbacks in other threads, which are not recorded.
         predicted_bytes = (

@@ -35,7 +35,17 @@ DISPLAY_NAMES = {
 """Names in text that differ from those of facts."""
 RANK_OF_STEP_PART = {"compute": "slowest rank", "exposed communication": "rank that waits least"}
 """The rank to which a step's row refers."""
-STATE = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication", "working", "total")
+STATE = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "teacher",
+    "offloaded",
+    "activations",
+    "communication",
+    "working",
+    "total",
+)
 """Rows of memory. In them, `optimizer` and `communication` are allocated bytes, not durations."""
 BOTTLENECK_NAMES = {
     "compute": "computing",

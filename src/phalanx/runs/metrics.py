@@ -36,6 +36,7 @@ class StepMetrics(TypedDict):
     hot_expert_share: NotRequired[Number | None]
     gradient_noise_scale: NotRequired[Amount | None]
     mtp_loss: NotRequired[Number | None]
+    kl_loss: NotRequired[Number | None]
     peak_memory_bytes: NotRequired[Count]
     ranks: NotRequired[WorldSize]
     resumed_at_step: NotRequired[Count]

@@ -51,6 +51,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 from phalanx.train.optim.optimizers import learning_rate_ratio
 from phalanx.train.profiling.peak_flops import fastest_precision
+from phalanx.train.teacher import check_teacher
 from phalanx.train.time_budget import with_decided_steps
 
 logger = logging.getLogger(__name__)
@@ -274,8 +275,10 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, world_size: int, manifes
 
     The text may be too short, the tokenizer may have more tokens than the model, or a checkpoint to resume from may be
     of another text."""
-    num_tokens = load_tokenizer(prepared.tokenizer).vocab
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    num_tokens = tokenizer.vocab
     check_vocab_size(run, num_tokens)
+    check_teacher(run, tokenizer)
     if manifest is None and not run.model.from_hf and num_tokens < MIN_USED_VOCABULARY * run.model.vocab_size:
         unused = f"the tokenizer has {num_tokens:,} tokens, and the model rows for {run.model.vocab_size:,}"
         _log_note(f"{unused}: set model.vocab_size = {num_tokens} for a smaller model")

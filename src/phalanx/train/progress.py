@@ -81,6 +81,8 @@ def format_metrics(record: dict[str, Any]) -> str:
     parts = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     if "pair_accuracy" in record:
         parts.insert(1, f"accuracy {record['pair_accuracy']:.0%}")
+    if "kl_loss" in record:
+        parts.insert(1, f"KL {record['kl_loss']:.3f}")
     if has_ignored_targets(record):
         parts.append(f"{record['targets_per_second']:,.0f} targets/s")
     if "mfu" in record:

@@ -122,6 +122,11 @@ def check_teacher(run: RunSpec, tokenizer: Tokenizer) -> None:
     if not file.is_file():
         problem = f"has no {TOKENIZER_FILE}, so that its tokens cannot be compared with those of the run"
         raise UserError(FIELD, str(directory), problem, "save its tokenizer there (AutoTokenizer.save_pretrained)")
-    if load_tokenizer(file).fingerprint() != tokenizer.fingerprint():
+    try:
+        # Ends of text may differ, as those of a model and its tuned variant do.
+        fingerprint = replace(load_tokenizer(file), end=tokenizer.end).fingerprint()
+    except UserError as error:
+        raise UserError(FIELD, str(directory), f"has an unusable tokenizer: {error.problem}", error.fix) from None
+    if fingerprint != tokenizer.fingerprint():
         problem = "has another tokenizer than the run: its probabilities would be those of other tokens"
         raise UserError(FIELD, str(directory), problem, f"set data.tokenizer = {str(file)!r}")

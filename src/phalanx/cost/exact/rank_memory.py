@@ -124,8 +124,13 @@ def _with_teacher(memory: RankMemory, teacher: TeacherMemory) -> RankMemory:
     """Return the memory of a rank that also has a teacher.
 
     Its forward passes run while the student has no activations."""
-    peak = teacher.weights + max(memory.total + teacher.kept, memory.state + teacher.passes)
-    memory = replace(memory, teacher=teacher.weights, activations=memory.activations + teacher.kept)
+    peak = teacher.weights + max(memory.total + teacher.kept + teacher.gathered, memory.state + teacher.passes)
+    memory = replace(
+        memory,
+        teacher=teacher.weights,
+        activations=memory.activations + teacher.kept,
+        communication=memory.communication + teacher.gathered,
+    )
     return replace(memory, non_concurrent_bytes=memory.state + memory.working - peak)
 
 

@@ -24,7 +24,9 @@ class TeacherMemory:
     weights: int
     """Its weights, to the byte."""
     kept: int
-    """Inputs of its head until their losses, with the matrix that FSDP gathers."""
+    """Inputs of its head until their losses."""
+    gathered: int
+    """Matrix of its head that FSDP gathers, until the losses."""
     passes: int
     """Peak of its forward passes beyond its weights, in which the student has no activations."""
 
@@ -43,14 +45,14 @@ def teacher_memories(resolved: ResolvedRun) -> list[TeacherMemory]:
     head_bytes = shape.tokens * model.hidden_size * shape.compute_bytes
     head_bytes *= teacher.micro_batches if layout.pp > 1 else 1
     is_sharded = teacher.strategy in FSDP_STRATEGIES
-    if is_sharded:
-        head_bytes += shape.max_local_count(model.vocab_size) * model.hidden_size * shape.compute_bytes
+    matrix_bytes = shape.max_local_count(model.vocab_size) * model.hidden_size * shape.compute_bytes
     schedule = representative_schedule(layout)
     last_rank = schedule.rank_of[schedule.stages - 1] if layout.pp > 1 else 0
     return [
         TeacherMemory(
             weights=rank_model_state(teacher, rank).total,
             kept=head_bytes if pp_rank == last_rank else 0,
+            gathered=matrix_bytes if pp_rank == last_rank and is_sharded else 0,
             passes=pass_bytes + (_gathered_bytes(rank, shape.compute_bytes) if is_sharded else 0),
         )
         for pp_rank, rank in enumerate(rank_tensors(teacher))

@@ -26,7 +26,7 @@ from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 
 Details = dict[str, Any]
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "unused", "nccl")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "teacher", "activations", "communication", "unused", "nccl")
 MAX_ACTIONS = 20_000
 """Passes of a timeline, at most: of more, each would be narrower than a pixel."""
 MIN_GAP = 1e-9

@@ -66,6 +66,7 @@ MEMORY_PARTS = {
     "parameters": ("parameters", MEMORY_COLORS["parameters"]),
     "gradients": ("gradients", MEMORY_COLORS["gradients"]),
     "optimizer": ("optimizer state", MEMORY_COLORS["optimizer"]),
+    "teacher": ("teacher", MEMORY_COLORS["teacher"]),
     "offloaded": ("offloaded", MEMORY_COLORS["offloaded"]),
     "activations": ("activations", MEMORY_COLORS["activations"]),
     "communication": ("communication buffers", MEMORY_COLORS["communication"]),

@@ -51,6 +51,7 @@ MEMORY_COLORS = {
     "parameters": "#4477aa",
     "gradients": "#88ccee",
     "optimizer": "#999933",
+    "teacher": "#cc6677",
     "offloaded": "#ddcc77",
     "activations": step_breakdown.COLORS["activations"],
     "communication": step_breakdown.COLORS["buffers"],

@@ -32,7 +32,10 @@ def teacher_run(run: RunSpec) -> RunSpec | None:
     model = _read_model(directory, _changed_at(directory))
     if model.vocab_size != run.model.vocab_size:
         problem = f"has a vocabulary of {model.vocab_size:,}, but model.vocab_size is {run.model.vocab_size:,}"
-        raise UserError(FIELD, str(directory), problem, "use a teacher and a model of one family")
+        fix = "use a teacher with the tokenizer of the model"
+        if model.vocab_size > run.model.vocab_size:
+            fix = f"set model.vocab_size = {model.vocab_size}, or {fix}"
+        raise UserError(FIELD, str(directory), problem, fix)
     longest = max([run.training.seq_len, *(phase.seq_len or 0 for phase in run.phase)])
     try:
         check_sequence(model, "training.seq_len", longest)

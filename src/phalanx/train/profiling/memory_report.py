@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from phalanx.parallel.comm.objects import rank_and_world_size
-from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, Comparison, compare_with_prediction
+from phalanx.plan.predicted_vs_measured import PARTS, TEACHER, TOTAL, WORKING, Comparison, compare_with_prediction
 from phalanx.runs.measured import COMPARISON_FILE, MEASURED_DIR, read_measured
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.parallel_dims import uses_model_parallelism
@@ -49,7 +49,7 @@ def format_rows(rows: list[Comparison]) -> str:
     for row in rows:
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
         verb = "got" if row.quantity == "recv" else "sent"
-        if row.quantity in (*PARTS, *WORKING, TOTAL):
+        if row.quantity in (*PARTS, *WORKING, TEACHER, TOTAL):
             verb = "held"
         label = f"{row.role:8} {verb:4} {row.quantity:14}"
         lines.append(f"{label} {row.predicted:>14,} {row.measured:>14,}  {ratio}")
