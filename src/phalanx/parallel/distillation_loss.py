@@ -68,7 +68,8 @@ def sum_distillation_losses(
     None."""
     if softcap is not None:
         replace_by_capped(x_NV, softcap)
-    temperature, share = teacher.temperature, teacher.share
+    temperature = teacher.temperature
+    share = teacher.share
     column_N = target_N - (0 if tp is None else tp.first_row)
     column_N = column_N.masked_fill((column_N < 0) | (column_N >= x_NV.shape[1]), -1)
     rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
@@ -122,7 +123,8 @@ def _replace_by_gradient(
     """Replace the student's logits by the gradient of `factor` times the loss.
 
     `logs_3N` are the logarithms of the sums of exp(x), exp(x / T) and exp(y / T), relative to the maxima of x and y."""
-    temperature, share = teacher.temperature, teacher.share
+    temperature = teacher.temperature
+    share = teacher.share
     for x, y, max_x, max_y, log, log_of_student, log_of_teacher, column in row_chunks(
         rows, x_NV, y_NV, *maxima_2N, *logs_3N, column_N
     ):

@@ -79,7 +79,7 @@ class MicroBatch:
     mtp_losses: list[Tensor] = field(default_factory=list, init=False)
     """Their losses, summed over tokens, once they have run. Copies of a micro-batch have none."""
     taught: list[TeacherHead] = field(default_factory=list)
-    """What the teacher has computed, in a pipeline before the step."""
+    """Output of the teacher, which in a pipeline is computed before the step."""
     divergences: list[Tensor] = field(default_factory=list, init=False)
     """Sums of KL(teacher || student), once they have been computed. Copies of a micro-batch have none."""
 
@@ -240,7 +240,7 @@ class Learner:
         if self.teacher is not None and self.run.layout.pp > 1:
             # Its pipeline cannot run within a pass of the other one.
             for micro in micros:
-                micro.taught.extend(self.teacher.outputs(micro))
+                micro.taught[:] = self.teacher.outputs(micro)
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
