@@ -114,11 +114,14 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
 def add_teacher(time: StepTime, constants: TimeConstants, teachers: JobTable, pp: Column) -> StepTime:
     """Return the time of a step in which a teacher runs its forward passes, whose jobs are without pipelines.
 
-    In a pipeline of `pp` stages each has an equal part of its layers; the bubble of its passes is left out."""
+    In a pipeline of `pp` stages each has an equal part of its layers; the bubble of its passes is left out. The loss
+    has six exponentials of each logit in place of two, hence twice its time more."""
     layers = layer_seconds(constants, teachers)
     blocks = layers.blocks(teachers.dense_layers, teachers.layers - teachers.dense_layers)
     product = matmul_seconds(constants, teachers, teachers.tokens, teachers.vocab / teachers.tp, teachers.width)
-    forward = teachers.micro_batches / pp * (layers.embedding.forward + blocks.forward + product)
+    read_bytes = teachers.compute_dtype_bytes * teachers.tokens * teachers.vocab / teachers.tp
+    loss = 2 * constants.head_passes * memory_pass_seconds(constants, teachers, read_bytes)
+    forward = teachers.micro_batches / pp * (layers.embedding.forward + blocks.forward + product + loss)
     return replace(time, compute=time.compute + forward)
 
 
