@@ -141,6 +141,7 @@ FROZEN_RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "dense",
         {"adapter": ADAPTER, "layout.pp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
     ),
+    "magnitudes-tp": (2, "dense", {"adapter": {**ADAPTER, "dora": True}, "layout.tp": 2}),
     "adapters-cp": (2, "dense", {"adapter": ADAPTER, "layout.cp": 2, "layout.data_parallel": "zero2"}),
 }
 """Ranks, model and changes of runs that train a part of the model."""

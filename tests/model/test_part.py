@@ -423,6 +423,7 @@ def test_partly_frozen_block_does_what_its_declaration_says(
 ADAPTERS = {
     "all": AdapterSpec(rank=4, alpha=8.0),
     "some": AdapterSpec(rank=2, alpha=8.0, targets=("wq", "wo", "down", "query", "out")),
+    "magnitudes": AdapterSpec(rank=4, alpha=8.0, dora=True),
 }
 ADAPTED_MODELS = (
     *(

@@ -26,6 +26,7 @@ from tests.helpers.small_runs import (
 
 ADAPTER: Table = {"rank": 3, "alpha": 6.0}
 SOME: Table = {"rank": 4, "alpha": 8.0, "targets": ["wq", "wo", "mlp.down"], "rslora": True}
+DORA: Table = {"rank": 3, "alpha": 6.0, "dora": True}
 MODELS: dict[str, Table] = {
     "dense": {**DENSE, "num_layers": 4},
     "moe": {**MOE, "num_layers": 4},
@@ -65,6 +66,34 @@ CASES: dict[str, tuple[int, str, Table, Table]] = {
         4,
         "dense",
         ADAPTER,
+        {"layout.pp": 2, "layout.tp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
+    ),
+    "dora-zero3": (2, "moe", DORA, {"layout.data_parallel": "zero3", "layout.fsdp_unit": "sublayer"}),
+    "dora-zero2-selective": (
+        2,
+        "latent",
+        DORA,
+        {"layout.data_parallel": "zero2", "layout.activation_checkpointing": "selective"},
+    ),
+    "dora-tp": (2, "dials", DORA, {"layout.tp": 2}),
+    "dora-gathered": (2, "three heads", DORA, {"layout.tp": 2, "layout.tp_attention": "gathered"}),
+    "dora-tp-whole-tokens-zero1": (
+        4,
+        "dials",
+        DORA,
+        {"layout.tp": 4, "layout.sequence_parallel": False, "layout.data_parallel": "zero1"},
+    ),
+    "dora-ep-tp-zero3": (4, "moe", DORA, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero3"}),
+    "dora-ulysses-full": (
+        2,
+        "latent",
+        DORA,
+        {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.activation_checkpointing": "full"},
+    ),
+    "dora-zb-h1-tp": (
+        4,
+        "moe",
+        DORA,
         {"layout.pp": 2, "layout.tp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
     ),
 }

@@ -77,6 +77,18 @@ def test_adapters_of_all_products_leave_everything_else_frozen() -> None:
     assert trained == set(names)
 
 
+def test_magnitudes_are_trained_beside_their_adapters() -> None:
+    adapter = {"rank": 2, "alpha": 4.0, "targets": ["wq", "shared.down"], "dora": True}
+    parameters = model_parameters(run_from_table({"model": MOE, "adapter": adapter}).model)
+    magnitudes = {name: each.shape for name, each in parameters.items() if "magnitude" in name and not each.is_frozen}
+    expected = [
+        (f"blocks.{layer}.{name}_lora_magnitude.weight", parameters[f"blocks.{layer}.{name}.weight"].shape[:1])
+        for layer in range(2)
+        for name in ("attention.wq", "mlp.shared.down")
+    ]
+    assert magnitudes == dict(expected)
+
+
 def test_run_keeps_its_frozen_parameters_when_it_is_written_and_changed() -> None:
     run = frozen_run(["head.*"])
     assert "tuning" not in run.model_dump(mode="json")["model"]

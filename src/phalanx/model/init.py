@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.model import carried_tensors, model_parameters
-from phalanx.spec.tuning import is_adapter_parameter
+from phalanx.spec.tuning import MAGNITUDE_SUFFIX, is_adapter_parameter
 
 BLOCK_NUMBERS = 2**20
 """Approximate number of values that are drawn from one seed, in complete rows."""
@@ -50,12 +50,18 @@ class DrawnWeights:
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """Return a full parameter."""
-        return initial_weight(self.spec, name, shape, self.seed)
+        return self.part(name, shape, tuple(slice(0, size) for size in shape))
 
     def part(self, name: str, shape: torch.Size, part: Part) -> Tensor:
         """Return a part of a parameter, of which only the rows are drawn (`initial_weight`)."""
+        if self.has_row_norms(name):
+            return row_norms(self.spec, self, name, part)
         rows = range(part[0].start, part[0].stop) if len(shape) > 1 else None
         return initial_weight(self.spec, name, shape, self.seed, rows)[part]
+
+    def has_row_norms(self, name: str) -> bool:
+        """Return whether a parameter has the norms of the rows of another one."""
+        return name in model_parameters(self.spec) and model_parameters(self.spec)[name].init == "row_norms"
 
 
 def part_of_weight(weights: Weights, name: str, shape: torch.Size, part: Part) -> Tensor:
@@ -71,9 +77,19 @@ def with_adapter(weights: Weights, adapter: Weights) -> PartialWeights:
 
     def part_of(name: str, shape: torch.Size, part: Part) -> Tensor:
         is_adapted = is_adapter_parameter(name) or name in names
+        if is_adapted and isinstance(adapter, DrawnWeights) and adapter.has_row_norms(name):
+            return row_norms(adapter.spec, weights, name, part)
         return part_of_weight(adapter if is_adapted else weights, name, shape, part)
 
     return PartialWeights(part_of)
+
+
+def row_norms(spec: ModelSpec, weights: Weights, name: str, part: Part) -> Tensor:
+    """Return the norms of some rows of the matrix whose magnitudes a parameter has, in fp64."""
+    matrix = name.replace(MAGNITUDE_SUFFIX, "")
+    shape = torch.Size(model_parameters(spec)[matrix].shape)
+    rows = part_of_weight(weights, matrix, shape, (*part, slice(0, shape[1])))
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, rows: range | None = None) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from phalanx.model.embedding import Embedding
 from phalanx.model.norm import identity, make_norm
-from phalanx.model.products import Adapter, ProductLinear, TensorTuple
+from phalanx.model.products import Adapter, Magnitudes, ProductLinear, TensorTuple
 from phalanx.model.sequence_context import SequenceContext
-from phalanx.spec.parts.operations import Linear, LookUp, Norm, Operation, Part
+from phalanx.spec.parts.operations import Linear, LookUp, Magnitude, Norm, Operation, Part
 
 Multiply = Callable[..., TensorTuple]
 """Function of a tensor and the layers that read it; returns their outputs."""
@@ -65,6 +65,8 @@ class PartModule(nn.Module):
                 self.add_module(operation.name, ProductLinear(columns, rows, "bias" in operation.parameters))
             elif isinstance(operation, Norm):
                 self.add_module(operation.name, make_norm(operation))
+            elif isinstance(operation, Magnitude):
+                self.add_module(operation.name, Magnitudes(*operation.parameters["weight"].shape))
             elif isinstance(operation, LookUp) and operation.name:
                 self.add_module(operation.name, Embedding(*operation.parameters["weight"].shape))
             else:
@@ -72,7 +74,8 @@ class PartModule(nn.Module):
                     self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
         for name, adapter in part.adapters.items():
             a, b = (getattr(self, linear.name) for linear in adapter)
-            getattr(self, name).adapter = Adapter(a, b, adapter[0].scale)
+            magnitudes = getattr(self, part.magnitudes[name].name) if name in part.magnitudes else None
+            getattr(self, name).adapter = Adapter(a, b, adapter[0].scale, magnitudes)
         for name, tensor in part.carried.items():
             self.register_buffer(name, torch.empty(tensor.shape))
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.model.chunks import cached_rows
 from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.parts.operations import Part
 
 # The result is written into the tensor of the given gradient, which a backward pass no longer needs.
@@ -308,6 +309,10 @@ class Product:
         """Return the gradient of the weight from that of the product, [..., O]."""
         return gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
+    def sum_over_columns(self, sums: Tensor) -> Tensor:
+        """Return sums over the columns of the whole weight from those over this rank's, which it may overwrite."""
+        return sums
+
     def weight_edge(self, weight: Tensor) -> GradientEdge | None:
         """Return where a deferred gradient enters the graph; None if gradients are not deferred.
 
@@ -331,7 +336,7 @@ class ProductLinear(nn.Linear):
         if self.product is not LINEAR:
             return activated_linear(self, IDENTITY, input)
         output = super().forward(input)
-        return output if self.adapter is None else output + self.adapter.forward(IDENTITY, input)
+        return output if self.adapter is None else self.adapter.add(self, output, self.adapter.forward(IDENTITY, input))
 
 
 @dataclass(frozen=True)
@@ -341,6 +346,15 @@ class Adapter:
     a: ProductLinear
     b: ProductLinear
     scale: float
+    magnitudes: Magnitudes | None = None
+
+    def add(self, layer: ProductLinear, output: Tensor, addend: Tensor) -> Tensor:
+        """Return the output of a layer with that of its adapter."""
+        output = output + addend
+        if self.magnitudes is None:
+            return output
+        norms = adapted_row_norms(layer, self)
+        return cast(Tensor, _ScaleRows.apply(output, self.magnitudes.weight, norms, layer.bias))
 
     def forward(self, activation: Activation, *inputs: Tensor) -> Tensor:
         """Return what the adapter adds to the product of activation(inputs)."""
@@ -351,6 +365,64 @@ class Adapter:
         if activation is IDENTITY:
             return cast(Tensor, self.a(*inputs)) * self.scale
         return activated_linear(self.a, activation, *inputs) * self.scale
+
+
+class Magnitudes(nn.Module):
+    """Trained norms of the rows of an adapted weight (`spec.parts.adapter`)."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows))
+
+
+@torch.no_grad()
+def adapted_row_norms(layer: ProductLinear, adapter: Adapter) -> Tensor:
+    """Return |W_i + s B_i A| for each row i, in fp32 or fp64.
+
+    Its square is |W_i|^2 + 2 s B_i (W_i A^T)^T + s^2 B_i A A^T B_i^T, for which B A, as large as W, is not computed.
+    Ranks with some columns of the rows sum the squares."""
+    weight = layer.weight
+    a = at_least_fp32(adapter.a.weight) * adapter.scale
+    b = at_least_fp32(adapter.b.weight)
+    squares = b.new_empty(len(weight))
+    for rows, square in cached_rows(weight, squares[:, None]):
+        torch.sum(at_least_fp32(rows).square(), 1, keepdim=True, out=square)
+    with torch.autocast(weight.device.type, enabled=False), uncounted_products():
+        mixed = at_least_fp32(weight @ a.T.to(weight.dtype)).mul_(2).addmm_(b, a @ a.T)
+    squares += mixed.mul_(b).sum(1)
+    # A row of zeros has no direction.
+    return layer.product.sum_over_columns(squares).clamp_(min=torch.finfo(squares.dtype).tiny).sqrt_()
+
+
+class _ScaleRows(torch.autograd.Function):
+    """(y - b) m / n + b, where y [..., O] is the output of a linear layer with the bias b, m trained and n constant."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, magnitude: Tensor, norms: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(y, magnitude, norms, bias)
+        factor = at_least_fp32(magnitude) / norms
+        out = torch.empty_like(y)
+        for rows, out_rows in cached_rows(y, out):
+            scaled = at_least_fp32(rows) * factor
+            out_rows.copy_(scaled if bias is None else scaled.add_(bias * (1 - factor)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        y, magnitude, norms, bias = ctx.saved_tensors
+        factor = at_least_fp32(magnitude) / norms
+        grad_y = torch.empty_like(y)
+        total, product = (torch.zeros_like(norms) for _ in range(2))
+        for rows, gradient_rows, grad_rows in cached_rows(y, gradient, grad_y):
+            exact = at_least_fp32(gradient_rows)
+            product += (exact * at_least_fp32(rows)).sum(0)
+            grad_rows.copy_(exact * factor)
+            if bias is not None:
+                total += exact.sum(0)
+        if bias is not None:
+            product -= total * bias
+        grad_bias = (total * (1 - factor)).to(bias.dtype) if ctx.needs_input_grad[3] else None
+        return grad_y, (product / norms).to(magnitude.dtype), None, grad_bias
 
 
 def activated_product(
@@ -372,7 +444,9 @@ def activated_product(
 def activated_linear(layer: ProductLinear, activation: Activation, *inputs: Tensor) -> Tensor:
     """Return the output of a linear layer whose input is activation(inputs), of which the inputs are saved."""
     output = activated_product(layer.product, activation, layer.weight, *inputs, bias=layer.bias)
-    return output if layer.adapter is None else output + layer.adapter.forward(activation, *inputs)
+    if layer.adapter is None:
+        return output
+    return layer.adapter.add(layer, output, layer.adapter.forward(activation, *inputs))
 
 
 def autocast_operands(*tensors: Tensor) -> TensorTuple:

@@ -46,6 +46,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.replace import open_no_link
 from phalanx.spec.model import KindSpec, ModelSpec, MoESpec
 from phalanx.spec.run import KeepSpec, RunSpec
+from phalanx.spec.tuning import AdapterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ SHAPE_FIELDS = (
     "mixer",
     "branches",
 )
-ADAPTER_FIELDS = ("rank", "alpha", "targets", "rslora")
+ADAPTER_FIELDS = ("rank", "alpha", "targets", "rslora", "dora")
 EXPERT_SHAPE_FIELDS = (
     "num_experts",
     "top_k",
@@ -508,7 +509,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     saved_paths = manifest.get("implementations", {})
     pairs += [(field, saved_paths.get(field), path) for field, path in implementations(run).items()]
-    saved_adapter, current_adapter = (table or {} for table in (manifest.get("adapter"), adapter_table(run)))
+    saved_adapter = _defaults(AdapterSpec) | manifest["adapter"] if manifest.get("adapter") else {}
+    current_adapter = adapter_table(run) or {}
     pairs += [(f"adapter.{name}", saved_adapter.get(name), current_adapter.get(name)) for name in ADAPTER_FIELDS]
     for field, saved, configured in pairs:
         if saved != configured:

@@ -20,6 +20,7 @@ from phalanx.spec.parts.operations import (
     GroupedLinear,
     Linear,
     LookUp,
+    Magnitude,
     Norm,
     Operation,
 )
@@ -94,6 +95,8 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             if operation.role == "row" and isinstance(operation, GroupedLinear):
                 # Each rank adds its share of the bias to its term of the sum.
                 return _replicated(layout, partial=True)
+        case Magnitude(writes=y) if y.cut is not None:
+            return _sharded_units(y.cut, layout.tp)
         case GatedNorm(reads=(x, _)) if x.cut is not None:
             return _sharded_units(x.cut, layout.tp)
         case Norm(reads=(x,)) if x.cut is not None:

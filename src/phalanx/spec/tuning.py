@@ -14,6 +14,8 @@ from phalanx.spec.errors import UserError
 
 ADAPTER_SUFFIXES = ("_lora_A", "_lora_B")
 """Ends of the names of an adapter's products, after that of the product that it adapts."""
+MAGNITUDE_SUFFIX = "_lora_magnitude"
+"""End of the name of the magnitudes of an adapted product's rows."""
 
 
 class AdapterSpec(Spec):
@@ -28,6 +30,8 @@ class AdapterSpec(Spec):
     routed experts, which are no linear layers."""
     rslora: bool = False
     """Divide alpha by the square root of the rank (rsLoRA, arXiv 2312.03732)."""
+    dora: bool = False
+    """Train the norm of each row of an adapted matrix apart from its direction (DoRA, arXiv 2402.09353)."""
 
     train: tuple[str, ...] = Field((), strict=False, examples=[["head.*", "*norm.weight"]])
     """Parameters of the model that are trained too, with wildcards as in `training.freeze` (`modules_to_save`)."""
@@ -65,7 +69,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 def is_adapter_parameter(name: str) -> bool:
     """Return whether a parameter is one of an adapter's."""
-    return name.rpartition(".")[0].endswith(ADAPTER_SUFFIXES)
+    return name.rpartition(".")[0].endswith((*ADAPTER_SUFFIXES, MAGNITUDE_SUFFIX))
 
 
 def check_freeze(patterns: Sequence[str], names: Sequence[str]) -> None:

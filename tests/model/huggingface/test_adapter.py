@@ -56,6 +56,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 ADAPTER = AdapterSpec(rank=3, alpha=6.0)
 RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
+DORA = AdapterSpec(rank=3, alpha=6.0, dora=True)
 TOKENS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
 
 
@@ -70,6 +71,9 @@ def make_base(kind: str, folder: Path) -> tuple[Any, Path]:
     torch.manual_seed(1)
     with fp64_by_default(), fp32_as_fp64():
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), **EAGER).double().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.copy_(torch.rand(parameter.shape, dtype=torch.float32))
     model.save_pretrained(folder / "base")
     return model, folder / "base"
 
@@ -86,21 +90,25 @@ def make_model(base: Path, adapter: AdapterSpec, factors: Any = None) -> tuple[M
 
 
 def randomize(model: nn.Module) -> None:
-    """Give B of each adapter random numbers, which fp32 represents."""
+    """Give B and magnitudes of each adapter random numbers, which fp32 represents."""
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        elif "lora_magnitude" in name:
+            parameter.data.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("adapter", [ADAPTER, RSLORA], ids=["lora", "rslora"])
+@pytest.mark.parametrize("adapter", [ADAPTER, RSLORA, DORA], ids=["lora", "rslora", "dora"])
 def test_losses_gradients_and_trained_adapters_equal_those_of_peft(adapter: AdapterSpec, tmp_path: Path) -> None:
     base, folder = make_base("llama", tmp_path)
     spec, model = make_model(folder, adapter)
+    for parameter in trained(model):
+        parameter.data.copy_(parameter.data.float())
     export_peft(spec, dict(model.named_parameters()), tmp_path / "adapter")
     other = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
     assert sum(p.numel() for p in trained(other)) == sum(p.numel() for p in trained(model))
@@ -121,24 +129,24 @@ def test_losses_gradients_and_trained_adapters_equal_those_of_peft(adapter: Adap
             optimizer.step()
     for layer in range(2):
         for name, module in (("attention.wk", "self_attn.k_proj"), ("mlp.down", "mlp.down_proj")):
-            for letter in "AB":
-                mine = model.get_parameter(f"blocks.{layer}.{name}_lora_{letter}.weight")
-                theirs = other.get_parameter(
-                    f"base_model.model.model.layers.{layer}.{module}.lora_{letter}.default.weight"
-                )
+            for factor in ["A", "B", *(["magnitude"] if adapter.dora else [])]:
+                mine = model.get_parameter(f"blocks.{layer}.{name}_lora_{factor}.weight")
+                leaf = f"lora_{factor}{'_vector' if factor == 'magnitude' else ''}.default.weight"
+                theirs = other.get_parameter(f"base_model.model.model.layers.{layer}.{module}.{leaf}")
                 torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("train", [(), ("norm.*", "blocks.1.attention_norm.*")], ids=["adapters", "and norms"])
+CHANGES = {"adapters": {}, "and norms": {"train": ("norm.*", "blocks.1.attention_norm.*")}, "dora": {"dora": True}}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(
-    kind: str, train: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(kind: str, changes: str, tmp_path: Path) -> None:
     base, folder = make_base(kind, tmp_path)
-    adapter = RSLORA.replace(train=train)
+    adapter = RSLORA.replace(**CHANGES[changes])
     spec, model = make_model(folder, adapter)
     randomize(model)
-    if train:
+    if adapter.train:
         model.get_parameter("norm.weight").data.fill_(1.5)
     logits, _ = model(TOKENS)
     directory = tmp_path / "adapter"
@@ -149,10 +157,25 @@ def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(
     assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
 
 
+def test_magnitudes_of_a_part_of_a_module_are_exported_but_not_read_back(tmp_path: Path) -> None:
+    base, folder = make_base("phi3", tmp_path)
+    adapter = DORA.replace(targets=("wq",))
+    spec, model = make_model(folder, adapter)
+    randomize(model)
+    directory = tmp_path / "adapter"
+    export_peft(spec, dict(model.named_parameters()), directory, source=folder)
+    other = peft.PeftModel.from_pretrained(base, directory, autocast_adapter_dtype=False)
+    # The norms of the other rows have the precision of the file.
+    torch.testing.assert_close(logits_of(other), model(TOKENS)[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"has magnitudes of blocks\.0\.attention\.wk\.weight too"):
+        open_peft_adapter(directory, spec, read_config(folder))
+
+
+@pytest.mark.parametrize("adapter", [ADAPTER, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_merged_export_gives_equal_logits_in_transformers(kind: str, tmp_path: Path) -> None:
+def test_merged_export_gives_equal_logits_in_transformers(kind: str, adapter: AdapterSpec, tmp_path: Path) -> None:
     _, folder = make_base(kind, tmp_path)
-    spec, model = make_model(folder, ADAPTER)
+    spec, model = make_model(folder, adapter)
     randomize(model)
     logits, _ = model(TOKENS)
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -162,16 +185,19 @@ def test_merged_export_gives_equal_logits_in_transformers(kind: str, tmp_path: P
     torch.testing.assert_close(logits_of(merged), logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("adapter", [ADAPTER, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
-def test_adapter_of_peft_gives_equal_logits(kind: str, tmp_path: Path) -> None:
+def test_adapter_of_peft_gives_equal_logits(kind: str, adapter: AdapterSpec, tmp_path: Path) -> None:
     """Of a module for several products, all share A."""
     base, folder = make_base(kind, tmp_path)
-    config = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules="all-linear", fan_in_fan_out=kind == "gpt2")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6.0, target_modules="all-linear", fan_in_fan_out=kind == "gpt2", use_dora=adapter.dora
+    )
     other = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     randomize(other)
     other.save_pretrained(tmp_path / "adapter")
     _, model = make_model(
-        folder, ADAPTER, lambda spec: open_peft_adapter(tmp_path / "adapter", spec, read_config(folder))
+        folder, adapter, lambda spec: open_peft_adapter(tmp_path / "adapter", spec, read_config(folder))
     )
     logits, _ = model(TOKENS)
     torch.testing.assert_close(logits, logits_of(other), rtol=1e-8, atol=1e-10)
@@ -211,7 +237,7 @@ def test_adapter_of_other_products_rank_or_kind_is_refused(tmp_path: Path) -> No
         read(AdapterSpec(rank=3, alpha=6.0, targets=("wq",)))
     table = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
-    with pytest.raises(UserError, match=r"has use_dora = True in adapter_config\.json"):
+    with pytest.raises(UserError, match=r"adapter.dora = False is not what (?s:.*) set adapter.dora = true"):
         read(ADAPTER)
     (directory / "adapter_config.json").write_text(json.dumps(table))
     tensors = load_file(directory / "adapter_model.safetensors")

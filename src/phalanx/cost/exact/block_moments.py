@@ -30,7 +30,18 @@ from phalanx.cost.exact.derive.temporary import (
 from phalanx.cost.exact.derive.weights import expert_gradients, gradient_numbers, part_gradients
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import Combine, Core, Dispatch, Gate, GatedNorm, Linear, Norm, Part, ScanCore
+from phalanx.spec.parts.operations import (
+    Combine,
+    Core,
+    Dispatch,
+    Gate,
+    GatedNorm,
+    Linear,
+    Magnitude,
+    Norm,
+    Part,
+    ScanCore,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +330,8 @@ def _after_kernel_bytes(part: Part, core: Core, shape: ForwardShape) -> tuple[in
             gate_bytes += shape.operand_bytes(operation.reads[1])
         elif isinstance(operation, Norm):
             saved_bytes += norm_bytes(operation, shape)
+        elif isinstance(operation, Magnitude):
+            saved_bytes += shape.operand_bytes(operation.writes)
         elif isinstance(operation, Linear) and operation.role == "row":
             values = [value for value in part.saved_inputs(operation) if (value.view_of or value) not in core.keeps]
             saved_bytes += sum(map(shape.operand_bytes, values))

@@ -32,7 +32,7 @@ from phalanx.spec.families.wrappers import text_config
 from phalanx.spec.files.load import hf_config_file
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.model import model_parameters
-from phalanx.spec.tuning import ADAPTER_SUFFIXES, AdapterSpec, is_adapter_parameter
+from phalanx.spec.tuning import ADAPTER_SUFFIXES, MAGNITUDE_SUFFIX, AdapterSpec, is_adapter_parameter
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -40,7 +40,6 @@ FIELD = "adapter.from_peft"
 TARGETS_FIX = "set adapter.targets to the products that it adapts"
 REFUSED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
     "trainable_token_indices": (None,),
@@ -59,6 +58,8 @@ class MergedTensor:
     a: IndexedTensor
     b: IndexedTensor
     scale: float
+    magnitude: IndexedTensor | None = None
+    """Norms of the rows; None: those that they have."""
 
     @property
     def shape(self) -> torch.Size:
@@ -70,15 +71,20 @@ class MergedTensor:
         weight = self.weight[index]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         product = self.b[index].to(dtype) @ self.a[...].to(dtype)
-        return weight.to(dtype) + self.scale * product
+        merged = weight.to(dtype) + self.scale * product
+        if self.magnitude is None:
+            return merged
+        norms = torch.linalg.vector_norm(merged, dim=1).clamp_(min=torch.finfo(dtype).tiny)
+        return merged * (self.magnitude[index].to(dtype) / norms)[:, None]
 
 
 def merge_adapters(spec: ModelSpec, tensors: Mapping[str, IndexedTensor]) -> dict[str, IndexedTensor]:
     """Return the tensors of a model without adapters, whose matrices contain them."""
     merged = {name: tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
-    for name, (a, b) in adapters_by_weight(spec).items():
+    for name, (a, b, *magnitudes) in adapters_by_weight(spec).items():
         assert spec.tuning.adapter
-        merged[name] = MergedTensor(tensors[name], tensors[a], tensors[b], spec.tuning.adapter.scale)
+        factors = tensors[a], tensors[b], spec.tuning.adapter.scale
+        merged[name] = MergedTensor(tensors[name], *factors, *(tensors[each] for each in magnitudes))
     return merged
 
 
@@ -87,13 +93,12 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return text_config(read_json(hf_config_file(str(directory))))
 
 
-def adapters_by_weight(spec: ModelSpec) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B of each matrix that has an adapter, by its name in the model."""
+def adapters_by_weight(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return the names of A, B and perhaps the magnitudes of each matrix that has an adapter, by its name."""
     names = model_parameters(spec)
-    pairs = {
-        name: tuple(f"{name.removesuffix('.weight')}{suffix}.weight" for suffix in ADAPTER_SUFFIXES) for name in names
-    }
-    return {name: (a, b) for name, (a, b) in pairs.items() if a in names}
+    suffixes = (*ADAPTER_SUFFIXES, *([MAGNITUDE_SUFFIX] if spec.tuning.adapter and spec.tuning.adapter.dora else []))
+    factors = {name: tuple(f"{name.removesuffix('.weight')}{suffix}.weight" for suffix in suffixes) for name in names}
+    return {name: each for name, each in factors.items() if each[0] in names}
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -128,9 +133,8 @@ def export_peft(
     files: dict[str, FileTensor] = {}
     for module, (stored, names) in modules.items():
         factors = _stored_factors(stored, names, spec, tensors)
-        for letter, factor in zip("AB", factors, strict=True):
-            pieces = partial(iter, [factor])
-            files[f"{PREFIX}{module}.lora_{letter}.weight"] = FileTensor(TORCH_DTYPES[dtype], factor.shape, pieces)
+        for key, factor in zip(_stored_keys(adapter, module), factors, strict=True):
+            files[key] = FileTensor(TORCH_DTYPES[dtype], factor.shape, partial(iter, [factor]))
     saved = _saved_tensors(family_of(config), spec)
     shapes = parameter_shapes(spec.without_tuning)
     for hf_name, stored in saved.items():
@@ -169,15 +173,28 @@ def _saved_tensors(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
 
 def _stored_factors(
     stored: TensorSource, names: Sequence[str], spec: ModelSpec, tensors: Mapping[str, IndexedTensor]
-) -> tuple[Tensor, Tensor]:
-    """Return A and B of a module: those of its products as blocks."""
+) -> tuple[Tensor, ...]:
+    """Return A and B of a module, those of its products as blocks, and perhaps the magnitudes of its rows."""
     adapted = adapters_by_weight(spec)
     a = torch.cat([tensors[adapted[name][0]][...] for name in names])
     blocks = [
         tensors[adapted[name][1]][...] if name in names else a.new_empty(model_parameters(spec)[name].shape[0], 0)
         for name in stored.names
     ]
-    return a, stored.stored_rows(torch.block_diag(*blocks))
+    factors = a, stored.stored_rows(torch.block_diag(*blocks))
+    if spec.tuning.adapter is None or not spec.tuning.adapter.dora:
+        return factors
+    magnitudes = [
+        tensors[adapted[name][2]][...] if name in names else torch.linalg.vector_norm(tensors[name][...], dim=1)
+        for name in stored.names
+    ]
+    return *factors, stored.stored_rows(torch.cat(magnitudes))
+
+
+def _stored_keys(adapter: AdapterSpec, module: str) -> list[str]:
+    """Return the names of A, B and perhaps the magnitudes of a module in a file."""
+    leaves = ["lora_A.weight", "lora_B.weight", *(["lora_magnitude_vector"] if adapter.dora else [])]
+    return [f"{PREFIX}{module}.{leaf}" for leaf in leaves]
 
 
 def _adapter_config(
@@ -196,7 +213,7 @@ def _adapter_config(
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
         "use_rslora": adapter.rslora,
-        "use_dora": False,
+        "use_dora": adapter.dora,
         "bias": "none",
         "fan_in_fan_out": any(stored.rows.transposed for stored, _ in modules.values()),
         "init_lora_weights": True,
@@ -233,6 +250,9 @@ def open_peft_adapter(directory: str | Path, spec: ModelSpec, config: dict[str, 
         if table.get(field, values[0]) not in values:
             problem = f"has {field} = {table[field]!r} in {ADAPTER_FILE}, which is not supported"
             raise UserError(FIELD, str(directory), problem, "use a LoRA adapter without it")
+    if bool(table.get("use_dora")) != adapter.dora:
+        problem = f"is not what {FIELD} has"
+        raise UserError("adapter.dora", adapter.dora, problem, f"set adapter.dora = {str(not adapter.dora).lower()}")
     for field in ("r", "lora_alpha"):
         if not isinstance(table.get(field), int | float):
             problem = f"has no number {field} in {ADAPTER_FILE}"
@@ -243,13 +263,14 @@ def open_peft_adapter(directory: str | Path, spec: ModelSpec, config: dict[str, 
     with _open_weights(directory / WEIGHTS_FILE) as file:
         unread = set(file.keys())
         for module, (stored, names) in modules.items():
-            pair = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
-            if not unread.issuperset(pair):
+            keys = _stored_keys(adapter, module)
+            if not unread.issuperset(keys):
                 raise UserError(FIELD, str(directory), f"has no adapter of {module} ({names[0]})", TARGETS_FIX)
-            unread -= set(pair)
+            unread -= set(keys)
             _check_scale(table, module, adapter)
-            a, b = map(file.get_tensor, pair)
+            a, b, *magnitudes = map(file.get_tensor, keys)
             factors |= dict(_loaded_factors(spec, stored, names, a, b, where=module))
+            factors |= dict(_loaded_magnitudes(spec, stored, names, *magnitudes, where=module))
         for hf_name, stored in _saved_tensors(family, spec).items():
             if f"{PREFIX}{hf_name}" in unread:
                 unread.remove(f"{PREFIX}{hf_name}")
@@ -331,3 +352,17 @@ def _loaded_factors(
         if rows[name].any():
             problem = f"adapts {name} too, which adapter.targets leaves out"
             raise UserError(FIELD, where, problem, TARGETS_FIX)
+
+
+def _loaded_magnitudes(
+    spec: ModelSpec, stored: TensorSource, names: Sequence[str], *magnitudes: Tensor, where: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the magnitudes of the products of a module, if it has any."""
+    shapes = model_parameters(spec)
+    for vector in magnitudes:
+        rows = stored.loaded_rows(vector, slice(0, len(vector))).split([shapes[name].shape[0] for name in stored.names])
+        for name, own in zip(stored.names, rows, strict=True):
+            if name not in names:
+                problem = f"has magnitudes of {name} too, which adapter.targets leaves out"
+                raise UserError(FIELD, where, problem, TARGETS_FIX)
+            yield adapters_by_weight(spec)[name][2], own

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, einsum
 
-from phalanx.model.recomputation import recomputation
+from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.parts.scan_segments import Segment
 
 
@@ -142,7 +142,7 @@ class Rule:
 
     def backward(self, state: Tensor, grad_out: Tensor, grad_state: Tensor) -> tuple[Inputs, Tensor]:
         """Return the gradients of the inputs and of the state before the segment, given that of the state after it."""
-        with recomputation():
+        with uncounted_products():
             steps = list(self._steps(state))
         grads = Gradients(
             Inputs(*map(torch.empty_like, self.inputs)),

@@ -19,8 +19,8 @@ from phalanx.model.mixers.convolution import causal_convolution, causal_convolut
 from phalanx.model.mixers.delta_rule import ChannelRule, HeadRule, Inputs, Rule, visible_tokens
 from phalanx.model.part import PartModule
 from phalanx.model.products import ProductLinear, TensorTuple, activated_linear, declared_activation
-from phalanx.model.recomputation import recomputation
 from phalanx.model.sequence_context import SequenceContext
+from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.mixers import GatedDelta as GatedDeltaSpec
 from phalanx.spec.parts.operations import Part
@@ -154,7 +154,7 @@ class _GatedDelta(torch.autograd.Function):
 
 
 def _compute_again(tensors: _Tensors, segment: Segment, form: Form) -> _Segment:
-    with recomputation():
+    with uncounted_products():
         return _Segment(tensors, segment, form)
 
 

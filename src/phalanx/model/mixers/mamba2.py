@@ -21,8 +21,8 @@ from phalanx.model.mixers.convolution import causal_convolution, causal_convolut
 from phalanx.model.norm import GatedRMSNorm
 from phalanx.model.part import PartModule
 from phalanx.model.products import IDENTITY, ProductLinear, TensorTuple, activated_linear, declared_activation
-from phalanx.model.recomputation import recomputation
 from phalanx.model.sequence_context import SequenceContext
+from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.mixers.mamba2 import Mamba2 as Mamba2Spec
 from phalanx.spec.parts.operations import Part
@@ -308,7 +308,7 @@ def retreat(chunk: _Chunk, grad_out: Tensor, state: Tensor, grad_state: Tensor) 
     A pair's decay exp(a_t - a_s) gives the same gradient to a_t as it takes from a_s. The sum over all later tokens is
     the gradient of a token's own decay."""
     groups = len(chunk.keys)
-    with recomputation():
+    with uncounted_products():
         scores = chunk.scores
         from_state = chunk.of_heads(chunk.queries @ state)
     decay = chunk.decay

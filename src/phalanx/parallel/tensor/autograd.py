@@ -33,7 +33,7 @@ def _add_adapter(tp: TensorParallelGroup, z: Tensor, x: Tensor, layer: ProductLi
     if layer.adapter is None:
         return z
     (addend,) = column_parallel(tp, layer.adapter.inner(IDENTITY, x), layer.adapter.b)
-    return z + addend
+    return layer.adapter.add(layer, z, addend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,10 @@ class RowParallelProduct(Product):
     def receive_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of all tokens."""
         return self.tp.gather_tokens(gradient)
+
+    def sum_over_columns(self, sums: Tensor) -> Tensor:
+        """Return sums over the columns of all ranks."""
+        return self.tp.all_reduce(sums)
 
 
 def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:

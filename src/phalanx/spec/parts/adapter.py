@@ -1,14 +1,18 @@
 """Low-rank adapters of the products of a part (LoRA, arXiv 2106.09685, section 4.1): y = W x + s B A x, with W frozen.
 
+With DoRA (arXiv 2402.09353, equation 5), a row i of the output is m_i y_i / |W_i + s B_i A|, where m is trained, and
+the norm of the row has no gradient (section 4.3).
+
 A and B are products like others. If ranks share W by columns, they share B like it, and A x is computed for the tokens
-of a rank, so that only its few numbers are gathered. If they share W by rows, they share A like it, and sum A x."""
+of a rank, so that only its few numbers are gathered. If they share W by rows, they share A like it, and sum A x. They
+share m like a bias: by columns of the output, or each has all of it and sums squares of its part of the rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec.parts.operations import GroupedLinear, Linear, Operation, Parameter, Part, Value
-from phalanx.spec.tuning import ADAPTER_SUFFIXES, AdapterSpec
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Magnitude, Operation, Parameter, Part, Value
+from phalanx.spec.tuning import ADAPTER_SUFFIXES, MAGNITUDE_SUFFIX, AdapterSpec
 
 
 def add_adapters(part: Part, adapter: AdapterSpec | None) -> Part:
@@ -19,7 +23,10 @@ def add_adapters(part: Part, adapter: AdapterSpec | None) -> Part:
     for operation in part.operations:
         operations.append(operation)
         if isinstance(operation, Linear) and is_target(adapter, part, operation):
-            operations += describe_adapter(operation, adapter)
+            a, b = describe_adapter(operation, adapter)
+            operations += [a, b]
+            if adapter.dora:
+                operations.append(describe_magnitude(operation, b))
     return replace(part, operations=operations)
 
 
@@ -53,4 +60,16 @@ def describe_adapter(linear: Linear, adapter: AdapterSpec) -> tuple[Linear, Line
     weight = Parameter((linear.writes.width, adapter.rank), "zeros")
     return a, replace(
         a, name=names[1], reads=(inner,), writes=replace(linear.writes), scale=1.0, parameters={"weight": weight}
+    )
+
+
+def describe_magnitude(linear: Linear, b: Linear) -> Magnitude:
+    """Return the magnitudes of the rows of a product, of whose adapter `b` is the last product."""
+    return Magnitude(
+        name=f"{linear.name}{MAGNITUDE_SUFFIX}",
+        reads=(linear.writes, b.writes),
+        writes=replace(linear.writes, view_of=None),
+        parameters={"weight": Parameter((linear.writes.width,), "row_norms")},
+        adapts=linear.name,
+        crosses_ranks=linear.role == "row",
     )

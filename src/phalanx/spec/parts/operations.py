@@ -19,11 +19,11 @@ Shape = tuple[int, ...]
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
 those of the tensor-parallel ranks together."""
-Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates", "step_bias", "fan_in"] | float
+Init = Literal["normal", "output", "ones", "zeros", "taps", "log_rates", "step_bias", "fan_in", "row_norms"] | float
 """Distribution of initial weights, or the number that all are. output: normal, smaller by the number of layers,
 because it is added to the stream. taps: normal, so that a convolution keeps the variance. log_rates: logarithms of
 rates of decay, which are uniform. step_bias: that of a step by which a token changes a state (`model.init`). fan_in:
-uniform, with bounds of 1 / sqrt(columns)."""
+uniform, with bounds of 1 / sqrt(columns). row_norms: the norms of the rows of the matrix that is adapted."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,18 @@ class Linear(Operation):
 
 class GroupedLinear(Linear):
     """Products of the rows of all experts with one matrix each; expert-parallel ranks have some of the experts."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Magnitude(Operation):
+    """The sum of a product and its adapter, divided by norms and times trained numbers (DoRA, arXiv 2402.09353, eq. 5).
+
+    Each norm is that of a row of both matrices together."""
+
+    adapts: str
+    """Name of the product."""
+    crosses_ranks: bool
+    """True if each rank has some columns of the rows."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -446,7 +458,7 @@ class Part:
             prefix, _, name = operation.name.rpartition(".")
             if module in (operation.name, prefix):
                 operation = replace(operation, name=name if prefix else "")
-                if isinstance(operation, Linear) and operation.adapts:
+                if isinstance(operation, Linear | Magnitude) and operation.adapts:
                     operation = replace(operation, adapts=operation.adapts.removeprefix(f"{prefix}."))
                 inner.operations.append(operation)
             elif isinstance(operation, Activation) and operation.reads[0] in [each.writes for each in inner.operations]:
@@ -473,6 +485,11 @@ class Part:
             if linear.adapts:
                 adapters[linear.adapts] = (*adapters.get(linear.adapts, ()), linear)
         return {name: (a, b) for name, (a, b) in adapters.items()}
+
+    @property
+    def magnitudes(self) -> dict[str, Magnitude]:
+        """The magnitudes of adapted products, by the names of these."""
+        return {each.adapts: each for each in self.operations if isinstance(each, Magnitude)}
 
     def input_products(self) -> list[str]:
         """Return the names of the products that read the input of the part, without those of adapters."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from phalanx.model.recomputation import is_recomputation
+from phalanx.model.uncounted_products import is_uncounted
 
 aten = torch.ops.aten
 MATMUL_OPS = {
@@ -30,7 +30,7 @@ class FlopCounter(TorchDispatchMode):
     """Counter of the FLOPs of matrix products and attention, with the rules of `cost.exact.flops`.
 
     The two products of attention count twice in backward, and half with a causal mask. Blocks of a sliding window
-    (`model.cpu_attention`) count the visible pairs. Products that kernels recompute (`model.recomputation`) are not
+    (`model.cpu_attention`) count the visible pairs. Products in `model.uncounted_products` are not
     counted. (PyTorch's own counter supports neither causality, nor the CPU's kernels, nor grouped products.)"""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        is_counted = func.namespace in ("aten", "phalanx") and not is_recomputation()
+        is_counted = func.namespace in ("aten", "phalanx") and not is_uncounted()
         name = func._overloadpacket.__name__ if is_counted else ""
         if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)

@@ -8,13 +8,13 @@ from phalanx.cost.exact.derive.saved import saved_inputs
 from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
-from phalanx.spec.parts.operations import GroupedLinear, Linear, Part, Value
+from phalanx.spec.parts.operations import GroupedLinear, Linear, Magnitude, Part, Value
 
 
 def deferred_by_block(block: Block, shape: ForwardShape, recomputes_norms: bool) -> int:
     """Return the bytes that the second half needs of a block's products.
 
-    Parallel branches share the output of one norm, and the gradient of their sum unless each gathers it."""
+    Parallel branches share the output of one norm, and the gradient of their sum unless each gathers or scales it."""
     shared_bytes = 0
     gathers_gradient = shape.tp > 1 and shape.layout.sequence_parallel
     for before, branch in pairwise(block):
@@ -24,7 +24,8 @@ def deferred_by_block(block: Block, shape: ForwardShape, recomputes_norms: bool)
             shared_bytes += stream_bytes if all(map(_defers_input, parts)) else 0
         last = [part.linears[-1] for part in parts]
         gathers = gathers_gradient and any(linear.role == "row" for linear in last)
-        if branch.shares_input and branch.part.kind != "experts" and not gathers:
+        has_magnitudes = any(isinstance(part.operations[-1], Magnitude) for part in parts)
+        if branch.shares_input and branch.part.kind != "experts" and not gathers and not has_magnitudes:
             shared_bytes += stream_bytes if all(linear.is_trained for linear in last) else 0
     return sum(deferred_by_part(branch.part, shape, recomputes_norms) for branch in block) - shared_bytes
 

@@ -24,6 +24,7 @@ from phalanx.spec.parts.operations import (
     GroupedLinear,
     LayerInputs,
     Linear,
+    Magnitude,
     Norm,
     Part,
     Route,
@@ -48,6 +49,9 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
                 copied_weights += matrix_numbers(operation, shape)
                 if isinstance(operation, GroupedLinear) and operation.bias:
                     tensors[part.input, "experts of rows"] = shape.num_tokens(operation.writes) * INDEX_BYTES
+            case Magnitude(writes=y):
+                tensors[y, ""] = shape.operand_bytes(y)
+                other_bytes += shape.width(y) * shape.high_precision_bytes
             case GatedNorm(reads=values):
                 tensors |= {(value, ""): shape.operand_bytes(value) for value in values}
                 other_bytes += _num_vectors(operation, shape) * shape.high_precision_bytes

@@ -22,6 +22,7 @@ from phalanx.spec.parts.operations import (
     GatherTokens,
     GroupedLinear,
     Linear,
+    Magnitude,
     Norm,
     Operation,
     Part,
@@ -33,6 +34,7 @@ TrafficRows = list[Traffic]
 TENSOR_PARALLEL_PURPOSE = "activations and their gradients, in matrix products that ranks share"
 CONTEXT_PARALLEL_PURPOSE = "keys and values, or tokens for heads, and their gradients"
 EXPERT_PARALLEL_PURPOSE = "tokens to their experts and back, and their gradients"
+ROW_NORMS_PURPOSE = "norms of the rows of adapted weights"
 SCALARS_PURPOSE = "numbers of each token, for losses and norms; choices of experts"
 
 
@@ -71,6 +73,9 @@ def _operation_traffic(part: Part, operation: Operation, shape: ForwardShape) ->
         case Linear() if operation.role == "row":
             size = _all_tokens_bytes(operation.writes, shape)
             return tp_reduce(shape, size), tp_gather(shape, size)
+        case Magnitude(writes=y) if operation.crosses_ranks:
+            size = y.width * shape.high_precision_bytes
+            return collective_traffic("all_reduce", size, tp, ROW_NORMS_PURPOSE, "tp"), []
         case Norm() if operation.crosses_ranks:
             sums = collective_traffic(
                 "all_reduce", shape.tokens * shape.high_precision_bytes, tp, SCALARS_PURPOSE, "tp"
