@@ -111,6 +111,7 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
 
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
+EXPERTS = {**ADAPTER, "targets": ["experts.gate", "experts.up", "experts.down"]}
 FROZEN_RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "moe", {"training.freeze": ["*norm*"]}),
     "ddp": (2, "dense", {"training.freeze": ["embedding.*", "blocks.0.*"]}),
@@ -142,6 +143,8 @@ FROZEN_RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"adapter": ADAPTER, "layout.pp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
     ),
     "magnitudes-tp": (2, "dense", {"adapter": {**ADAPTER, "dora": True}, "layout.tp": 2}),
+    "experts-ep-zero3": (4, "moe", {"adapter": EXPERTS, "layout.ep": 2, "layout.data_parallel": "zero3"}),
+    "experts-tp": (2, "moe", {"adapter": EXPERTS, "layout.tp": 2}),
     "adapters-cp": (2, "dense", {"adapter": ADAPTER, "layout.cp": 2, "layout.data_parallel": "zero2"}),
 }
 """Ranks, model and changes of runs that train a part of the model."""

@@ -27,6 +27,7 @@ from tests.helpers.small_runs import (
 ADAPTER: Table = {"rank": 3, "alpha": 6.0}
 SOME: Table = {"rank": 4, "alpha": 8.0, "targets": ["wq", "wo", "mlp.down"], "rslora": True}
 DORA: Table = {"rank": 3, "alpha": 6.0, "dora": True}
+EXPERTS: Table = {**ADAPTER, "targets": ["experts.gate", "experts.up", "experts.down", "router.gate", "wo"]}
 MODELS: dict[str, Table] = {
     "dense": {**DENSE, "num_layers": 4},
     "moe": {**MOE, "num_layers": 4},
@@ -94,6 +95,23 @@ CASES: dict[str, tuple[int, str, Table, Table]] = {
         4,
         "moe",
         DORA,
+        {"layout.pp": 2, "layout.tp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
+    ),
+    "experts-zero3": (2, "moe", EXPERTS, {"layout.data_parallel": "zero3"}),
+    "experts-tp": (2, "moe", EXPERTS, {"layout.tp": 2, "layout.sequence_parallel": False}),
+    "experts-tp-zero1": (4, "latent", EXPERTS, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "experts-ep": (2, "moe", EXPERTS, {"layout.ep": 2, "layout.activation_checkpointing": "full"}),
+    "experts-ep-tp-zero3": (4, "moe", EXPERTS, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero3"}),
+    "experts-zb-h1-cp": (
+        4,
+        "moe",
+        EXPERTS,
+        {"layout.pp": 2, "layout.cp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
+    ),
+    "experts-zb-h1-tp": (
+        4,
+        "moe",
+        EXPERTS,
         {"layout.pp": 2, "layout.tp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
     ),
 }

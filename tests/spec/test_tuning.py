@@ -56,13 +56,14 @@ def test_wrong_pattern_is_refused(freeze: list[str], tables: dict[str, Any], mes
         ({"rank": 0}, {}, "adapter.rank"),
         ({"train": ["haed.*"]}, {}, r"adapter.train\[0\].*matches no parameter"),
         ({"alpha": 0.0}, {}, "adapter.alpha"),
+        ({"targets": ["experts.up"], "dora": True}, {"model": MOE}, "adapter.dora.*no effect on routed experts"),
         ({"from_peft": "folder"}, {}, "(?s)needs the model that it adapts.*set model.from_hf"),
         ({}, {"swarm": {}}, r"adapter.rank.*is not supported with a swarm"),
     ],
 )
 def test_wrong_adapter_is_refused(adapter: dict[str, Any], tables: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run_from_table({"model": DENSE, "adapter": {"rank": 2, "alpha": 4.0, **adapter}, **tables})
+        run_from_table({"model": DENSE, **tables, "adapter": {"rank": 2, "alpha": 4.0, **adapter}})
 
 
 def test_adapters_of_all_products_leave_everything_else_frozen() -> None:

@@ -65,7 +65,7 @@ def fp8_grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> T
         columns.numbers.transpose(1, 2),
         scale_a=rows.scales.squeeze(-1),
         scale_b=columns.scales.squeeze(-1),
-        offs=offsets_E.to(torch.int32),
+        offs=offsets_E.to(x_NI.device, torch.int32),
         out_dtype=x_NI.dtype,
         use_fast_accum=True,
     )

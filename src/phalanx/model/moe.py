@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -22,6 +22,7 @@ from phalanx.model.mlp import MLP
 from phalanx.model.part import PartModule
 from phalanx.model.products import (
     IDENTITY,
+    Activation,
     DeferOrCompute,
     LinearFunction,
     Product,
@@ -32,6 +33,7 @@ from phalanx.model.products import (
 )
 from phalanx.spec.model import MoESpec
 from phalanx.spec.parts.operations import Part
+from phalanx.spec.tuning import ADAPTER_SUFFIXES
 
 Mix = Callable[..., Tensor]
 """Function of a `MoE`, its input, and the weights and choices of its router; returns the layer's output."""
@@ -184,6 +186,8 @@ class Experts(PartModule):
         self.output_bias_share = 1.0
         """1 / tp where tensor-parallel ranks sum their outputs, so that `down_bias` is added once."""
         self.activation = declared_activation(part)
+        self.adapter_scales = {name: a.scale for name, (a, _) in part.adapters.items()}
+        """Factors of the adapters, by the matrices that they adapt."""
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
         self.grouped_linear: LinearFunction = grouped_linear
@@ -192,7 +196,7 @@ class Experts(PartModule):
     @property
     def matrices(self) -> tuple[str, ...]:
         """Names of the stacked matrices; the last one is that of the outputs."""
-        return tuple(next(iter(linear.parameters)) for linear in self.part.linears)
+        return tuple(linear.product_name for linear in self.part.linears if not linear.adapts)
 
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the output of each row's expert.
@@ -207,18 +211,29 @@ class Experts(PartModule):
         if self.has_biases:
             expert_N = torch.searchsorted(offsets_E, torch.arange(len(x_ND), device=offsets_E.device), right=True)
         # Each product needs the counts in host memory, so the host waits for them once.
-        if not supports_grouped_mm(x_ND, self.up):
+        if not all(supports_grouped_mm(x_ND, weight) for weight in self.parameters() if weight.ndim == 3):
             offsets_E = offsets_E.cpu()
-        *first, down = (getattr(self, name).to(dtype) for name in self.matrices)
-        product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
-        inner = [activated_product(product, IDENTITY, weight, x_ND) for weight in first]
+        *first, down = self.matrices
+        inner = [self.multiply(name, offsets_E, IDENTITY, x_ND) for name in first]
         if self.has_biases:
             for rows, name in zip(inner, self.matrices, strict=False):
                 rows += F.embedding(expert_N, getattr(self, f"{name}_bias").to(dtype))
-        out = activated_product(product, self.activation, down, *inner)
+        out = self.multiply(down, offsets_E, self.activation, *inner)
         if self.has_biases:
             out += F.embedding(expert_N, (self.output_bias_share * self.down_bias).to(dtype))
         return out
+
+    def multiply(self, name: str, offsets_E: Tensor, activation: Activation, *inputs: Tensor) -> Tensor:
+        """Return the product of activation(inputs) and a matrix of each row's expert, with that of its adapter."""
+        dtype = inputs[0].dtype
+        product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
+        out = activated_product(product, activation, getattr(self, name).to(dtype), *inputs)
+        if name not in self.adapter_scales:
+            return out
+        product = replace(product, linear=grouped_linear)
+        a, b = (getattr(self, f"{name}{suffix}").to(dtype) for suffix in ADAPTER_SUFFIXES)
+        inner = activated_product(product, activation, a, *inputs) * self.adapter_scales[name]
+        return out.add_(activated_product(product, IDENTITY, b, inner))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +255,7 @@ class GroupedProduct(Product):
         """Return each expert's gradient rows times its input rows, [E, O, I]."""
         gradient = gradient.contiguous()
         if supports_grouped_mm(x, weight):
-            return F.grouped_mm(gradient.T, x, offs=self.offsets.to(torch.int32))
+            return F.grouped_mm(gradient.T, x, offs=self.offsets.to(x.device, torch.int32))
         sizes = rows_per_expert(self.offsets, len(x))
         return torch.stack([g.T @ rows for g, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
 
@@ -250,7 +265,7 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
 
     Rows are sorted by expert; `offsets_E` are the ends of each expert's rows. All dtypes are equal."""
     if supports_grouped_mm(x_NI, weight_EOI):
-        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offsets_E.to(x_NI.device, torch.int32))
     sizes = rows_per_expert(offsets_E, len(x_NI))
     return torch.cat([F.linear(rows, w) for rows, w in zip(x_NI.split(sizes), weight_EOI, strict=True)])
 

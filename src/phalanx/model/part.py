@@ -16,7 +16,7 @@ from phalanx.model.embedding import Embedding
 from phalanx.model.norm import identity, make_norm
 from phalanx.model.products import Adapter, Magnitudes, ProductLinear, TensorTuple
 from phalanx.model.sequence_context import SequenceContext
-from phalanx.spec.parts.operations import Linear, LookUp, Magnitude, Norm, Operation, Part
+from phalanx.spec.parts.operations import GroupedLinear, Linear, LookUp, Magnitude, Norm, Operation, Part
 
 Multiply = Callable[..., TensorTuple]
 """Function of a tensor and the layers that read it; returns their outputs."""
@@ -73,6 +73,8 @@ class PartModule(nn.Module):
                 for name, parameter in operation.parameters.items():
                     self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
         for name, adapter in part.adapters.items():
+            if isinstance(adapter[0], GroupedLinear):
+                continue
             a, b = (getattr(self, linear.name) for linear in adapter)
             magnitudes = getattr(self, part.magnitudes[name].name) if name in part.magnitudes else None
             getattr(self, name).adapter = Adapter(a, b, adapter[0].scale, magnitudes)

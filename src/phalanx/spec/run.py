@@ -19,6 +19,7 @@ from phalanx.spec.learning_rate import default_learning_rate
 from phalanx.spec.mixture import RecordKind, SourceSpec, TooLong, check_mixture
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.model import adaptable_products, model_parameters
+from phalanx.spec.parts.operations import GroupedLinear
 from phalanx.spec.phases import PhaseSpec, check_phases
 from phalanx.spec.precision import Precision
 from phalanx.spec.preference import PreferenceSpec, check_preference
@@ -548,7 +549,9 @@ def _check_tuning(run: RunSpec) -> None:
         problem = "needs the model that it adapts"
         is_complete = adapter.from_peft is None or run.model.from_hf is not None
         require(is_complete, "adapter.from_peft", adapter.from_peft, problem, "set model.from_hf")
-        check_adapter(adapter, adaptable_products(run.model))
+        products = adaptable_products(run.model)
+        of_experts = [name for name, linear in products.items() if isinstance(linear, GroupedLinear)]
+        check_adapter(adapter, list(products), of_experts)
         check_patterns("adapter.train", adapter.train, names)
     check_freeze(freeze, names)
     if all(run.model.tuning.freezes(name) for name in names):

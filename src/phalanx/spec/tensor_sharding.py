@@ -95,6 +95,9 @@ def operation_sharding(operation: Operation, name: str, layout: Layout) -> Tenso
             if operation.role == "row" and isinstance(operation, GroupedLinear):
                 # Each rank adds its share of the bias to its term of the sum.
                 return _replicated(layout, partial=True)
+            if isinstance(operation, GroupedLinear):
+                # The factor of an adapter between two others of which each rank has a part.
+                return _replicated(layout, partial=True)
         case Magnitude(writes=y) if y.cut is not None:
             return _sharded_units(y.cut, layout.tp)
         case GatedNorm(reads=(x, _)) if x.cut is not None:

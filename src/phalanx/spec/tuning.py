@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -26,8 +26,8 @@ class AdapterSpec(Spec):
     alpha: float = Field(gt=0, examples=[32.0])
     """Factor of an adapter's output, times the rank."""
     targets: Literal["linear"] | tuple[str, ...] = Field("linear", examples=[["wq", "wv", "mlp.down"]])
-    """Products of blocks that have an adapter, by the ends of their names; "linear": all but those of routers, and of
-    routed experts, which are no linear layers."""
+    """Products of blocks that have an adapter, by the ends of their names, such as "experts.down"; "linear": all but
+    those of routers, and of routed experts, which are no linear layers."""
     rslora: bool = False
     """Divide alpha by the square root of the rank (rsLoRA, arXiv 2312.03732)."""
     dora: bool = False
@@ -69,7 +69,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 def is_adapter_parameter(name: str) -> bool:
     """Return whether a parameter is one of an adapter's."""
-    return name.rpartition(".")[0].endswith((*ADAPTER_SUFFIXES, MAGNITUDE_SUFFIX))
+    return name.removesuffix(".weight").endswith((*ADAPTER_SUFFIXES, MAGNITUDE_SUFFIX))
 
 
 def check_freeze(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -89,8 +89,12 @@ def check_patterns(field: str, patterns: Sequence[str], names: Sequence[str]) ->
             raise UserError(f"{field}[{index}]", pattern, "matches no parameter of the model", similar)
 
 
-def check_adapter(adapter: AdapterSpec, products: Sequence[str]) -> None:
-    """Raise UserError for a target that none of the products is, by their names in blocks."""
+def check_adapter(adapter: AdapterSpec, products: Sequence[str], of_experts: Collection[str]) -> None:
+    """Raise UserError for a target that is none of the products of blocks, by name, or for magnitudes of experts."""
+    for name in of_experts if adapter.dora and adapter.targets != "linear" else ():
+        if adapter.is_target(name):
+            problem = f"has no effect on routed experts, and adapter.targets contains {name}"
+            raise UserError("adapter.dora", True, problem, "set adapter.dora = false, or remove the experts")
     for index, target in enumerate(() if adapter.targets == "linear" else adapter.targets):
         if not any(f".{name}".endswith(f".{target}") for name in products):
             problem = "names none of the products of the model's blocks"

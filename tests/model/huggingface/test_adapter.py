@@ -24,6 +24,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tuning import AdapterSpec, TuningSpec
+from tests.helpers.small_runs import BIASED_EXPERTS
 from tests.model.huggingface.test_checkpoint_traps import EAGER, fp32_as_fp64, fp64_by_default
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
@@ -53,10 +54,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=24,
         head_dim=8,
     ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **COMMON,
+        **SIZES,
+        experts_implementation="eager",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
 }
 ADAPTER = AdapterSpec(rank=3, alpha=6.0)
 RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
 DORA = AdapterSpec(rank=3, alpha=6.0, dora=True)
+EXPERTS = AdapterSpec(rank=3, alpha=6.0, targets=("wq", "experts.gate", "experts.up", "experts.down"))
 TOKENS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
 
 
@@ -157,6 +168,34 @@ def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(kind: str,
     assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("kind", "adapter"), [("qwen3_moe", EXPERTS), ("qwen3_moe", EXPERTS.replace(rslora=True)), ("qwen2_moe", EXPERTS)]
+)
+def test_losses_and_gradients_of_experts_equal_those_of_peft(kind: str, adapter: AdapterSpec, tmp_path: Path) -> None:
+    """It has adapters of all experts in one tensor, those of gate and up as blocks."""
+    base, folder = make_base(kind, tmp_path)
+    spec, model = make_model(folder, adapter)
+    randomize(model)
+    directory = tmp_path / "adapter"
+    export_peft(spec, dict(model.named_parameters()), directory, source=folder)
+    other = peft.PeftModel.from_pretrained(base, directory, is_trainable=True, autocast_adapter_dtype=False)
+    for logits in (model(TOKENS[:, :-1])[0], logits_of(other, TOKENS[:, :-1])):
+        nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+    torch.testing.assert_close(logits, model(TOKENS[:, :-1])[0], rtol=1e-8, atol=1e-10)
+    for layer in range(2):
+        theirs = other.get_submodule(f"base_model.model.model.layers.{layer}.mlp.experts")
+        for module, names in ((theirs.base_layer, ("gate", "up")), (theirs, ("down",))):
+            a = module.lora_A["default"].weight.grad.unflatten(0, (4, len(names), 3))
+            b = module.lora_B["default"].weight.grad.unflatten(1, (len(names), 3, 4)).movedim(-1, 0)
+            for block, name in enumerate(names):
+                factors = [model.get_parameter(f"blocks.{layer}.mlp.experts.{name}_lora_{letter}") for letter in "AB"]
+                torch.testing.assert_close(factors[0].grad, a[:, block], rtol=1e-8, atol=1e-10)
+                rows = slice(block * factors[1].shape[1], (block + 1) * factors[1].shape[1])
+                torch.testing.assert_close(factors[1].grad, b[:, rows, block], rtol=1e-8, atol=1e-10)
+    _, read = make_model(folder, adapter, lambda spec: open_peft_adapter(directory, spec, read_config(folder)))
+    assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
+
+
 def test_magnitudes_of_a_part_of_a_module_are_exported_but_not_read_back(tmp_path: Path) -> None:
     base, folder = make_base("phi3", tmp_path)
     adapter = DORA.replace(targets=("wq",))
@@ -171,8 +210,10 @@ def test_magnitudes_of_a_part_of_a_module_are_exported_but_not_read_back(tmp_pat
         open_peft_adapter(directory, spec, read_config(folder))
 
 
-@pytest.mark.parametrize("adapter", [ADAPTER, DORA], ids=["lora", "dora"])
-@pytest.mark.parametrize("kind", CONFIGS)
+MERGED = [(kind, adapter) for kind in CONFIGS for adapter in (ADAPTER, DORA)] + [("qwen3_moe", EXPERTS)]
+
+
+@pytest.mark.parametrize(("kind", "adapter"), MERGED)
 def test_merged_export_gives_equal_logits_in_transformers(kind: str, adapter: AdapterSpec, tmp_path: Path) -> None:
     _, folder = make_base(kind, tmp_path)
     spec, model = make_model(folder, adapter)
@@ -201,6 +242,30 @@ def test_adapter_of_peft_gives_equal_logits(kind: str, adapter: AdapterSpec, tmp
     )
     logits, _ = model(TOKENS)
     torch.testing.assert_close(logits, logits_of(other), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("stacks", [["gate_up_proj", "down_proj"], ["gate_up_proj"], ["down_proj"]])
+def test_adapter_of_experts_of_peft_gives_equal_logits(stacks: list[str], tmp_path: Path) -> None:
+    """Gate and up of an expert share A."""
+    base, folder = make_base("qwen3_moe", tmp_path)
+    parameters = [f"mlp.experts.{name}" for name in stacks]
+    config = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=["q_proj"], target_parameters=parameters)
+    other = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    randomize(other)
+    other.save_pretrained(tmp_path / "adapter")
+    products = {"gate_up_proj": ("experts.gate", "experts.up"), "down_proj": ("experts.down",)}
+    adapter = ADAPTER.replace(targets=("wq", *(product for name in stacks for product in products[name])))
+    _, model = make_model(
+        folder, adapter, lambda spec: open_peft_adapter(tmp_path / "adapter", spec, read_config(folder))
+    )
+    torch.testing.assert_close(model(TOKENS)[0], logits_of(other), rtol=1e-8, atol=1e-10)
+
+
+def test_experts_that_a_checkpoint_transposes_are_exported_merged_only(tmp_path: Path) -> None:
+    spec = ModelSpec.model_validate(BIASED_EXPERTS).model_copy(update={"tuning": TuningSpec(adapter=EXPERTS)})
+    model = Transformer(spec)
+    with pytest.raises(UserError, match=r"(?s)adapts experts, for which.*gpt_oss are not known.*use --to hf"):
+        export_peft(spec, dict(model.named_parameters()), tmp_path / "adapter")
 
 
 def test_head_that_peft_saves_is_trained_too(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from phalanx.cost.exact.derive.saved import (
 )
 from phalanx.cost.exact.derive.temporary import (
     activated_linear,
+    activation_gradient_bytes,
     attention_exchange_bytes,
     fp8_cast_bytes,
     inner_gradient_bytes,
@@ -223,7 +224,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
         return (BlockMoment(temporary=temporary),)
     last = activated_linear(part)
     row_bytes = shape.operand_bytes(last.writes)
-    inner_bytes = sum(map(shape.operand_bytes, part.saved_inputs(last)))
+    inner_bytes = activation_gradient_bytes(part, shape)
     last_weights = gradient_numbers(last, shape)
     gathered_gradient = _all_tokens_bytes(part, shape) if shape.layout.ep == 1 else 0
     weighs_inputs = any(isinstance(operation, Dispatch) and operation.weighs for operation in part.operations)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, par
 from phalanx.model.init import Part, PartialWeights
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
-from phalanx.spec.families.family import Family
+from phalanx.spec.families.family import Family, Rows
 from phalanx.spec.families.registry import family_of
 from phalanx.spec.families.wrappers import text_config
 from phalanx.spec.files.load import hf_config_file
@@ -38,12 +39,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FIELD = "adapter.from_peft"
 TARGETS_FIX = "set adapter.targets to the products that it adapts"
+EXPERT_STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+"""Ends of the names of transformers' stacks of the matrices of experts."""
 REFUSED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "lora_bias": (False, None),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None,),
     "layer_replication": (None,),
 }
@@ -52,7 +54,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """A frozen matrix with its adapter, W + s B A, of which an index reads a part of the rows."""
+    """A frozen matrix with its adapter, W + s B A, of which an index reads some rows, or a matrix of a stack."""
 
     weight: IndexedTensor
     a: IndexedTensor
@@ -70,7 +72,8 @@ class MergedTensor:
         """Return a range of rows, or everything (`...`)."""
         weight = self.weight[index]
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        product = self.b[index].to(dtype) @ self.a[...].to(dtype)
+        a = self.a[index if len(self.shape) == 3 else ...]
+        product = self.b[index].to(dtype) @ a.to(dtype)
         merged = weight.to(dtype) + self.scale * product
         if self.magnitude is None:
             return merged
@@ -97,7 +100,11 @@ def adapters_by_weight(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Return the names of A, B and perhaps the magnitudes of each matrix that has an adapter, by its name."""
     names = model_parameters(spec)
     suffixes = (*ADAPTER_SUFFIXES, *([MAGNITUDE_SUFFIX] if spec.tuning.adapter and spec.tuning.adapter.dora else []))
-    factors = {name: tuple(f"{name.removesuffix('.weight')}{suffix}.weight" for suffix in suffixes) for name in names}
+    factors: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        product = name.removesuffix(".weight")
+        # Stacks of experts have no such end.
+        factors[name] = tuple(name.replace(product, f"{product}{suffix}") for suffix in suffixes)
     return {name: each for name, each in factors.items() if each[0] in names}
 
 
@@ -133,7 +140,7 @@ def export_peft(
     files: dict[str, FileTensor] = {}
     for module, (stored, names) in modules.items():
         factors = _stored_factors(stored, names, spec, tensors)
-        for key, factor in zip(_stored_keys(adapter, module), factors, strict=True):
+        for key, factor in zip(_stored_keys(adapter, module, modules), factors, strict=True):
             files[key] = FileTensor(TORCH_DTYPES[dtype], factor.shape, partial(iter, [factor]))
     saved = _saved_tensors(family_of(config), spec)
     shapes = parameter_shapes(spec.without_tuning)
@@ -148,13 +155,30 @@ def export_peft(
 
 
 def _adapted_modules(family: Family, spec: ModelSpec) -> dict[str, tuple[TensorSource, list[str]]]:
-    """Return the Hugging Face modules with adapters: the source of their matrix, and its parameters with an adapter."""
+    """Return the Hugging Face modules with adapters: the source of their matrix, and its parameters with an adapter.
+
+    Of experts, these are the stacks of matrices that transformers makes of a checkpoint's matrices."""
     adapted = adapters_by_weight(spec)
-    modules = {}
+    modules: dict[str, tuple[TensorSource, list[str]]] = {}
     for hf_name, stored in hf_sources(family, spec.without_tuning).items():
-        names = [name for name in stored.names if name in adapted]
-        if names and stored.expert is None:
-            modules[hf_name.removesuffix(".weight")] = stored, names
+        module = hf_name.removesuffix(".weight")
+        if stored.expert is not None:
+            module = re.sub(rf"\.{stored.expert}\.(gate|up)_proj$", ".gate_up_proj", module)
+            module = module.replace(f".{stored.expert}.down_proj", ".down_proj")
+            names = modules[module][0].names if module in modules else ()
+            names = tuple(dict.fromkeys((*names, *stored.names)))
+            stored = stored._replace(names=names, expert=None, rows=Rows(*names, stacked=True))
+        names_with_adapter = [name for name in stored.names if name in adapted]
+        if names_with_adapter or stored.rows.stacked:
+            modules[module] = stored, names_with_adapter
+    modules = {module: (stored, names) for module, (stored, names) in modules.items() if names}
+    for module, (stored, _) in modules.items():
+        is_known = module.endswith(EXPERT_STACKS) and stored.rows.transposed is False and not stored.rows.order
+        if stored.rows.stacked and not is_known:
+            assert spec.tuning.adapter
+            problem = f"adapts experts, for which directories of peft for {family.model_type} are not known"
+            fix = "use --to hf, which merges adapters"
+            raise UserError("adapter.targets", list(spec.tuning.adapter.targets), problem, fix)
     return modules
 
 
@@ -174,13 +198,18 @@ def _saved_tensors(family: Family, spec: ModelSpec) -> dict[str, TensorSource]:
 def _stored_factors(
     stored: TensorSource, names: Sequence[str], spec: ModelSpec, tensors: Mapping[str, IndexedTensor]
 ) -> tuple[Tensor, ...]:
-    """Return A and B of a module, those of its products as blocks, and perhaps the magnitudes of its rows."""
+    """Return A and B of a module, those of its products as blocks, and perhaps the magnitudes of its rows.
+
+    A stack has the rows of A of each expert one after another, and in B the columns of all experts side by side."""
     adapted = adapters_by_weight(spec)
-    a = torch.cat([tensors[adapted[name][0]][...] for name in names])
+    a = torch.cat([tensors[adapted[name][0]][...] for name in names], dim=-2)
     blocks = [
-        tensors[adapted[name][1]][...] if name in names else a.new_empty(model_parameters(spec)[name].shape[0], 0)
+        tensors[adapted[name][1]][...] if name in names else a.new_empty(*model_parameters(spec)[name].shape[:-1], 0)
         for name in stored.names
     ]
+    if stored.rows.stacked:
+        b = torch.stack([torch.block_diag(*of_expert) for of_expert in zip(*blocks, strict=True)])
+        return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
     factors = a, stored.stored_rows(torch.block_diag(*blocks))
     if spec.tuning.adapter is None or not spec.tuning.adapter.dora:
         return factors
@@ -191,8 +220,14 @@ def _stored_factors(
     return *factors, stored.stored_rows(torch.cat(magnitudes))
 
 
-def _stored_keys(adapter: AdapterSpec, module: str) -> list[str]:
-    """Return the names of A, B and perhaps the magnitudes of a module in a file."""
+def _stored_keys(adapter: AdapterSpec, module: str, modules: Mapping[str, tuple[TensorSource, list[str]]]) -> list[str]:
+    """Return the names of A, B and perhaps the magnitudes of a module in a file.
+
+    Of two stacks in a module, peft wraps the second around the first."""
+    first, second = EXPERT_STACKS
+    if module.endswith(EXPERT_STACKS):
+        is_inner = module.endswith(first) and module.removesuffix(first) + second in modules
+        module = f"{module.rpartition('.')[0]}{'.base_layer' if is_inner else ''}"
     leaves = ["lora_A.weight", "lora_B.weight", *(["lora_magnitude_vector"] if adapter.dora else [])]
     return [f"{PREFIX}{module}.{leaf}" for leaf in leaves]
 
@@ -218,7 +253,8 @@ def _adapter_config(
         "fan_in_fan_out": any(stored.rows.transposed for stored, _ in modules.values()),
         "init_lora_weights": True,
         "inference_mode": True,
-        "target_modules": list(modules),
+        "target_modules": [module for module, (stored, _) in modules.items() if not stored.rows.stacked],
+        "target_parameters": [module for module, (stored, _) in modules.items() if stored.rows.stacked] or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
     }
@@ -263,12 +299,15 @@ def open_peft_adapter(directory: str | Path, spec: ModelSpec, config: dict[str, 
     with _open_weights(directory / WEIGHTS_FILE) as file:
         unread = set(file.keys())
         for module, (stored, names) in modules.items():
-            keys = _stored_keys(adapter, module)
+            keys = _stored_keys(adapter, module, modules)
             if not unread.issuperset(keys):
                 raise UserError(FIELD, str(directory), f"has no adapter of {module} ({names[0]})", TARGETS_FIX)
             unread -= set(keys)
             _check_scale(table, module, adapter)
             a, b, *magnitudes = map(file.get_tensor, keys)
+            if stored.rows.stacked:
+                factors |= _loaded_stacks(spec, stored, names, a, b, where=module)
+                continue
             factors |= dict(_loaded_factors(spec, stored, names, a, b, where=module))
             factors |= dict(_loaded_magnitudes(spec, stored, names, *magnitudes, where=module))
         for hf_name, stored in _saved_tensors(family, spec).items():
@@ -333,7 +372,7 @@ def _loaded_factors(
     adapted = adapters_by_weight(spec)
     b = stored.loaded_rows(b, slice(0, len(b)))
     rows = dict(
-        zip(stored.names, b.split([model_parameters(spec)[name].shape[0] for name in stored.names]), strict=True)
+        zip(stored.names, b.split([model_parameters(spec)[name].shape[-2] for name in stored.names]), strict=True)
     )
     has_blocks = len(names) > 1 and len(a) == len(names) * adapter.rank
     if len(a) != adapter.rank and not has_blocks:
@@ -366,3 +405,14 @@ def _loaded_magnitudes(
                 problem = f"has magnitudes of {name} too, which adapter.targets leaves out"
                 raise UserError(FIELD, where, problem, TARGETS_FIX)
             yield adapters_by_weight(spec)[name][2], own
+
+
+def _loaded_stacks(
+    spec: ModelSpec, stored: TensorSource, names: Sequence[str], a: Tensor, b: Tensor, where: str
+) -> dict[str, Tensor]:
+    """Return the stacks of A and B of the products of a stack of modules."""
+    experts = model_parameters(spec)[stored.names[0]].shape[0]
+    plain = stored._replace(rows=Rows(*stored.names))
+    pairs = zip(a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).movedim(-1, 0), strict=True)
+    of_experts = [dict(_loaded_factors(spec, plain, names, *pair, where=where)) for pair in pairs]
+    return {name: torch.stack([factors[name] for factors in of_experts]) for name in of_experts[0]}

@@ -31,20 +31,21 @@ def add_adapters(part: Part, adapter: AdapterSpec | None) -> Part:
 
 
 def is_target(adapter: AdapterSpec, part: Part, linear: Linear) -> bool:
-    """Return whether a product of a part has an adapter; routers and gates of few columns have one if named."""
-    if not is_adaptable(linear):
+    """Return whether a product of a part has an adapter.
+
+    Those of routed experts have one if named, as have routers and gates of few columns."""
+    if linear.adapts:
         return False
-    return not linear.is_precise if adapter.targets == "linear" else adapter.is_target(f"{part.name}.{linear.name}")
-
-
-def is_adaptable(linear: Linear) -> bool:
-    """Return whether a product may have an adapter: not those of routed experts, nor those of an adapter itself."""
-    return not isinstance(linear, GroupedLinear) and not linear.adapts
+    if adapter.targets == "linear":
+        return not linear.is_precise and not isinstance(linear, GroupedLinear)
+    return adapter.is_target(f"{part.name}.{linear.product_name}")
 
 
 def describe_adapter(linear: Linear, adapter: AdapterSpec) -> tuple[Linear, Linear]:
     """Return A and B of a product, of which only B is zero at first."""
     (x,) = linear.reads
+    if isinstance(linear, GroupedLinear):
+        return _describe_adapters_of_experts(linear, adapter)
     inner = Value(adapter.rank, tokens="residual" if x.cut else x.tokens)
     names = [f"{linear.name}{suffix}" for suffix in ADAPTER_SUFFIXES]
     a = Linear(
@@ -61,6 +62,26 @@ def describe_adapter(linear: Linear, adapter: AdapterSpec) -> tuple[Linear, Line
     return a, replace(
         a, name=names[1], reads=(inner,), writes=replace(linear.writes), scale=1.0, parameters={"weight": weight}
     )
+
+
+def _describe_adapters_of_experts(linear: GroupedLinear, adapter: AdapterSpec) -> tuple[Linear, Linear]:
+    """Return A and B of each expert. Ranks that share W by rows sum B A x with W x."""
+    (x,) = linear.reads
+    experts, rows, columns = linear.matrix.shape
+    leaf = next(iter(linear.parameters))
+    names = [f"{leaf}{suffix}" for suffix in ADAPTER_SUFFIXES]
+    inner = replace(x, width=adapter.rank, cut=None)
+    a = GroupedLinear(
+        name=linear.name,
+        reads=(x,),
+        writes=inner,
+        parameters={names[0]: Parameter((experts, adapter.rank, columns), "fan_in")},
+        is_precise=True,
+        scale=adapter.scale,
+        adapts=linear.product_name,
+    )
+    parameters = {names[1]: Parameter((experts, rows, adapter.rank), "zeros")}
+    return a, replace(a, reads=(inner,), writes=replace(linear.writes), scale=1.0, parameters=parameters)
 
 
 def describe_magnitude(linear: Linear, b: Linear) -> Magnitude:

@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parts.adapter import is_adaptable
 from phalanx.spec.parts.block import blocks, describe_last_norm, residual_stream
-from phalanx.spec.parts.operations import Parameter, Part
+from phalanx.spec.parts.operations import Linear, Parameter, Part
 from phalanx.spec.parts.per_layer_inputs import describe_per_layer_inputs
 
 
@@ -36,16 +35,15 @@ def model_parameters(spec: ModelSpec) -> dict[str, Parameter]:
     return {name: replace(each, is_frozen=spec.tuning.freezes(name)) for name, each in parameters.items()}
 
 
-def adaptable_products(spec: ModelSpec) -> list[str]:
+def adaptable_products(spec: ModelSpec) -> dict[str, Linear]:
     """Return the products of blocks that may have an adapter, by their names in a block."""
-    products = (
-        f"{branch.part.name}.{linear.name}"
+    return {
+        f"{branch.part.name}.{linear.product_name}": linear
         for block in dict.fromkeys(blocks(spec))
         for branch in block
         for linear in branch.part.linears
-        if is_adaptable(linear)
-    )
-    return list(dict.fromkeys(products))
+        if not linear.adapts
+    }
 
 
 def is_head_trained(spec: ModelSpec) -> bool:

@@ -136,6 +136,11 @@ class Linear(Operation):
     """Name of the product whose adapter it is a part of."""
 
     @property
+    def product_name(self) -> str:
+        """Name of the product in the part."""
+        return self.name
+
+    @property
     def matrix(self) -> Parameter:
         """The matrix, or the stack of them."""
         return next(iter(self.parameters.values()))
@@ -160,6 +165,12 @@ class Linear(Operation):
 
 class GroupedLinear(Linear):
     """Products of the rows of all experts with one matrix each; expert-parallel ranks have some of the experts."""
+
+    @property
+    def product_name(self) -> str:
+        """Name of the product in the part: several have one module."""
+        leaf = next(iter(self.parameters))
+        return f"{self.name}.{leaf}" if self.name else leaf
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -459,7 +470,7 @@ class Part:
             if module in (operation.name, prefix):
                 operation = replace(operation, name=name if prefix else "")
                 if isinstance(operation, Linear | Magnitude) and operation.adapts:
-                    operation = replace(operation, adapts=operation.adapts.removeprefix(f"{prefix}."))
+                    operation = replace(operation, adapts=operation.adapts.removeprefix(f"{module}."))
                 inner.operations.append(operation)
             elif isinstance(operation, Activation) and operation.reads[0] in [each.writes for each in inner.operations]:
                 inner.operations.append(operation)

@@ -53,7 +53,9 @@ def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) ->
                 inputs[value, "" if shared else reader] = size
         else:  # the output of an activation, which is computed again
             others += shape.operand_bytes(x)
-        is_read = any(linear.writes in operation.reads for operation in part.operations)
+        # The output of an adapter is added to that of what it adapts.
+        written = [linear.writes, *(each.writes for each in part.linears if each.product_name == linear.adapts)]
+        is_read = any(value in operation.reads for value in written for operation in part.operations)
         if is_read or linear.role == "column":
             others += output_gradient_bytes(linear, shape)
         else:

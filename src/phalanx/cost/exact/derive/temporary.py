@@ -21,15 +21,23 @@ def inner_gradient_bytes(part: Part, shape: ForwardShape, splits_backward: bool)
     sorting. If backward passes are in two halves, the input of the last product is included, because it is not freed.
     """
     last = activated_linear(part)
-    inputs = [shape.operand_bytes(value) for value in part.saved_inputs(last)]
+    inner = activation_gradient_bytes(part, shape)
+    saved_by_halves = num_activations(part) * shape.operand_bytes(last.reads[0]) if splits_backward else 0
     if part.kind != "experts":
-        inner = sum(inputs) + (shape.operand_bytes(last.reads[0]) if splits_backward else 0)
-        # The adapter of the product has computed the same before it.
-        return 2 * inner if last.name in part.adapters else inner
+        return inner + saved_by_halves
     row_bytes = shape.operand_bytes(last.writes)
-    if splits_backward:
-        return 2 * row_bytes + sum(inputs) + shape.operand_bytes(last.reads[0])
-    return max(2 * row_bytes, sum(inputs))
+    return 2 * row_bytes + inner + saved_by_halves if splits_backward else max(2 * row_bytes, inner)
+
+
+def activation_gradient_bytes(part: Part, shape: ForwardShape) -> int:
+    """Return the bytes of the gradients of an activation's inputs in the backward pass of the products that read it."""
+    inputs = part.saved_inputs(activated_linear(part))
+    return num_activations(part) * sum(map(shape.operand_bytes, inputs))
+
+
+def num_activations(part: Part) -> int:
+    """Return the number of products that compute the activation again: the last one, and its adapter before it."""
+    return 2 if activated_linear(part).product_name in part.adapters else 1
 
 
 def scan_segment_bytes(scan: ScanCore, shape: ForwardShape) -> int:
