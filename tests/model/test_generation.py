@@ -1,9 +1,10 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from phalanx.model.generation import generate, generate_batch
 from phalanx.model.init import initial_weight
-from phalanx.model.key_value_cache import can_cache
+from phalanx.model.token_cache import TokenCache, can_cache
 from phalanx.model.sampling import Sampling
 from phalanx.model.transformer import Transformer, row_positions
 from phalanx.parallel.apply import apply_layout
@@ -11,10 +12,12 @@ from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, INDEXERS, KINDS, MOE
+from tests.helpers.small_runs import CONVOLUTIONS, DELTA, DENSE, INDEXERS, KIMI, KINDS, MAMBAS, MOE, SIDE_BY_SIDE
 
 LATENT = {**INDEXERS, "mixer": {**INDEXERS["mixer"], "indexer": None}}
 SOFTCAP = {**DENSE, "attention_softcap": 2.0, "logits_softcap": 3.0, "sliding_window": 8, "num_kv_heads": 1}
+SCANS = {"delta": DELTA, "kimi": KIMI, "mamba": MAMBAS, "side_by_side": SIDE_BY_SIDE, "convolutions": CONVOLUTIONS}
+TABLES = {"dense": DENSE, "moe": MOE, "kinds": KINDS, "latent": LATENT, "softcap": SOFTCAP, **SCANS}
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
 
 
@@ -58,12 +61,10 @@ def random_transformer(table):
     return model
 
 
-@pytest.mark.parametrize(
-    "table", [DENSE, MOE, KINDS, LATENT, SOFTCAP], ids=["dense", "moe", "kinds", "latent", "softcap"]
-)
+@pytest.mark.parametrize("table", TABLES)
 def test_cached_rows_equal_whole_passes(table):
     """Prompts of several lengths, beyond windows and chunks, give the tokens of a pass of all tokens for each."""
-    model = random_transformer(table)
+    model = random_transformer(TABLES[table])
     assert can_cache(model)
     prompts = [torch.randint(0, model.spec.vocab_size, (length,)) for length in (3, 21, 9)]
     expected = [
@@ -75,6 +76,25 @@ def test_cached_rows_equal_whole_passes(table):
     # Beyond the context, earlier tokens are dropped one by one, as without a cache.
     windowed = generate(lambda tokens: model(tokens), prompts[1], 12, temperature=0, context=25)
     assert torch.equal(generate(model, prompts[1], 12, temperature=0, context=25), windowed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 5e-4)])
+@pytest.mark.parametrize("table", SCANS)
+def test_cached_logits_equal_those_of_a_whole_pass(table, dtype, tolerance):
+    """The second prompt is longer than a chunk of each scan, and shorter than the first one."""
+    model = random_transformer(TABLES[table]).to(dtype)
+    texts = torch.randint(0, model.spec.vocab_size, (2, 100))
+    lengths_B = torch.tensor([90, 67])
+    expected = model(texts)[0]
+    cache = TokenCache(model, lengths_B)
+    prompts = torch.stack([F.pad(row[:length], (0, 90 - length)) for row, length in zip(texts, lengths_B, strict=True)])
+    passes = [prompts, *(torch.stack([texts[0, 90 + n], texts[1, 67 + n]])[:, None] for n in range(10))]
+    for number, tokens in enumerate(passes):
+        last_B = cache.last_B
+        with cache.extended():
+            logits = model(tokens)[0][range(2), last_B]
+        torch.testing.assert_close(logits, expected[range(2), lengths_B - 1 + number], rtol=0, atol=tolerance)
 
 
 def test_training_continues_with_the_cores_of_the_layout():
@@ -89,7 +109,7 @@ def test_batch_ends_when_all_rows_have():
     model, calls = next_number_model()
     new = generate_batch(model, [torch.tensor([5]), torch.tensor([2])], 9, Sampling(temperature=0), ends={8})
     assert new == [[6, 7, 8], [3, 4, 5, 6, 7, 8]]
-    assert len(calls) == 12
+    assert len(calls) == 6
 
 
 def test_generate_repeats_end_token_and_runs_every_forward_pass():

@@ -4,20 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from phalanx.model.key_value_cache import KeyValueCache, can_cache
 from phalanx.model.sampling import Sampling, sample_tokens
-from phalanx.model.transformer import Transformer, cap_logits
+from phalanx.model.token_cache import TokenCache, can_cache
+from phalanx.model.transformer import HeadFunction, Transformer, cap_logits
 
 Model = Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]
+Choose = Callable[[Tensor], Tensor]
+"""Function of the logits of next tokens, [B, V], that returns a token of each row, int64 [B]."""
+
+
+class Predictor:
+    """The next tokens of a model in one process (of one in several: `parallel.inference.SharedModel`)."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.transformer: Transformer | None = model if isinstance(model, Transformer) else None
+        """The network whose mixers may keep what they need of earlier tokens."""
+
+    @torch.no_grad()
+    def next_tokens(self, tokens_BT: Tensor, last_B: Tensor, choose: Choose) -> Tensor:
+        """Return what is chosen by the logits after token `last_B` of each row, of which later ones are padding."""
+        if self.transformer is not None:
+            return choose(self.transformer(tokens_BT, head=head_of_last(self.transformer, last_B))[0])
+        return choose(_rows_at(logits_of(self.model, tokens_BT), last_B))
+
+
+def head_of_last(model: Transformer, last_B: Tensor) -> HeadFunction:
+    """Return the function of the head that computes the logits after one token of each row, [B, V]."""
+
+    def head(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        return cap_logits(model.logits(_rows_at(x_BTD, last_B), weight_VD), model.spec.logits_softcap)
+
+    return head
+
+
+def _rows_at(x_BTD: Tensor, last_B: Tensor) -> Tensor:
+    """Return the numbers of one token of each row, [B, D]."""
+    return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), last_B]
 
 
 def stream_tokens(
-    model: Model,
+    model: Model | Predictor,
     prompts: Sequence[Tensor],
     sampling: Sampling,
     generator: torch.Generator | None = None,
@@ -27,53 +60,46 @@ def stream_tokens(
     """Yield an endless stream of next tokens of all prompts, int64 [B] each, with one forward pass per yield.
 
     `prompts` are ids [T], at least one each. The model sees the last `context` tokens, by default all, and draws from
-    the first `vocab` ids. With attention only, and up to `context` tokens, earlier keys and values are cached."""
+    the first `vocab` ids. Up to `context` tokens, layers keep what they need of earlier ones (`TokenCache`)."""
+    predictor = model if isinstance(model, Predictor) else Predictor(model)
+    transformer = predictor.transformer
     rows = [prompt.long() for prompt in prompts]
-    seen = None
-    for logits_BV in _stream_logits(model, rows, context):
-        logits_BV = logits_BV[:, :vocab]
-        if sampling.repetition_penalty != 1 and seen is None:
-            seen = torch.zeros_like(logits_BV, dtype=torch.bool)
-            for row, prompt in zip(seen, prompts, strict=True):
-                row[prompt] = True
-        tokens_B = sample_tokens(logits_BV, sampling, generator, seen).to(rows[0].device)
-        if seen is not None:
-            seen.scatter_(1, tokens_B[:, None], True)
-        rows[:] = [torch.cat((row, token[None])) for row, token in zip(rows, tokens_B, strict=True)]
+    cache = None
+    if transformer is not None and can_cache(transformer):
+        cache = TokenCache(transformer, torch.tensor([len(row) for row in rows], device=rows[0].device))
+    choose = _make_choice(prompts, sampling, generator, vocab)
+    while True:
+        if cache is not None and (context is None or cache.longest + cache.is_filled <= context):
+            tokens_BT = pad_sequence([row[-1:] if cache.is_filled else row for row in rows], batch_first=True)
+            with cache.extended():
+                tokens_B = predictor.next_tokens(tokens_BT, cache.last_B, choose)
+        else:
+            seen = [row[-(context or 0) :] for row in rows]
+            last_B = torch.tensor([len(row) - 1 for row in seen], device=rows[0].device)
+            tokens_B = predictor.next_tokens(pad_sequence(seen, batch_first=True), last_B, choose)
+        rows = [torch.cat((row, token[None])) for row, token in zip(rows, tokens_B, strict=True)]
         yield tokens_B
 
 
-def _stream_logits(model: Model, rows: Sequence[Tensor], context: int | None) -> Iterator[Tensor]:
-    """Yield the logits of the next token of each row, [B, V]. The caller adds a token to each row before the next."""
-    if can_cache(model):
-        cache = KeyValueCache(cast(Transformer, model), torch.tensor([len(row) for row in rows], device=rows[0].device))
-        tokens_BT = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-        while context is None or cache.longest + cache.is_filled <= context:
-            yield _next_logits(cache, tokens_BT)
-            tokens_BT = torch.stack([row[-1:] for row in rows])
-    while True:
-        yield torch.cat([_last_logits(model, row if context is None else row[-context:]) for row in rows])
+def _make_choice(
+    prompts: Sequence[Tensor], sampling: Sampling, generator: torch.Generator | None, vocab: int | None
+) -> Choose:
+    """Return the function that draws next tokens. It remembers those of each row if their repetition has a penalty."""
+    seen_BV: Tensor | None = None
 
+    def choose(logits_BV: Tensor) -> Tensor:
+        nonlocal seen_BV
+        logits_BV = logits_BV[:, :vocab]
+        if sampling.repetition_penalty != 1 and seen_BV is None:
+            seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+            for row, prompt in zip(seen_BV, prompts, strict=True):
+                row[prompt] = True
+        tokens_B = sample_tokens(logits_BV, sampling, generator, seen_BV).to(prompts[0].device)
+        if seen_BV is not None:
+            seen_BV.scatter_(1, tokens_B[:, None], True)
+        return tokens_B
 
-@torch.no_grad()
-def _next_logits(cache: KeyValueCache, tokens_BT: Tensor) -> Tensor:
-    """Return the logits after the last token of each row, [B, V], and add the tokens to the cache."""
-    model = cache.model
-    last_B = torch.zeros_like(cache.lengths_B) if cache.is_filled else cache.lengths_B - 1
-
-    def head(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-        rows = torch.arange(len(x_BTD), device=x_BTD.device)
-        return cap_logits(model.logits(x_BTD[rows, last_B], weight_VD), model.spec.logits_softcap)
-
-    with cache.extended():
-        logits_BV, _ = model(tokens_BT, head=head)
-    return cast(Tensor, logits_BV)
-
-
-@torch.no_grad()
-def _last_logits(model: Model, tokens_T: Tensor) -> Tensor:
-    """Return the logits of the next token of one row, [1, V], by a pass of all of its tokens."""
-    return logits_of(model, tokens_T[None])[:, -1]
+    return choose
 
 
 def logits_of(model: Model, tokens_BT: Tensor) -> Tensor:
@@ -83,7 +109,7 @@ def logits_of(model: Model, tokens_BT: Tensor) -> Tensor:
 
 
 def generate_batch(
-    model: Model,
+    model: Model | Predictor,
     prompts: Sequence[Tensor],
     count: int,
     sampling: Sampling,
@@ -106,7 +132,7 @@ def generate_batch(
 
 
 def generate(
-    model: Model,
+    model: Model | Predictor,
     tokens_T: Tensor,
     count: int,
     temperature: float = 1.0,

@@ -6,6 +6,7 @@ in a segment."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -127,16 +128,8 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: Form, *arguments: Tensor) -> Tensor:
         ctx.form = form
-        tensors = _Tensors(*arguments)
-        out_BTHV = torch.empty_like(tensors.v)
-        states: list[Tensor] = []
-        state = tensors.first_state()
-        with torch.autocast(out_BTHV.device.type, enabled=False):
-            for segment in scan_segments(out_BTHV.shape[1]):
-                states.append(state)
-                out, state = _Segment(tensors, segment, form).rule.forward(state)
-                out_BTHV[:, segment.start : segment.stop] = _join_chunks(out)
-        ctx.save_for_backward(*tensors, *states[1:])
+        out_BTHV, states = run_segments(form, *arguments)
+        ctx.save_for_backward(*arguments, *states[1:-1])
         return out_BTHV
 
     @staticmethod
@@ -153,9 +146,36 @@ class _GatedDelta(torch.autograd.Function):
         return None, *with_dtypes, None
 
 
+def run_segments(form: Form, *arguments: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """Return the output of the rule, [B, T, H, V], and the states before segments and after the last one.
+
+    A state is [B, G, K, R, V]. Arguments are those of `gated_delta`, the starts of documents last."""
+    tensors = _Tensors(*cast(Sequence[Tensor], arguments))
+    out_BTHV = torch.empty_like(tensors.v)
+    states = [tensors.first_state()]
+    with torch.autocast(out_BTHV.device.type, enabled=False):
+        for segment in scan_segments(out_BTHV.shape[1]):
+            out, state = _Segment(tensors, segment, form).rule.forward(states[-1])
+            states.append(state)
+            out_BTHV[:, segment.start : segment.stop] = _join_chunks(out)
+    return out_BTHV, states
+
+
 def _compute_again(tensors: _Tensors, segment: Segment, form: Form) -> _Segment:
     with uncounted_products():
         return _Segment(tensors, segment, form)
+
+
+def log_decay(form: Form, step: Tensor, rate: Tensor) -> Tensor:
+    """Return the logarithm of the decay, [..., H, E]."""
+    if form.decay_bound is None:
+        return F.softplus(step) * -rate
+    return (step * rate).sigmoid_().mul_(form.decay_bound)
+
+
+def inverse_length(x: Tensor) -> Tensor:
+    """Return 1 / |x| of vectors, [..., 1]."""
+    return (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt_()
 
 
 class _Segment:
@@ -174,7 +194,7 @@ class _Segment:
         self.beta = at_least_fp32(tensors.b[:, self.tokens]).sigmoid().mul_(form.max_update)
         self.rate = at_least_fp32(tensors.A_log).exp()[:, None]
         self.step = at_least_fp32(tensors.a[:, self.tokens]) + tensors.dt_bias
-        g = self._decay()
+        g = log_decay(form, self.step, self.rate)
         q, k, v, beta, g = (self._split(x) for x in (*(each.forward() for each in self.heads), self.beta, g))
         qk = torch.cat((q, k), dim=-2).squeeze(3)
         visible = visible_tokens(segment, tensors.starts)
@@ -198,17 +218,11 @@ class _Segment:
         grads.dt_bias.add_(grad_a.sum((0, 1)))
         return grad_state
 
-    def _decay(self) -> Tensor:
-        """Return the logarithm of the decay, [B, L, H, E]."""
-        if self.form.decay_bound is None:
-            return F.softplus(self.step) * -self.rate
-        return (self.step * self.rate).sigmoid_().mul_(self.form.decay_bound)
-
     def _decay_backward(self, grad_g: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of steps and, not summed, of the logarithms of rates."""
         if self.form.decay_bound is None:
             return grad_g * self.step.sigmoid() * -self.rate, grad_g * F.softplus(self.step) * -self.rate
-        g = self._decay()
+        g = log_decay(self.form, self.step, self.rate)
         grad_a = grad_g * g * (1 - g / self.form.decay_bound) * self.rate
         return grad_a, grad_a * self.step
 
@@ -244,7 +258,7 @@ class _Heads:
         out = F.silu(self.convolved)
         if self.scale is None:
             return out
-        self.inverse_length = (out.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt_()
+        self.inverse_length = inverse_length(out)
         return out.mul_(self.inverse_length * self.scale)
 
     def backward(self, out: Tensor, gradient: Tensor, grad_x_BTHK: Tensor, grad_taps_HKS: Tensor) -> None:

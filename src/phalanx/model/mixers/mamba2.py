@@ -133,21 +133,10 @@ class _Scan(torch.autograd.Function):
         step_bias: Tensor,
         *filters: Tensor | None,
     ) -> Tensor:
-        convolved = _convolve((values, keys, queries), filters, starts_BT)
-        exact_steps = _limit_steps(spec, steps, step_bias)
-        log_decay = -at_least_fp32(log_rate).exp() * exact_steps
-        exact_skip = at_least_fp32(skip)[:, None]
-        out = torch.empty_like(values)
-        state = _empty_state(values, keys)
-        states = []
-        for tokens in _chunks(spec, values):
-            chunk = _Chunk.at(tokens, convolved, exact_steps, log_decay, starts_BT)
-            states.append(state)
-            weighed, state = advance(chunk, state)
-            out[:, tokens] = chunk.by_token(weighed).addcmul_(chunk.inputs, exact_skip)
-        ctx.spec = spec
         inputs = values, keys, queries, steps, log_rate, skip, step_bias
-        ctx.save_for_backward(starts_BT, torch.stack(states), *inputs, *filters)
+        out, states = run_chunks(spec, starts_BT, *inputs, *filters)
+        ctx.spec = spec
+        ctx.save_for_backward(starts_BT, torch.stack(states[:-1]), *inputs, *filters)
         return out
 
     @staticmethod
@@ -156,7 +145,7 @@ class _Scan(torch.autograd.Function):
         spec = ctx.spec
         # Each chunk replaces its outputs of the convolution by their gradients.
         convolved = _convolve((values, keys, queries), filters, starts_BT)
-        exact_steps = _limit_steps(spec, steps, step_bias)
+        exact_steps = limit_steps(spec, steps, step_bias)
         rate = at_least_fp32(log_rate).exp()
         log_decay = -rate * exact_steps
         exact_skip = at_least_fp32(skip)[:, None]
@@ -191,6 +180,35 @@ class _Scan(torch.autograd.Function):
             grad_steps.sum((0, 1)).to(step_bias.dtype),
             *grad_filters,
         )
+
+
+def run_chunks(
+    spec: Mamba2Spec,
+    starts_BT: Tensor | None,
+    values: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    steps: Tensor,
+    log_rate: Tensor,
+    skip: Tensor,
+    step_bias: Tensor,
+    *filters: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the output of the recurrence, [B, T, H, P], and the states before chunks and after the last one.
+
+    A state is [B G, N, R P]. Arguments are those of `scan`, with taps and biases by channels."""
+    convolved = _convolve((values, keys, queries), filters, starts_BT)
+    exact_steps = limit_steps(spec, steps, step_bias)
+    log_decay = -at_least_fp32(log_rate).exp() * exact_steps
+    exact_skip = at_least_fp32(skip)[:, None]
+    out = torch.empty_like(values)
+    states = [_empty_state(values, keys)]
+    for tokens in _chunks(spec, values):
+        chunk = _Chunk.at(tokens, convolved, exact_steps, log_decay, starts_BT)
+        weighed, state = advance(chunk, states[-1])
+        states.append(state)
+        out[:, tokens] = chunk.by_token(weighed).addcmul_(chunk.inputs, exact_skip)
+    return out, states
 
 
 class _Chunk(NamedTuple):
@@ -361,7 +379,7 @@ def _empty_state(values: Tensor, keys: Tensor) -> Tensor:
     return at_least_fp32(values.new_empty(0)).new_zeros(batch * groups, width, channels)
 
 
-def _limit_steps(spec: Mamba2Spec, steps: Tensor, bias: Tensor) -> Tensor:
+def limit_steps(spec: Mamba2Spec, steps: Tensor, bias: Tensor) -> Tensor:
     """Return the positive steps, [B, T, H]."""
     return F.softplus(at_least_fp32(steps) + bias).clamp_(spec.min_step, spec.max_step)
 

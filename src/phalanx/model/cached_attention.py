@@ -1,72 +1,31 @@
-"""Keys and values of earlier tokens, so that each new token needs the forward pass of one token only.
-
-A cache replaces the cores of attention, as layouts do, and the positions of tokens. Rows have prompts of different
-lengths without padding on the left: padding on their right is later than all of their tokens, and new ones replace it.
+"""Attention of new tokens to the keys and values of earlier ones.
 
 Shapes: B rows, T new tokens, S cached tokens, H heads, K head width."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.attention import attend
-from phalanx.model.transformer import Transformer
+if TYPE_CHECKING:
+    from phalanx.model.token_cache import TokenCache
 
 GROWTH_TOKENS = 128
 """Tokens by which the memory of a cache grows at least."""
 
 
-class KeyValueCache:
-    """The number of tokens that each row of a batch has, and the keys and values of each layer."""
-
-    def __init__(self, model: Transformer, lengths_B: Tensor) -> None:
-        """Create an empty cache. The first pass has prompts of these lengths, padded on the right."""
-        self.model = model
-        self.lengths_B = lengths_B
-        self.is_filled = False
-        """True after the pass of the prompts. Later passes have one token per row."""
-        self.longest = int(lengths_B.max())
-        self.is_ragged = bool((lengths_B != self.longest).any())
-        self.cores = {mixer: CachedCore(mixer.core, self, getattr(mixer, "chunk", None)) for mixer in _mixers(model)}
-
-    @contextmanager
-    def extended(self) -> Iterator[None]:
-        """Let a forward pass of the model read the cache, and add its tokens: the prompts, or one per row."""
-        positions = self.model.local_positions
-        self.model.local_positions = self._positions
-        for mixer, core in self.cores.items():
-            mixer.core = core
-        try:
-            yield
-        finally:
-            self.model.local_positions = positions
-            for mixer, core in self.cores.items():
-                mixer.core = core.core
-        if self.is_filled:
-            self.lengths_B = self.lengths_B + 1
-            self.longest += 1
-        self.is_filled = True
-
-    def _positions(self, x_BT: Tensor) -> Tensor:
-        """Return the positions of the tokens of a pass, [T] or [B, T]."""
-        return self.lengths_B[:, None] if self.is_filled else torch.arange(x_BT.shape[1], device=x_BT.device)
-
-
-class CachedCore:
+class CachedAttention:
     """Attention of new tokens to those in a cache, in place of the core of one layer."""
 
-    def __init__(self, core: Callable[..., Tensor], cache: KeyValueCache, chunk: int | None) -> None:
-        """Create an empty cache of a layer, which sees `chunk` tokens if it is not None."""
-        self.core = core
+    def __init__(self, mixer: Any, cache: TokenCache) -> None:
+        """Create the empty cache of a layer."""
+        self.core = mixer.core
         self.cache = cache
-        self.chunk = chunk
+        self.chunk: int | None = getattr(mixer, "chunk", None)
         self.keys = self.values = torch.empty(0)
         """[B, H, S, K], with space for further tokens."""
 
@@ -135,19 +94,3 @@ class CachedCore:
         if self.chunk is not None:
             visible = visible & (place_S >= last_B1 // self.chunk * self.chunk)
         return visible
-
-
-def can_cache(model: object) -> bool:
-    """Return whether all mixers of a model are attention with its own core, not a layout's, so that a cache fits."""
-    if not isinstance(model, Transformer) or model.num_context_ranks > 1:
-        return False
-    blocks: list[Any] = list(model.blocks)
-    # A compiled block would be compiled again for each token.
-    if any(block._compiled_call_impl is not None for block in blocks):
-        return False
-    return all(mixer.core is attend for mixer in _mixers(model)) and not any(block.side_mixer for block in blocks)
-
-
-def _mixers(model: Transformer) -> list[Any]:
-    blocks: list[Any] = list(model.blocks)
-    return [block.attention for block in blocks if block.attention is not None]
