@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from phalanx.model.generation import generate, generate_batch
 from phalanx.model.init import initial_weight
-from phalanx.model.token_cache import TokenCache, can_cache
 from phalanx.model.sampling import Sampling
+from phalanx.model.token_cache import TokenCache, can_cache
 from phalanx.model.transformer import Transformer, row_positions
 from phalanx.parallel.apply import apply_layout
 from phalanx.parallel.mesh import build_mesh
@@ -91,7 +91,7 @@ def test_cached_logits_equal_those_of_a_whole_pass(table, dtype, tolerance):
     prompts = torch.stack([F.pad(row[:length], (0, 90 - length)) for row, length in zip(texts, lengths_B, strict=True)])
     passes = [prompts, *(torch.stack([texts[0, 90 + n], texts[1, 67 + n]])[:, None] for n in range(10))]
     for number, tokens in enumerate(passes):
-        last_B = cache.last_B
+        last_B = cache.last_tokens
         with cache.extended():
             logits = model(tokens)[0][range(2), last_B]
         torch.testing.assert_close(logits, expected[range(2), lengths_B - 1 + number], rtol=0, atol=tolerance)

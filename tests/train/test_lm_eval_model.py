@@ -62,7 +62,13 @@ metric_list: [{{ metric: exact_match }}]
 """
 TASKS = {"words": CHOICE, "rolling": ROLLING, "continued": GENERATION}
 WORDS = ["import", "def", "class", "return", "self", "for", "while", "lambda", "yield", "print", "json", "range"]
-LAYOUTS = [Layout(data_parallel="zero3"), Layout(tp=2), Layout(pp=2)]
+LAYOUTS = {
+    "zero3": Layout(data_parallel="zero3"),
+    "tp": Layout(tp=2),
+    "pp": Layout(pp=2),
+    "cp": Layout(cp=2, cp_method="ulysses"),
+    "tp x pp": Layout(tp=2, pp=2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +162,13 @@ def test_scores_in_one_process_equal_transformers_and_are_reported(
     assert "exact_match" in command_output("report", trained)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["zero3", "tp", "pp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_in_ranks_equal_transformers(
-    layout: Layout, trained: Path, tasks: Path, expected: dict[str, float]
+    layout: str, trained: Path, tasks: Path, expected: dict[str, float]
 ) -> None:
     # lm-eval gives the scores to the first rank only.
-    scores, _ = rank_pool(2).run(scores_in_ranks, trained, tasks, layout)
+    ranks = 4 if layout == "tp x pp" else 2
+    scores, *_ = rank_pool(ranks).run(scores_in_ranks, trained, tasks, LAYOUTS[layout])
     assert scores == pytest.approx(expected, rel=1e-5)
 
 
@@ -178,6 +185,5 @@ def test_unknown_tasks_and_impossible_layouts_are_refused(trained: Path, tasks: 
         command_output("evaluate", trained, "--tasks", "wrods", "--include-path", tasks)
     with pytest.raises(UserError, match="--chat needs a chat template"):
         command_output("evaluate", trained, "--tasks", "words", "--include-path", tasks, "--chat")
-    found = find_trained_weights(trained)
-    with pytest.raises(UserError, match="without the logits of a whole text"):
-        model_in_ranks(found, load_tokenizer(found.tokenizer_file), Layout(cp=2), torch.device("cpu"), 1)
+    with pytest.raises(UserError, match=r"layout\.tp = 3"):
+        command_output("evaluate", trained, "--tasks", "words", "--nproc", 3, "--set", "layout.tp=3")

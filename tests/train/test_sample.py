@@ -18,6 +18,7 @@ from tests.helpers.small_runs import MOE, make_trainer, small_run
 STEPS = 6
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"layout.data_parallel": "zero3", "model": MOE},
+    "tensor": {"layout.tp": 2},
     "pipeline": {"layout.pp": 2, "layout.micro_batch_size": 1},
     "server": {"layout.data_parallel": "parameter_server"},
 }

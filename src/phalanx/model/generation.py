@@ -72,7 +72,7 @@ def stream_tokens(
         if cache is not None and (context is None or cache.longest + cache.is_filled <= context):
             tokens_BT = pad_sequence([row[-1:] if cache.is_filled else row for row in rows], batch_first=True)
             with cache.extended():
-                tokens_B = predictor.next_tokens(tokens_BT, cache.last_B, choose)
+                tokens_B = predictor.next_tokens(tokens_BT, cache.last_tokens, choose)
         else:
             seen = [row[-(context or 0) :] for row in rows]
             last_B = torch.tensor([len(row) - 1 for row in seen], device=rows[0].device)

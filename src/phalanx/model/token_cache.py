@@ -1,8 +1,8 @@
 """What layers keep of earlier tokens, so that each new token needs the forward pass of one token only.
 
-A cache replaces the cores of mixers, as layouts do, and the positions of tokens. Ranks that share a model each keep what
-their heads and blocks need. Rows have prompts of different lengths without padding on the left: padding on their right
-is later than all of their tokens, and new ones replace it."""
+A cache replaces the cores of mixers, as layouts do, and the positions of tokens. Ranks that share a model each keep
+what their heads and blocks need. Rows have prompts of different lengths without padding on the left: padding on their
+right is later than all of their tokens, and new ones replace it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class TokenCache:
         self.cores = {mixer: CACHED_CORES[_kernel(mixer)](mixer, self) for mixer in modules_declaring(model, Core)}
 
     @property
-    def last_B(self) -> Tensor:
-        """Index of the last token of each row in the next pass."""
+    def last_tokens(self) -> Tensor:
+        """Index of the last token of each row in the next pass, [B]."""
         return torch.zeros_like(self.lengths_B) if self.is_filled else self.lengths_B - 1
 
     @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -156,6 +157,16 @@ class Strategy:
                 (Action(0, "B", index), backward_start, end),
             ]
             yield loss.detach(), auxiliary.detach()
+
+    def run_head(self, tokens_BT: Tensor, head: HeadFunction | None) -> Tensor | None:
+        """Return the result of a transformer's head for some tokens, by default this rank's columns of the logits.
+
+        None on ranks without the head of a pipeline."""
+        return cast(Tensor, self.module(tokens_BT, head=head)[0])
+
+    def send_from_head(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the rank that has the head, on all ranks of a pipeline."""
+        return tensor
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
         """Return the loss of a micro-batch without a backward pass; 0 on a rank without the last stage."""

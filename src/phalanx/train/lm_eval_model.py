@@ -10,29 +10,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lm_eval import simple_evaluate, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from torch import Tensor, nn
 
-from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.chat_template import ConversationError
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.model.generation import logits_of, stream_tokens
 from phalanx.model.sampling import Sampling
-from phalanx.parallel.apply import apply_layout
-from phalanx.parallel.comm.objects import all_gather_objects, rank_and_world_size
-from phalanx.parallel.mesh import Mesh, build_mesh
-from phalanx.parallel.strategy import Strategy
-from phalanx.program.pipeline_split import layers_per_stage
+from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.spec.resolved_run import ResolvedRun
+from phalanx.train.checkpoint.load_in_ranks import load_in_ranks
 from phalanx.train.checkpoint.load_model import TrainedWeights
-from phalanx.train.checkpoint.state import load_checkpoint
-from phalanx.train.training_data import await_checkpoint
 
 Logits = Callable[[Tensor], Tensor]
 """Function of token ids [B, T] that returns the logits [B, T, V] on every rank."""
@@ -52,7 +44,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
         dp_size: int = 1,
         generates_with: Any = None,
     ) -> None:
-        """Score with a function of logits of at most `context` tokens. `generates_with` is a network with a cache."""
+        """Score with a function of logits of at most `context` tokens. `generates_with` generates in its place."""
         super().__init__()
         self.logits = logits
         self.own_tokenizer = tokenizer
@@ -198,47 +190,10 @@ def model_in_ranks(
 ) -> LmEvalModel:
     """Return the model of a checkpoint under a layout, in fp32. A collective: every rank must call it.
 
-    Raises UserError for a layout whose ranks have no logits of whole texts, or a swarm's weights."""
-    if layout.cp > 1 or (layout.pp > 1 and layout.tp > 1):
-        fix = "use tp or pp, and the other ranks for data_parallel"
-        raise UserError("layout", None, "has ranks without the logits of a whole text (cp, or pp with tp)", fix)
-    if found.checkpoint is None or found.run.model.implementation is not None:
-        problem = "is a swarm, or has a network of its own, which are scored in one process"
-        raise UserError("RUN_DIR", str(found.directory), problem, "remove --nproc")
-    num_ranks = rank_and_world_size()[1]
-    # Scores have no steps: their batch is any that the ranks can share.
-    training = found.run.training
-    batch = training.replace(tokens_per_step=training.seq_len * num_ranks)
-    run = found.run.replace(layout=layout, training=batch, phase=[])
-    check_layout(ResolvedRun(run, num_ranks))
-    mesh = build_mesh(layout, device_type=device.type)
-    layers = layers_per_stage(run) if layout.pp > 1 else ()
-    strategy = apply_layout(found.run.model, layout, mesh, device, await_checkpoint, "fp32", layers=layers)
-    load_checkpoint(found.checkpoint, strategy, [])
-    strategy.module.eval()
+    Raises UserError as `inference_run` does."""
+    shared, mesh = load_in_ranks(found, layout, device)
     share = (device, mesh.dp_rank, mesh.dims.dp_size)
-    logits = whole_logits(strategy, mesh, layout, found.run.model.vocab_size)
-    return LmEvalModel(logits, tokenizer, found.run.model.max_seq_len, batch_size, *share)
-
-
-def whole_logits(strategy: Strategy, mesh: Mesh, layout: Layout, vocab_size: int) -> Logits:
-    """Return a function that computes the logits of all ids on every rank of a layout."""
-    # Ranks may have one id less than others.
-    module: Any = strategy.module
-    widths = all_gather_objects(len(module.head_weight), mesh.tp_group) if mesh.tp_group else [vocab_size]
-
-    def logits(tokens_BT: Tensor) -> Tensor:
-        # Ranks of tensor parallelism share the tokens equally; further ones are later than all of a row.
-        padding = -tokens_BT.shape[1] % layout.tp
-        local_BTV = strategy.model(nn.functional.pad(tokens_BT, (0, padding)))[0][:, : tokens_BT.shape[1]]
-        if len(widths) == 1:
-            return local_BTV
-        padded = nn.functional.pad(local_BTV, (0, max(widths) - local_BTV.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in widths]
-        dist.all_gather(parts, padded, group=mesh.tp_group)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
-
-    return logits
+    return LmEvalModel(shared.logits, tokenizer, found.run.model.max_seq_len, batch_size, *share, generates_with=shared)
 
 
 def evaluate_tasks(

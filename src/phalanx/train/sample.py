@@ -10,6 +10,7 @@ from phalanx.model.generation import generate
 from phalanx.parallel.apply import autocast_context
 from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.parallel.data.fsdp import reshard_parameters
+from phalanx.parallel.inference import SharedModel
 from phalanx.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ def is_sample_due(run: RunSpec, step: int) -> bool:
     samples = run.evaluation.samples
     steps = run.training.steps
     is_due = step * samples // steps > (step - 1) * samples // steps
-    return bool(run.evaluation.prompt) and has_whole_logits(run) and is_due and step < steps
+    return bool(run.evaluation.prompt) and has_whole_texts(run) and is_due and step < steps
 
 
-def has_whole_logits(run: RunSpec) -> bool:
-    """Return whether a rank computes all logits of a full text."""
-    return run.layout.tp * run.layout.cp == 1
+def has_whole_texts(run: RunSpec) -> bool:
+    """Return whether a rank computes all tokens of a text."""
+    return run.layout.cp == 1
 
 
 def sample_message(step: int, sample: str) -> str:
@@ -43,7 +44,7 @@ def generate_sample(trainer: Trainer) -> str:
 
     All ranks must call it, because the model may be sharded over them."""
     run = trainer.run
-    if not has_whole_logits(run):
+    if not has_whole_texts(run):
         return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
     # The last rank always runs the model; the first rank, which prints, may not.
     last_rank = trainer.mesh.dims.world_size - 1
@@ -56,7 +57,8 @@ def generate_sample(trainer: Trainer) -> str:
     trainer.module.eval()
     with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
         limits = {"eos_id": tokenizer.end, "context": trainer.phase.run.training.seq_len, "vocab": tokenizer.vocab}
-        tokens = generate(trainer.strategy.model, prompt, SAMPLE_TOKENS, 0.7, 50, generator, **limits)
+        model = SharedModel(trainer.strategy) if run.model.implementation is None else trainer.strategy.model
+        tokens = generate(model, prompt, SAMPLE_TOKENS, 0.7, 50, generator, **limits)
     trainer.module.train()
     reshard_parameters(trainer.module)
     return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.testing.fault_injection import NotAllowed, small_disk
+from phalanx.testing.processes import run_python
 from phalanx.train.create_run import create_run
 from tests.helpers.cli_runner import command_output, command_stderr
 from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end
@@ -60,6 +62,18 @@ def test_generate_command_samples_from_trained_weights(finished_trainer):
         "generate", finished_trainer.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0
     )
     assert text == byte_tokenizer().decode(expected.tolist()) + "\n"
+
+
+def test_ranks_that_share_a_model_print_the_text_of_one_process(run_directory):
+    words = ["generate", str(run_directory), "--prompt", "def ", "--tokens", "20", "--seed", "3"]
+    command = [sys.executable, "-m", "phalanx", *words, "--nproc", "2", "--set", "layout.tp=2"]
+    done = run_python(command, timeout=120, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == command_output(*words)
+    with pytest.raises(UserError, match=r"layout\.tp = 3"):
+        command_output(*words, "--nproc", 3, "--set", "layout.tp=3")
+    with pytest.raises(UserError, match=r"--set = .* has no effect in one process"):
+        command_output(*words, "--set", "layout.tp=2")
 
 
 def test_generate_and_export_take_a_checkpoint_by_step_and_by_path(finished_trainer, tmp_path):

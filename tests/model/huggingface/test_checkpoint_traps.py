@@ -989,8 +989,10 @@ def test_logits_equal_transformers_when_every_field_is_altered(tmp_path, kind):
     assert_logits_equal(save_random_model(tmp_path, kind, **altered))
 
 
-REPEATING = ("gemma3_text", "starcoder2")
+REPEATING = ("gemma2", "gemma3_text", "gemma4_text", "starcoder2")
 """Random models of these families choose few tokens."""
+WITHOUT_CACHE = ("nemotron_h",)
+"""With its cache, transformers 5 chooses other tokens than without it."""
 
 
 @pytest.mark.parametrize(
@@ -1006,6 +1008,7 @@ def test_generated_tokens_equal_those_of_transformers(tmp_path, kind, fields):
     with fp32_as_fp64(), torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
         limits = {"min_new_tokens": 32, "max_new_tokens": 32, "pad_token_id": 0}
+        limits["use_cache"] = kind not in WITHOUT_CACHE
         expected = theirs.generate(prompt[None], do_sample=False, **limits)[0]
     # min_new_tokens hides the end of text, which these models must not choose either.
     ends = theirs.generation_config.eos_token_id

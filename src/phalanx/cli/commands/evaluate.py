@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from phalanx.cli.common.options import Json, Overrides, Step, TrainedRun, Trust
+from phalanx.cli.common.ranks import Ranks, is_first_rank, layout_of_ranks
 
 if TYPE_CHECKING:
-    from phalanx.data.tokenizer import Tokenizer
+    from phalanx.spec.layout import Layout
     from phalanx.train.checkpoint.load_model import TrainedWeights
     from phalanx.train.lm_eval_model import LmEvalModel
 
@@ -31,7 +28,7 @@ def evaluate(
     limit: Annotated[int | None, Option(help="Maximum number of questions of each task.", min=1)] = None,
     chat: Annotated[bool, Option("--chat", help="Render questions by the tokenizer's chat template.")] = False,
     batch_size: Annotated[int, Option(help="Texts in a forward pass.", min=1)] = 8,
-    nproc: Annotated[int | None, Option(help="Ranks on this machine, by default one.", min=1, metavar="N")] = None,
+    nproc: Ranks = None,
     set_: Overrides = None,
     step: Step = None,
     trust: Trust = None,
@@ -40,7 +37,7 @@ def evaluate(
     """Score a checkpoint by tasks of EleutherAI's lm-eval, and record the scores in the run directory.
 
     The model is scored as it is trained, in fp32, without an export. With --nproc or under torchrun it is shared by
-    ranks: by ZeRO-3, or the layout that --set names (tp or pp, and data parallelism). Reports show the scores.
+    ranks: by ZeRO-3, or the layout that --set names. Reports show the scores.
 
     Examples:
 
@@ -52,26 +49,20 @@ def evaluate(
 
         phalanx evaluate runs/tuned --tasks gsm8k --chat --step best
     """
-    from phalanx.spec.errors import UserError
     from phalanx.spec.extras import missing_package
 
     try:
         import lm_eval  # noqa: F401
     except ImportError:
         raise missing_package("--tasks", tasks, "lm_eval") from None
-    if (nproc or 1) > 1 and "RANK" not in os.environ:
-        raise typer.Exit(_run_ranks(nproc or 1))
-    from phalanx.data.tokenizer import load_tokenizer
     from phalanx.runs.scores import add_scores
     from phalanx.train.checkpoint.load_model import find_trained_weights
     from phalanx.train.lm_eval_model import evaluate_tasks
 
-    if set_ and "RANK" not in os.environ:
-        raise UserError("--set", set_, "has no effect in one process", "add --nproc, or remove it")
     found = find_trained_weights(run, step, trust=bool(trust))
-    model = _open_model(found, load_tokenizer(found.tokenizer_file), set_ or [], batch_size)
+    model = _open_model(found, layout_of_ranks(found, nproc, set_), batch_size)
     results = evaluate_tasks(model, tasks.split(","), include_path, num_fewshot, limit, chat)
-    if int(os.environ.get("RANK", 0)):
+    if not is_first_rank():
         return
     add_scores(found.directory, found.step, results, num_fewshot=num_fewshot, limit=limit)
     if json_:
@@ -85,30 +76,12 @@ def evaluate(
     Terminal().print(scores_table(group_scores(read_scores(found.directory))))
 
 
-def _run_ranks(nproc: int) -> int:
-    """Run this command in several ranks of torchrun, and return the exit code."""
-    arguments = iter(sys.argv[1:])
-    # torchrun would take it for a short form of its own option.
-    kept = [
-        word for word in arguments if not (word == "--nproc" and next(arguments)) and not word.startswith("--nproc=")
-    ]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.run([sys.executable, "-m", *launcher, "-m", "phalanx", *kept], env=environment).returncode
-
-
-def _open_model(found: TrainedWeights, tokenizer: Tokenizer, overrides: list[str], batch_size: int) -> LmEvalModel:
+def _open_model(found: TrainedWeights, layout: Layout | None, batch_size: int) -> LmEvalModel:
+    from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.launch.process import init_distributed
     from phalanx.train.lm_eval_model import model_in_one_process, model_in_ranks
 
-    if "RANK" not in os.environ:
+    tokenizer = load_tokenizer(found.tokenizer_file)
+    if layout is None:
         return model_in_one_process(found, tokenizer, batch_size)
-    from phalanx.launch.process import init_distributed
-    from phalanx.runs.create import RUN_FILE
-    from phalanx.spec.files.load import load_run
-    from phalanx.spec.layout import Layout
-
-    layout = Layout(data_parallel="zero3")
-    if overrides:
-        layout = load_run(found.directory / RUN_FILE, overrides, environment={}).layout
-    device = init_distributed()
-    return model_in_ranks(found, tokenizer, layout, device, batch_size)
+    return model_in_ranks(found, tokenizer, layout, init_distributed(), batch_size)

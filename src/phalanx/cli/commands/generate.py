@@ -9,6 +9,7 @@ from typer import Option
 
 from phalanx.cli.common.options import (
     MinP,
+    Overrides,
     RepetitionPenalty,
     Seed,
     Step,
@@ -18,6 +19,7 @@ from phalanx.cli.common.options import (
     TrainedRun,
     Trust,
 )
+from phalanx.cli.common.ranks import Ranks, is_first_rank, layout_of_ranks
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizer import Tokenizer
@@ -33,10 +35,14 @@ def generate(
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = 0,
+    nproc: Ranks = None,
+    set_: Overrides = None,
     step: Step = None,
     trust: Trust = None,
 ) -> None:
     """Print a prompt and its continuation by a run's checkpoint, or by a swarm's current model.
+
+    With --nproc or under torchrun, ranks share the model: by ZeRO-3, or the layout that --set names.
 
     Examples:
 
@@ -47,28 +53,35 @@ def generate(
         phalanx generate runs/demo --seed 7 --top-k 0
 
         phalanx generate runs/demo --step 100 --prompt "def "
+
+        phalanx generate runs/large --prompt "def " --nproc 8 --set layout.tp=4 --set layout.pp=2
     """
-    from itertools import islice, takewhile
+    from itertools import chain, islice, takewhile
 
     import torch
 
     from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.launch.process import init_distributed
     from phalanx.model.generation import stream_tokens
     from phalanx.model.sampling import Sampling
-    from phalanx.train.checkpoint.load_model import load_trained_model
+    from phalanx.train.checkpoint.load_in_ranks import load_in_ranks
+    from phalanx.train.checkpoint.load_model import find_trained_weights
 
-    trained = load_trained_model(run, step, trust=bool(trust))
-    tokenizer = load_tokenizer(trained.tokenizer_file)
-    start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
+    found = find_trained_weights(run, step, trust=bool(trust))
+    layout = layout_of_ranks(found, nproc, set_)
+    device = torch.device("cpu") if layout is None else init_distributed()
+    model = found.load_module() if layout is None else load_in_ranks(found, layout, device)[0]
+    tokenizer = load_tokenizer(found.tokenizer_file)
+    start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end], device=device)
     generator = torch.Generator().manual_seed(seed)
-    context = trained.run.training.seq_len
+    context = found.run.training.seq_len
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    stream = stream_tokens(trained.module, [start], sampling, generator, context, tokenizer.vocab)
+    stream = stream_tokens(model, [start], sampling, generator, context, tokenizer.vocab)
     new = (int(tokens_B[0]) for tokens_B in islice(stream, tokens))
-    print(prompt, end="", flush=True)
-    for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
-        print(text, end="", flush=True)
-    print()
+    texts = pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new))
+    for text in chain([prompt], texts, ["\n"]):
+        if is_first_rank():
+            print(text, end="", flush=True)
 
 
 def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:

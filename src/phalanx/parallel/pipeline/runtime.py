@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.model.part import modules_declaring
 from phalanx.model.sequence_context import Documents
+from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.device_clock import HOST_CLOCK
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.cross_entropy import LossScale
@@ -80,7 +81,7 @@ class PipelineStrategy(Strategy):
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers
-        self.model = cast(nn.Module, self._compute_full_logits)
+        self.model = stage_module
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows(
             [[Action(stage, "F", 0) for stage in rank_stages] for rank_stages in stages]
@@ -146,18 +147,31 @@ class PipelineStrategy(Strategy):
         links.finish()
         return loss
 
-    @torch.no_grad()
-    def _compute_full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Return the logits of the full model on every rank (at least fp32), and an auxiliary loss of 0."""
-        logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
+    def run_head(self, tokens_BT: Tensor, head: HeadFunction | None) -> Tensor | None:
+        """Run the stages one after the other; see `Strategy.run_head`.
 
-        def copy_logits(model: Callable[..., Any], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
-            logits.copy_(model(micro.tokens, micro.documents)[0])
-            return logits.new_zeros(()), logits.new_zeros(())
+        An input is received when it is needed, so that the load of a kernel waits for earlier stages only
+        (`_load_kernels`). A rehearsal would add tokens to the cache of generation."""
+        micro = InferenceMicroBatch(tokens_BT, documents=None)
+        (shape,) = self._activation_shapes([micro])
+        schedule = self.forward_only
+        out = tokens_BT
+        for action in schedule.actions(self.rank):
+            sender = schedule.rank_of[action.stage - 1] if action.stage else self.rank
+            if sender != self.rank:
+                out = self.activation_template.new_empty(shape)
+                dist.recv(out, group=self.p2p_groups[sender > self.rank], group_src=sender)
+            out = self.passes.forward(action.stage, out, micro, lambda model, _: model(tokens_BT, head=head)).output
+            receiver = schedule.receiver(action) if action.stage < self.stages.last else self.rank
+            if receiver != self.rank:
+                dist.send(out.contiguous(), group=self.p2p_groups[receiver < self.rank], group_dst=receiver)
+        return out if self.has_loss else None
 
-        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, documents), copy_logits)
-        dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
-        return logits, logits.new_zeros(())
+    def send_from_head(self, tensor: Tensor) -> Tensor:
+        """Broadcast from the rank with the last stage, in place."""
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
+        return tensor
 
     def _receive_input(self, schedule: Schedule, links: PipelineP2P, action: Action) -> Tensor | None:
         """Receive an action's input from another stage; None if the action needs none."""

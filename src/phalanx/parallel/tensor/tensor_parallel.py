@@ -17,7 +17,8 @@ Why: `docs/design/decisions/uneven-vocabulary.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
@@ -125,6 +126,15 @@ class TensorParallelGroup:
         rows, count = tokens
         return rows, count // self.size if self.sequence else count
 
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Let forward passes keep all tokens on each rank."""
+        sequence, self.sequence = self.sequence, False
+        try:
+            yield
+        finally:
+            self.sequence = sequence
+
     def wait(self, work: dist.Work | None) -> None:
         """Wait for pending communication, if any."""
         with self.comm_wait.measure():
@@ -146,7 +156,7 @@ def apply_tensor_parallel(model: Transformer, tp: TensorParallelGroup, layout: L
         mixture.mix = partial(_mix_expert_shards, tp)
         mixture.experts.output_bias_share = 1 / tp.size
     for router in modules_declaring(model, Route) if tp.sequence else ():
-        router.sum_counts.append(tp.all_reduce)
+        router.sum_counts.append(partial(_sum_over_tokens, tp))
     _share_norms(model, tp, layout)
     model.logits = partial(_local_logits, tp)
     if hasattr(model, "embedding"):
@@ -213,20 +223,25 @@ def _embed_tokens(tp: TensorParallelGroup, tokens_BT: Tensor, weight: Tensor) ->
 
 def _embed_positions(tp: TensorParallelGroup, indices: Tensor, weight: Tensor) -> Tensor:
     """Return the position embeddings of this rank's tokens."""
-    return F.embedding(indices.chunk(tp.size, dim=-1)[tp.rank], weight)
+    return F.embedding(indices.chunk(tp.size, dim=-1)[tp.rank] if tp.sequence else indices, weight)
 
 
 def _attended_indices(tp: TensorParallelGroup, x_BT: Tensor) -> Tensor:
     """Return the indices of all tokens of a row.
 
     The input of a stage is a shard of the tokens; the input of an embedding is all token ids."""
-    tokens = x_BT.shape[1] * (tp.size if x_BT.is_floating_point() else 1)
+    tokens = x_BT.shape[1] * (tp.size if x_BT.is_floating_point() and tp.sequence else 1)
     return torch.arange(tokens, device=x_BT.device)
+
+
+def _sum_over_tokens(tp: TensorParallelGroup, counts: Tensor) -> Tensor:
+    """Sum, in place, counts of a part of the tokens on each rank."""
+    return tp.all_reduce(counts) if tp.sequence else counts
 
 
 def _sum_auxiliary_loss(tp: TensorParallelGroup, auxiliary: Tensor) -> Tensor:
     """Sum the auxiliary loss over ranks, because each rank's routers process some of the tokens."""
-    return cast(Tensor, AllReduceForward.apply(auxiliary, tp))
+    return cast(Tensor, AllReduceForward.apply(auxiliary, tp)) if tp.sequence else auxiliary
 
 
 def _norm_across_heads(tp: TensorParallelGroup, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
