@@ -35,8 +35,9 @@ class CachedAttention:
             self.keys, self.values = (x.transpose(1, 2).to(v_BTHK.dtype) for x in (k_BTHK, v_BTHK))
             return self.core(q_BTHK, k_BTHK, v_BTHK, mask, **dials)
         self._append(k_BTHK.transpose(1, 2), v_BTHK.transpose(1, 2))
-        keys, values = (x[:, :, : self.cache.longest + 1] for x in (self.keys, self.values))
-        return self._attend(q_BTHK.transpose(1, 2).to(values.dtype), keys, values, **dials).transpose(1, 2)
+        tokens, visible_BS = self._visible(dials.pop("window", None))
+        keys, values = (x[:, :, tokens] for x in (self.keys, self.values))
+        return self._attend(q_BTHK.transpose(1, 2).to(values.dtype), keys, values, visible_BS, **dials).transpose(1, 2)
 
     def _append(self, k_BH1K: Tensor, v_BH1K: Tensor) -> None:
         """Write the keys and values of one token per row after those of the row."""
@@ -57,12 +58,11 @@ class CachedAttention:
         q_BH1K: Tensor,
         k_BHSK: Tensor,
         v_BHSK: Tensor,
-        window: int | None = None,
+        visible_BS: Tensor | None,
         sinks_H: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
         """Return the attention of one query per row, as `model.attention.attend` defines it."""
-        visible_BS = self._visible(window)
         mask = None if visible_BS is None else visible_BS[:, None, None]
         # The G queries of a group of heads have the same keys, as several tokens of one head would.
         q_BHGK = q_BH1K.unflatten(1, (k_BHSK.shape[1], -1)).squeeze(3)
@@ -80,12 +80,12 @@ class CachedAttention:
         weights = scores.softmax(-1)[..., : v_BHSK.shape[2]]
         return (weights @ v_BHSK).flatten(1, 2).unsqueeze(2)
 
-    def _visible(self, window: int | None) -> Tensor | None:
-        """Return which cached tokens the new token of each row sees, [B, S]; None: all."""
+    def _visible(self, window: int | None) -> tuple[slice, Tensor | None]:
+        """Return the cached tokens that new ones may see, and which that of each row sees, [B, S]; None: all."""
         size = self.cache.longest + 1
-        limit = min(window or size, self.chunk or size)
-        if not self.cache.is_ragged and limit >= size:
-            return None
+        if not self.cache.is_ragged:
+            first = 0 if self.chunk is None else (size - 1) // self.chunk * self.chunk
+            return slice(max(first, 0 if window is None else size - window), size), None
         last_B1 = self.cache.lengths_B[:, None]
         place_S = torch.arange(size, device=last_B1.device)
         visible = place_S <= last_B1
@@ -93,4 +93,4 @@ class CachedAttention:
             visible = visible & (place_S > last_B1 - window)
         if self.chunk is not None:
             visible = visible & (place_S >= last_B1 // self.chunk * self.chunk)
-        return visible
+        return slice(0, size), visible

@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens, so that each new token needs the forward pass of one token only.
+"""State that layers keep of earlier tokens, so that each new token needs the forward pass of one token only.
 
 A cache replaces the cores of mixers, as layouts do, and the positions of tokens. Ranks that share a model each keep
 what their heads and blocks need. Rows have prompts of different lengths without padding on the left: padding on their
@@ -31,7 +31,7 @@ CACHED_CORES: dict[Callable[..., Tensor], Callable[..., Any]] = {
     scan: CachedMamba2,
     convolve_gated: CachedConvolution,
 }
-"""What replaces each core."""
+"""Replacement of each core."""
 
 
 class TokenCache:
