@@ -1,4 +1,4 @@
-"""Compare generation with that of transformers on a CPU, both with caches of keys and values: tokens per second.
+"""Compare generation with that of transformers on a CPU, both with caches of earlier tokens: tokens per second.
 
     python -m benchmarks.generation        # prints the table and writes docs/results/benchmarks/generation.md
 
@@ -27,7 +27,7 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 ROWS = (1, 8)
 ROUNDS = 5
-NAMES = ("grouped-query attention", "experts with biases, sinks", "latent attention")
+NAMES = ("grouped-query attention", "experts with biases, sinks", "latent attention", "gated delta rule")
 TEXT = """# Generation compared with transformers
 
 | part | model | rows | tokens/s | transformers | ratio |
@@ -35,9 +35,9 @@ TEXT = """# Generation compared with transformers
 {rows}
 
 Each row of a batch has a prompt of {prompt} tokens, and {new} tokens are generated, the most likely ones, in fp32 on
-one thread of a CPU. Both programs keep keys and values in a cache, and choose the same tokens. Models have width
-{width} and {layers} layers. Speeds are medians of {rounds} runs, which alternate between both programs, with the pass
-of the prompts.
+one thread of a CPU. Both programs keep keys, values and states of earlier tokens, and choose the same tokens. Models
+have width {width} and {layers} layers. Speeds are medians of {rounds} runs, which alternate between both programs, with
+the pass of the prompts.
 
 Written by `python -m benchmarks.generation`.
 """

@@ -75,7 +75,8 @@ class Router(PartModule):
     def forward(self, x_BTD: Tensor, stream_BTD: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and indices of the chosen experts, [B, T, k] each, and the auxiliary loss.
 
-        The loss is summed over all tokens. The index of a dropped choice is E, which is not an expert."""
+        The loss is summed over all tokens, and 0 without gradients. The index of a dropped choice is E, which is not an
+        expert."""
         logits = self.logits(x_BTD, stream_BTD)
         score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
         chosen = self.choose(score.detach())
@@ -86,15 +87,17 @@ class Router(PartModule):
             weights = weights * self.moe.routed_scale
         if self.moe.expert_scales:
             weights = weights * at_least_fp32(self.expert_scale)[chosen]
-        load_BE = self.tokens_per_expert(chosen, score.dtype)
+        load_BE = self.tokens_per_expert(chosen, score.dtype) if torch.is_grad_enabled() else None
         dropped = None if self.moe.capacity_factor is None else ~within_capacity(self.moe, chosen)
-        if torch.is_grad_enabled():
+        if load_BE is not None:
             # Not `+=`, which assigns an attribute: torch.compile then leaves a recomputed block to run eagerly.
             self.load.add_(load_BE.sum(0))
             if dropped is not None:
                 self.dropped.add_(dropped.sum())
         if dropped is not None:
             weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.num_experts)
+        if load_BE is None:
+            return weights, chosen, logits.new_zeros(())
         probs = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
         balance = balance_loss(self.moe, probs, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
