@@ -195,7 +195,11 @@ def some_tokens() -> Tensor:
 def peak_growth(folder: str, program: str) -> int:
     """Return the bytes by which a process grows in its first two steps."""
     torch.set_num_threads(1)
-    step = make_step(PROGRAMS[program](folder))
+    return growth_of_steps(make_step(PROGRAMS[program](folder)))
+
+
+def growth_of_steps(step: Callable[[], object]) -> int:
+    """Return the bytes by which this process grows in two steps."""
     # Loading may have needed more memory than the steps do: the peak starts here.
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_bytes("VmRSS")
