@@ -41,6 +41,16 @@ def test_field_of_messages_has_any_name() -> None:
     assert ChatFormat(TEMPLATE).columns(["id", "tools", "conversations"]) == ["conversations", "tools"]
 
 
+def test_answers_with_the_weight_0_are_not_trained_on() -> None:
+    """The format of OpenAI's fine-tuning. Templates without tags are compared turn by turn."""
+    untagged = BUILT_IN_TEMPLATES["chatml"].replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    for source in (BUILT_IN_TEMPLATES["chatml"], untagged):
+        first, second = {**ASSISTANT, "weight": 0}, {**ASSISTANT, "content": "Bye", "weight": 1}
+        text = ChatFormat(ChatTemplate(source)).read({"messages": [USER, first, USER, second]})
+        assert "Hello<|im_end|>" in text.text
+        assert [answer.strip() for answer in answers(text)] == ["Bye<|im_end|>"]
+
+
 def test_prompts_are_texts_or_messages() -> None:
     text = PromptFormat().read({"prompt": "2+2=", "completion": " 4"})
     assert (text.text, answers(text), text.is_rendered) == ("2+2= 4", [" 4"], False)
@@ -73,6 +83,8 @@ def test_completion_has_all_of_its_answers_whatever_spans_a_template_marks() -> 
         ("chat", {"messages": [{"content": "a"}]}, "message 1 in .* without a role", "role and content"),
         ("chat", {"messages": [USER, {"role": "assistant"}]}, "message 2 in .* without content", "role and content"),
         ("chat", {"messages": [USER]}, "has no message of the assistant", "remove it"),
+        ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0}]}, "has no message of the assistant", "remove it"),
+        ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, "message 2 in .* the weight 0.5", "use 0"),
         ("chat", {"messages": [{**USER, "role": "usr"}, ASSISTANT]}, "the role 'usr' in message 1", "did you mean"),
         ("chat", {"messages": [USER, ASSISTANT], "tools": "[{"}, "tools in .* not valid JSON", "correct"),
         ("prompt", {"prompt": "a"}, "has no field 'completion'", ""),

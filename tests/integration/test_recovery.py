@@ -169,9 +169,9 @@ def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -
         with killing_ranks(directory, lambda rank: rank == 2):
             _, stderr = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, stderr
-    assert "rank 2 failed repeatedly; continuing without it on 2 of 3 ranks" in stderr
+    assert "rank 2 failed repeatedly; continuing without it on 2 of 3 ranks" in stderr, stderr
     assert " with: phalanx train" not in stderr, "there is nothing to do"
-    assert [event["rank"] for event in events_of_kind(directory, "failed")] == [2, 2]
+    assert [event["rank"] for event in events_of_kind(directory, "failed")] == [2, 2], stderr
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [3, 2]
     assert (directory / LAYOUT_FILE).exists()
     single_process = train_until(make_trainer(small_run(text, tmp_path / "one", SHORT)), STEPS)

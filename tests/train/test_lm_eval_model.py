@@ -26,6 +26,7 @@ from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: make test-lm-eval")
+from phalanx.train.callbacks.task_scores import TaskScores
 from phalanx.train.lm_eval_model import evaluate_tasks, model_in_ranks
 
 CHOICE = """
@@ -178,6 +179,30 @@ def test_command_starts_ranks(trained: Path, tasks: Path, expected: dict[str, fl
     assert done.returncode == 0, done.stderr
     scores = metrics_of(json.loads(done.stdout.splitlines()[-1])["tasks"])
     assert scores == pytest.approx({name: expected[name] for name in scores}, rel=1e-5)
+
+
+def train_with_scores(text: Path, out: Path, tasks: Path, layout: Layout) -> None:
+    """Train a run that scores its model."""
+    callback = TaskScores(list(TASKS), every=5, include_path=str(tasks), batch_size=4)
+    run = small_run(text, out, {"training.precision": "fp32", "training.steps": 12, "layout": layout.model_dump()})
+    trainer = make_trainer(run)
+    trainer.directory.mkdir(parents=True, exist_ok=True)
+    train_to_end(trainer, user_callbacks={"callbacks.scores": callback})
+
+
+@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=["one process", "zero3", "tp", "pp"])
+def test_callback_scores_model_while_it_trains(
+    layout: Layout, trained: Path, tasks: Path, expected: dict[str, float], tmp_path: Path
+) -> None:
+    text = Path(json.__file__).parent
+    if layout == Layout():
+        train_with_scores(text, tmp_path, tasks, layout)
+    else:
+        rank_pool(2).run(train_with_scores, text, tmp_path, tasks, layout)
+    scores = read_scores(tmp_path / "parity")
+    assert list(dict.fromkeys(score.step for score in scores)) == [5, 10, 12]
+    last = {f"{score.task} {score.metric},none": score.value for score in scores if score.step == 12}
+    assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_unknown_tasks_and_impossible_layouts_are_refused(trained: Path, tasks: Path) -> None:

@@ -25,6 +25,8 @@ PROMPT_FIELD = "prompt"
 COMPLETION_FIELD = "completion"
 ANSWER_FIELDS = ("chosen", "rejected")
 TOOLS_FIELD = "tools"
+WEIGHT_FIELD = "weight"
+"""Field of an assistant's message: with 0 it is not trained on."""
 ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -291,7 +293,20 @@ def _render(template: ChatTemplate, messages: list[Message], tools: Sequence[Any
     except ConversationError as error:
         fix = "correct this conversation, or use a data.chat_template with {% generation %} around answers"
         raise RecordFormatError(f"has a conversation in {{}} that {error}", fix) from None
-    return RecordText(text, tuple(spans), is_rendered=True)
+    return RecordText(text, _trained_spans(messages, spans), is_rendered=True)
+
+
+def _trained_spans(messages: Sequence[Message], spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the spans of answers without those whose message has the weight 0.
+
+    Source: OpenAI, "Fine-tuning", multi-turn chat examples."""
+    weights = [message.get(WEIGHT_FIELD, 1) for message in messages if message["role"] == ASSISTANT]
+    if all(weights):
+        return tuple(spans)
+    if len(weights) != len(spans):
+        problem = "has answers in {} with a weight, which the chat template does not keep apart"
+        raise RecordFormatError(problem, "remove the weights, or use another template")
+    return tuple(span for span, weight in zip(spans, weights, strict=True) if weight)
 
 
 def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
@@ -314,8 +329,14 @@ def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
             raise RecordFormatError(f"has a message {number} in {{}} without a role", fix)
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
             raise RecordFormatError(f"has a message {number} in {{}} without content", fix)
+        weight = message.get(WEIGHT_FIELD, 1)
+        if weight not in (0, 1):
+            problem = f"has a message {number} in {{}} with the weight {weight!r}, which is neither 0 nor 1"
+            raise RecordFormatError(
+                problem, "use 0 for answers that are not trained on; sources have weights of their own"
+            )
         messages.append(message)
-    if needs_answer and not any(message["role"] == ASSISTANT for message in messages):
+    if needs_answer and not any(message["role"] == ASSISTANT and message.get(WEIGHT_FIELD, 1) for message in messages):
         raise RecordFormatError("has no message of the assistant in {}, so there is nothing to train on", "remove it")
     return messages
 

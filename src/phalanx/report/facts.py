@@ -42,6 +42,8 @@ from phalanx.spec.errors import UserError
 
 CURVES = (
     "loss",
+    "pair_accuracy",
+    "reward_margin",
     "grad_norm",
     "learning_rate",
     "tokens",

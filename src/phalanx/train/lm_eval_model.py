@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import lm_eval
 import torch
-from lm_eval import simple_evaluate, utils
+from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
@@ -22,12 +23,21 @@ from phalanx.model.generation import logits_of, stream_tokens
 from phalanx.model.sampling import Sampling
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.spec.errors import UserError
+from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+from phalanx.parallel.inference import SharedModel
 from phalanx.train.checkpoint.load_in_ranks import load_in_ranks
 from phalanx.train.checkpoint.load_model import TrainedWeights
 
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
+
 Logits = Callable[[Tensor], Tensor]
 """Function of token ids [B, T] that returns the logits [B, T, V] on every rank."""
+
+FEWSHOT_SEED = 1234
+"""Seed of the examples before questions, as lm-eval has it by default."""
 
 
 class LmEvalModel(TemplateLM):  # type: ignore[misc]
@@ -192,8 +202,35 @@ def model_in_ranks(
 
     Raises UserError as `inference_run` does."""
     shared, mesh = load_in_ranks(found, layout, device)
+    return _shared_lm_eval_model(shared, mesh, tokenizer, found.run.model.max_seq_len, batch_size, device)
+
+
+def model_of_trainer(trainer: Trainer, batch_size: int) -> LmEvalModel:
+    """Return the model that a trainer trains, in its layout and precision."""
+    context = trainer.run.model.max_seq_len
+    shared = SharedModel(trainer.strategy)
+    return _shared_lm_eval_model(shared, trainer.mesh, trainer.corpus.tokenizer, context, batch_size, trainer.device)
+
+
+def _shared_lm_eval_model(
+    shared: SharedModel, mesh: Mesh, tokenizer: Tokenizer, context: int, batch_size: int, device: torch.device
+) -> LmEvalModel:
     share = (device, mesh.dp_rank, mesh.dims.dp_size)
-    return LmEvalModel(shared.logits, tokenizer, found.run.model.max_seq_len, batch_size, *share, generates_with=shared)
+    return LmEvalModel(shared.logits, tokenizer, context, batch_size, *share, generates_with=shared)
+
+
+def check_scored_run(run: RunSpec) -> None:
+    """Raise UserError for a run whose ranks cannot score its model while they train it."""
+    layout = run.layout
+    fix = "score its checkpoints: phalanx evaluate"
+    if layout.cp > 1:
+        raise UserError("layout.cp", layout.cp, "has ranks that compute parts of a text, while tasks need all", fix)
+    if layout.data_parallel == "parameter_server":
+        problem = "has ranks that do not run the model, while tasks need all"
+        raise UserError("layout.data_parallel", "parameter_server", problem, fix)
+    if run.model.implementation is not None:
+        problem = "is a network of its own, whose tokens ranks do not share"
+        raise UserError("model.implementation", run.model.implementation.class_path, problem, fix)
 
 
 def evaluate_tasks(
@@ -205,24 +242,26 @@ def evaluate_tasks(
     chat: bool,
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of each task by name. Raises UserError for unknown tasks."""
+    loaded = find_tasks(tasks, include_path).load(list(tasks))
+    if chat and model.own_tokenizer.chat is None:
+        raise UserError("--chat", None, "needs a chat template, which the tokenizer does not have", "remove --chat")
+    for task in loaded["tasks"].values():
+        # A task that sets 0 itself cannot have examples. The example of `lm_eval.simple_evaluate`, which also runs
+        # pip and other programs to describe the machine.
+        if task.get_config("num_fewshot") is None or (num_fewshot is not None and task.get_config("num_fewshot") != 0):
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    results = lm_eval.evaluate(
+        model, loaded, limit=limit, apply_chat_template=chat, log_samples=False, bootstrap_iters=0
+    )
+    return {task: dict(metrics) for task, metrics in results["results"].items()}
+
+
+def find_tasks(tasks: Sequence[str], include_path: str | None) -> TaskManager:
+    """Return lm-eval's tasks, with those of a folder. Raises UserError for unknown ones among `tasks`."""
     manager = TaskManager(include_path=include_path)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         fix = "see `lm-eval ls tasks`, or give the folder of its file with --include-path"
         raise UserError("--tasks", unknown[0], "is not a task of lm-eval", fix)
-    if chat and model.own_tokenizer.chat is None:
-        raise UserError("--chat", None, "needs a chat template, which the tokenizer does not have", "remove --chat")
-    results = simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        apply_chat_template=chat,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
-    # Of the ranks of torchrun, lm-eval gives the results to the first.
-    if results is None:
-        return {}
-    return {task: dict(metrics) for task, metrics in results["results"].items()}
+    return manager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import ceil, exp
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY as RISK
 from phalanx.program.pipeline_split import layers_per_rank
 from phalanx.spec.errors import UserError
+from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.resolved_run import ResolvedRun
@@ -185,6 +187,7 @@ def test_diagnose_ranks_cheapest_sufficient_remedies_first(run, diagnosis):
     assert {effect.remedy.name for effect in result.single_remedies if effect.remedy.is_last_resort} == {
         "bf16",
         "SGD",
+        "LoRA",
         "more devices",
     }
 
@@ -206,7 +209,7 @@ def test_diagnose_uses_published_order_when_step_times_are_unknown():
     result = diagnose(make_run_with_memory_limit(7, training={"precision": "fp32"}))
     assert result.current_footprint.step_seconds is None
     order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.is_last_resort)]
-    assert order[-3:] == ["bf16", "SGD", "more devices"]
+    assert order[-3:] == ["SGD", "LoRA", "more devices"]
     for suffices in (True, False):
         names = [
             effect.remedy.name
@@ -234,6 +237,7 @@ def test_remedies_follow_published_guide_order():
         "offload activations",
         "offload to CPU memory",
         "SGD",
+        "LoRA",
         "more devices",
     ]
     assert "+33% compute" in next(remedy.cost for remedy in REMEDIES if remedy.name == "recompute blocks")
@@ -253,6 +257,23 @@ def test_sgd_remedy_frees_half_of_adamw_model_state():
     )
     assert effects_by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].settings == ("optimizer.name=sgd",)
     assert effects_by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].freed_bytes == 4 * m
+
+
+def test_lora_remedy_keeps_state_of_adapters_only(tmp_path: Path) -> None:
+    """A full tuning of llama3-8b does not fit on one H100; with frozen weights it does."""
+    spec = make_llama3_8b_run().model
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec)))
+    sizes = {"seq_len": 2048, "tokens_per_step": 2048}
+    run = make_run({"from_hf": str(tmp_path)}, {"nproc_per_node": 1}, sizes, activation_checkpointing="full")
+    lora = effects_by_name(evaluate_single_remedies(run))["LoRA"]
+    assert lora.settings == ("adapter.rank=64", "adapter.alpha=16.0")
+    assert lora.new_footprint is not None
+    assert lora.new_footprint.fits
+    # In bf16, AdamW has 4 bytes for each of 3 numbers.
+    num_trained = lora.new_footprint.memory.optimizer // 12
+    assert lora.freed["optimizer"] == 12 * (count_parameters(spec).total - num_trained)
+    for other in (lora.new_footprint.run, make_llama3_8b_run()):
+        assert effects_by_name(evaluate_single_remedies(other))["LoRA"].run is None
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

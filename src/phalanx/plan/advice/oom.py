@@ -289,9 +289,13 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, original_run: RunSpec, bef
 def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
     """Return the settings in which two runs differ, in the format of `--set`."""
     settings = []
-    for table in ("training", "optimizer", "layout", "cluster"):
-        old_table = getattr(before, table)
-        for field, value in getattr(after, table):
-            if getattr(old_table, field) != value:
+    for table in ("training", "optimizer", "layout", "cluster", "adapter"):
+        new_table = getattr(after, table)
+        if new_table is None:
+            continue
+        defaults = {field: info.default for field, info in type(new_table).model_fields.items()}
+        old_values = dict(getattr(before, table) or defaults)
+        for field, value in new_table:
+            if old_values[field] != value:
                 settings.append(f"{table}.{field}={'' if value is None else value}")
     return tuple(settings)

@@ -20,6 +20,7 @@ from phalanx.plan.advice.papers import (
     EXPERTS,
     GPIPE,
     LONG_SEQUENCES,
+    LORA,
     MEGATRON,
     OFFLOAD,
     SEQUENCE_PARALLELISM,
@@ -33,6 +34,7 @@ from phalanx.spec.layout import VALID_DATA_STRATEGIES, CheckpointingName, withou
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tuning import AdapterSpec
 
 MAX_DEVICE_MULTIPLE = 64
 """Maximum multiple of the devices that the last remedy tries."""
@@ -157,6 +159,11 @@ def _use_sgd(run: RunSpec) -> Iterator[RunSpec]:
         yield run.model_copy(update={"optimizer": optimizer.model_copy(update={"name": "sgd", "momentum": momentum})})
 
 
+def _use_adapters(run: RunSpec) -> Iterator[RunSpec]:
+    if run.model.from_hf is not None and run.adapter is None and not run.training.freeze:
+        yield run.replace(adapter=AdapterSpec(rank=64, alpha=16))
+
+
 def _add_devices(run: RunSpec) -> Iterator[RunSpec]:
     multiple = 2
     while multiple <= MAX_DEVICE_MULTIPLE:
@@ -237,6 +244,14 @@ REMEDIES = (
         "already applied, or CPU memory is insufficient",
     ),
     Remedy("SGD", "may converge more slowly; needs new learning rates", ZERO, _use_sgd, is_last_resort=True),
+    Remedy(
+        "LoRA",
+        "trains adapters of a frozen model: new learning rates",
+        LORA,
+        _use_adapters,
+        "a part of the model is trained already, or there are no trained weights (model.from_hf)",
+        is_last_resort=True,
+    ),
     Remedy(
         "more devices",
         "their price",

@@ -23,6 +23,8 @@ RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 CURVES: tuple[tuple[str, str, str, Figure], ...] = (
     ("loss", "loss", ".4f", {}),
     ("sources", "loss by source", ".4f", {}),
+    ("pair_accuracy", "accuracy", ".1%", {"range": [0, 1], "tickformat": ".0%"}),
+    ("reward_margin", "margin", ".3g", {}),
     ("learning_rate", "learning rate", ".3g", {"exponentformat": "e", "rangemode": "tozero"}),
     ("grad_norm", "gradient norm", ".3g", {"rangemode": "tozero"}),
     ("gradient_noise_scale", "noise scale", ",.0f", {"rangemode": "tozero"}),
