@@ -50,6 +50,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "benchmarks/swarm_kills.md": SWARM,
     "benchmarks/swarm_round.md": SWARM,
     "benchmarks/swarm_soak.md": SWARM,
+    "benchmarks/tuning.md": TRAINING,
     "benchmarks/weights.md": ("model",),
 }
 """Paths in src/phalanx whose change may change the figures of a page, by page in docs/results."""

@@ -32,6 +32,7 @@ ADAPTERS: dict[str, dict[str, Any] | None] = {
     "all parameters": None,
     "LoRA, all products": {"targets": "linear"},
     "LoRA, queries and values": {"targets": ["wq", "wv"]},
+    "DoRA, all products": {"targets": "linear", "dora": True},
 }
 """The table [adapter] of a run, besides rank and alpha; None: full tuning."""
 THEIR_TARGETS = {"linear": "all-linear", "wq": "q_proj", "wv": "v_proj"}
@@ -117,7 +118,9 @@ def their_step(folder: str, name: str, seen: list[Tensor]) -> tuple[Step, int]:
 
         targets = adapter["targets"]
         theirs = THEIR_TARGETS[targets] if isinstance(targets, str) else [THEIR_TARGETS[target] for target in targets]
-        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=theirs))
+        model = get_peft_model(
+            model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=theirs, use_dora="dora" in adapter)
+        )
     model.train()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
