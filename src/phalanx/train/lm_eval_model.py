@@ -22,11 +22,11 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.model.generation import logits_of, stream_tokens
 from phalanx.model.sampling import Sampling
 from phalanx.parallel.comm.objects import all_gather_objects
-from phalanx.spec.errors import UserError
+from phalanx.parallel.inference import SharedModel
 from phalanx.parallel.mesh import Mesh
+from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
-from phalanx.parallel.inference import SharedModel
 from phalanx.train.checkpoint.load_in_ranks import load_in_ranks
 from phalanx.train.checkpoint.load_model import TrainedWeights
 
