@@ -21,7 +21,12 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "benchmarks/explorer.md": ("report/explorer", "plan/search"),
     "benchmarks/faults.md": RECOVERY,
     "benchmarks/fp8.md": ("model",),
-    "benchmarks/generation.md": ("model/generation.py", "model/key_value_cache.py", "model/attention.py"),
+    "benchmarks/generation.md": (
+        "model/generation.py",
+        "model/token_cache.py",
+        "model/cached_attention.py",
+        "model/mixers",
+    ),
     "benchmarks/goodput.md": RECOVERY,
     "benchmarks/gpu-attention.md": ("model",),
     "benchmarks/gpu-host.md": TRAINING,
