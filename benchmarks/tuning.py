@@ -2,7 +2,7 @@
 
     python -m benchmarks.tuning        # prints the table and writes docs/results/benchmarks/tuning.md
 
-A step of Phalanx is one of its trainer: it reads the tokens, checks them, and records what it measures. The peer is a
+A step of Phalanx is one of its trainer: it checks the tokens, and records what it measures. The peer is a
 loop with nothing but the passes, the limit of the gradient's norm and AdamW, as trl's SFTTrainer runs it inside.
 """
 

@@ -43,6 +43,7 @@ class UpdateEngine(phalanx.Callback):
             self.pipe, theirs = get_context("spawn").Pipe()
             arguments = theirs, hf_config(trainer.run.model), *self.settings
             get_context("spawn").Process(target=generate_forever, args=arguments, daemon=True).start()
+            theirs.close()  # so that an engine that has ended is an error here
 
     def on_step_end(self, trainer, record):
         for name, tensor in trainer.model_weights():  # one at a time, and the next one only when all ranks ask for it

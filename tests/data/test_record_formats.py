@@ -54,6 +54,7 @@ def test_answers_with_the_weight_0_are_not_trained_on() -> None:
 def test_prompts_are_texts_or_messages() -> None:
     text = PromptFormat().read({"prompt": "2+2=", "completion": " 4"})
     assert (text.text, answers(text), text.is_rendered) == ("2+2= 4", [" 4"], False)
+    assert PromptFormat(TEMPLATE).read({"prompt": [USER], "completion": [ASSISTANT]}).text == RENDERED
     # Only the answers of the completion count, not those of the prompt.
     rendered = PromptFormat(TEMPLATE).read({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]})
     assert rendered.text == RENDERED + RENDERED
@@ -83,7 +84,7 @@ def test_completion_has_all_of_its_answers_whatever_spans_a_template_marks() -> 
         ("chat", {"messages": [{"content": "a"}]}, "message 1 in .* without a role", "role and content"),
         ("chat", {"messages": [USER, {"role": "assistant"}]}, "message 2 in .* without content", "role and content"),
         ("chat", {"messages": [USER]}, "has no message of the assistant", "remove it"),
-        ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0}]}, "has no message of the assistant", "remove it"),
+        ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0}]}, "has answers with the weight 0 only", "remove it"),
         ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, "message 2 in .* the weight 0.5", "use 0"),
         ("chat", {"messages": [{**USER, "role": "usr"}, ASSISTANT]}, "the role 'usr' in message 1", "did you mean"),
         ("chat", {"messages": [USER, ASSISTANT], "tools": "[{"}, "tools in .* not valid JSON", "correct"),

@@ -189,7 +189,9 @@ class PromptFormat:
                 problem = "has lists of messages in {}, and the tokenizer has no chat template to render them"
                 raise RecordFormatError(problem, "set data.chat_template")
             tools = _read_tools(row.get(TOOLS_FIELD))
-            return _render_completion(self.template, _read_messages(prompt), _read_messages(completion), tools)
+            return _render_completion(
+                self.template, _read_messages(prompt, needs_answer=False), _read_messages(completion), tools
+            )
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise RecordFormatError(
                 "has fields in {} that are not two texts or two lists of messages", "correct this record"
@@ -336,7 +338,10 @@ def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
                 problem, "use 0 for answers that are not trained on; sources have weights of their own"
             )
         messages.append(message)
-    if needs_answer and not any(message["role"] == ASSISTANT and message.get(WEIGHT_FIELD, 1) for message in messages):
+    answers = [message for message in messages if message["role"] == ASSISTANT]
+    if needs_answer and answers and not any(message.get(WEIGHT_FIELD, 1) for message in answers):
+        raise RecordFormatError("has answers with the weight 0 only in {}: nothing to train on", "remove it")
+    if needs_answer and not answers:
         raise RecordFormatError("has no message of the assistant in {}, so there is nothing to train on", "remove it")
     return messages
 

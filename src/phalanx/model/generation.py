@@ -26,6 +26,7 @@ class Predictor:
         self.model = model
         self.transformer: Transformer | None = model if isinstance(model, Transformer) else None
         """The network whose mixers may keep what they need of earlier tokens."""
+        self.has_cache = self.transformer is not None and can_cache(self.transformer)
 
     @torch.no_grad()
     def next_tokens(self, tokens_BT: Tensor, last_B: Tensor, choose: Choose) -> Tensor:
@@ -65,7 +66,7 @@ def stream_tokens(
     transformer = predictor.transformer
     rows = [prompt.long() for prompt in prompts]
     cache = None
-    if transformer is not None and can_cache(transformer):
+    if transformer is not None and predictor.has_cache:
         cache = TokenCache(transformer, torch.tensor([len(row) for row in rows], device=rows[0].device))
     choose = _make_choice(prompts, sampling, generator, vocab)
     while True:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,8 +24,14 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 class SharedModel(Predictor):
     """The transformer of a strategy, on each of its ranks."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, agreeing: dist.ProcessGroup | None = None) -> None:
+        """Prepare a strategy's model.
+
+        `agreeing` are ranks that must choose equal tokens to end together: replicas share weights or experts in each
+        pass, and may round differently."""
         super().__init__(strategy.module)
+        self.agreeing = agreeing
+        self.has_cache = strategy.holds_in_all_stages(self.has_cache)
         self.strategy = strategy
         self.spec = cast(Transformer, strategy.module).spec
         self.tp = cast(TensorParallelGroup | None, strategy.model_parallel.tensor_parallel)
@@ -33,7 +40,11 @@ class SharedModel(Predictor):
         """Return what is chosen by the logits after token `last_B` of each row, of which later ones are padding."""
         assert self.transformer is not None
         logits_BV = self._run_head(tokens_BT, head_of_last(self.transformer, last_B))
-        return self.strategy.send_from_head(torch.empty_like(last_B) if logits_BV is None else choose(logits_BV))
+        tokens_B = self.strategy.send_from_head(torch.empty_like(last_B) if logits_BV is None else choose(logits_BV))
+        if self.agreeing is not None:
+            tokens_B = tokens_B.contiguous()
+            dist.broadcast(tokens_B, group=self.agreeing, group_src=0)
+        return tokens_B
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of all tokens, [B, T, V], on every rank."""

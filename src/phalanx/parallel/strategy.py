@@ -168,6 +168,10 @@ class Strategy:
         """Return the tensor of the rank that has the head, on all ranks of a pipeline."""
         return tensor
 
+    def holds_in_all_stages(self, condition: bool) -> bool:
+        """Return whether a condition holds on all ranks of a pipeline."""
+        return condition
+
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
         """Return the loss of a micro-batch without a backward pass; 0 on a rank without the last stage."""
         return losses(self.model, micro)[0]
@@ -324,7 +328,7 @@ class Strategy:
 HeadLoss = Callable[..., HeadFunction | None]
 
 
-def no_head_loss(targets_BT: Tensor, ignored: int, groups: GroupedLosses | None) -> None:
+def no_head_loss(targets_BT: Tensor, ignored: int, groups: GroupedLosses | None, teacher: object = None) -> None:
     """Return that no function computes the loss from the head's input: all logits fit."""
 
 

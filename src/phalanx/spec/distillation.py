@@ -35,7 +35,12 @@ def check_distillation(run: RunSpec) -> None:
     unsupported: tuple[tuple[str, bool, str, str], ...] = (
         ("preference", run.preference is not None, "trains on pairs with a loss of its own", "remove one of the two"),
         ("training.loss", run.training.loss is not None, "replaces the same loss", "remove one of the two"),
-        ("model.implementation", run.model.implementation is not None, "is not supported", "use Phalanx's transformer"),
+        (
+            "model.implementation",
+            run.model.implementation is not None,
+            "has layers that are not planned",
+            "use Phalanx's transformer",
+        ),
         ("model.mtp", run.model.mtp is not None, "predicts tokens that the teacher does not", "remove model.mtp"),
         (
             "layout.data_parallel",
@@ -43,7 +48,7 @@ def check_distillation(run: RunSpec) -> None:
             "is not supported for parameter servers",
             "use another strategy, such as ddp or zero1",
         ),
-        ("swarm", run.swarm is not None, "is not supported", "remove it"),
+        ("swarm", run.swarm is not None, "has nodes without a teacher", "remove it"),
     )
     for field, is_set, why, fix in unsupported:
         if is_set:

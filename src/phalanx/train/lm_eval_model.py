@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lm_eval
 import torch
+import torch.distributed as dist
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -208,7 +209,7 @@ def model_in_ranks(
 def model_of_trainer(trainer: Trainer, batch_size: int) -> LmEvalModel:
     """Return the model that a trainer trains, in its layout and precision."""
     context = trainer.run.model.max_seq_len
-    shared = SharedModel(trainer.strategy)
+    shared = SharedModel(trainer.strategy, agreeing=dist.group.WORLD)
     return _shared_lm_eval_model(shared, trainer.mesh, trainer.corpus.tokenizer, context, batch_size, trainer.device)
 
 
@@ -243,11 +244,10 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of each task by name. Raises UserError for unknown tasks."""
     loaded = find_tasks(tasks, include_path).load(list(tasks))
-    if chat and model.own_tokenizer.chat is None:
-        raise UserError("--chat", None, "needs a chat template, which the tokenizer does not have", "remove --chat")
+    check_chat(model.own_tokenizer, chat)
     for task in loaded["tasks"].values():
-        # A task that sets 0 itself cannot have examples. The example of `lm_eval.simple_evaluate`, which also runs
-        # pip and other programs to describe the machine.
+        # As `lm_eval.simple_evaluate` does, which also runs pip and other programs to describe the machine: a task that
+        # sets 0 itself cannot have examples.
         if task.get_config("num_fewshot") is None or (num_fewshot is not None and task.get_config("num_fewshot") != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -255,6 +255,12 @@ def evaluate_tasks(
         model, loaded, limit=limit, apply_chat_template=chat, log_samples=False, bootstrap_iters=0
     )
     return {task: dict(metrics) for task, metrics in results["results"].items()}
+
+
+def check_chat(tokenizer: Tokenizer, chat: bool, field: str = "--chat") -> None:
+    """Raise UserError if questions are to be rendered by a template that a tokenizer does not have."""
+    if chat and tokenizer.chat is None:
+        raise UserError(field, None, "needs a chat template, which the tokenizer does not have", f"remove {field}")
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> TaskManager:

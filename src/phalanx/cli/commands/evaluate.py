@@ -55,13 +55,19 @@ def evaluate(
         import lm_eval  # noqa: F401
     except ImportError:
         raise missing_package("--tasks", tasks, "lm_eval") from None
+    from phalanx.data.tokenizer import load_tokenizer
     from phalanx.runs.scores import add_scores
     from phalanx.train.checkpoint.load_model import find_trained_weights
-    from phalanx.train.lm_eval_model import evaluate_tasks
+    from phalanx.train.lm_eval_model import check_chat, evaluate_tasks, find_tasks
 
     found = find_trained_weights(run, step, trust=bool(trust))
+    names = tasks.split(",")
+    if nproc is not None:
+        # Ranks would each say the same.
+        find_tasks(names, include_path)
+        check_chat(load_tokenizer(found.tokenizer_file), chat)
     model = _open_model(found, layout_of_ranks(found, nproc, set_), batch_size)
-    results = evaluate_tasks(model, tasks.split(","), include_path, num_fewshot, limit, chat)
+    results = evaluate_tasks(model, names, include_path, num_fewshot, limit, chat)
     if not is_first_rank():
         return
     add_scores(found.directory, found.step, results, num_fewshot=num_fewshot, limit=limit)

@@ -173,6 +173,12 @@ class PipelineStrategy(Strategy):
         dist.broadcast(tensor, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
         return tensor
 
+    def holds_in_all_stages(self, condition: bool) -> bool:
+        """Return whether a condition holds on all ranks."""
+        held = torch.tensor(int(condition), device=next(self.module.parameters()).device)
+        dist.all_reduce(held, dist.ReduceOp.MIN, group=self.pipe)
+        return bool(held)
+
     def _receive_input(self, schedule: Schedule, links: PipelineP2P, action: Action) -> Tensor | None:
         """Receive an action's input from another stage; None if the action needs none."""
         needed = schedule.input_message(action)

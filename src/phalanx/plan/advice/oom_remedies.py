@@ -160,7 +160,8 @@ def _use_sgd(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _use_adapters(run: RunSpec) -> Iterator[RunSpec]:
-    if run.model.from_hf is not None and run.adapter is None and not run.training.freeze:
+    tunes_all = run.adapter is None and not run.training.freeze
+    if run.model.from_hf is not None and tunes_all and run.swarm is None:
         yield run.replace(adapter=AdapterSpec(rank=64, alpha=16))
 
 

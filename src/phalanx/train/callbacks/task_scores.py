@@ -39,8 +39,14 @@ class TaskScores(Callback):
         """Check that lm-eval is installed. Raises UserError if it is not, or for values that are no such options."""
         if isinstance(tasks, str) or not tasks:
             raise UserError("tasks", tasks, "is not a list of tasks", 'name some, such as tasks = ["hellaswag"]')
-        if every < 0:
-            raise UserError("every", every, "is negative", "use a number of steps, or 0 to score at the end only")
+        for field, value, lowest in (
+            ("every", every, 0),
+            ("num_fewshot", num_fewshot, 0),
+            ("limit", limit, 1),
+            ("batch_size", batch_size, 1),
+        ):
+            if value is not None and value < lowest:
+                raise UserError(field, value, f"is less than {lowest}", f"use {lowest} or more, or remove it")
         try:
             import lm_eval  # noqa: F401
         except ImportError:
@@ -59,9 +65,10 @@ class TaskScores(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Raise UserError for tasks that do not exist, and for layouts that cannot be scored."""
-        from phalanx.train.lm_eval_model import check_scored_run, find_tasks
+        from phalanx.train.lm_eval_model import check_chat, check_scored_run, find_tasks
 
         check_scored_run(trainer.run)
+        check_chat(trainer.corpus.tokenizer, self.chat, "chat")
         find_tasks(self.tasks, self.include_path)
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:

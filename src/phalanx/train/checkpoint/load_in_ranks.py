@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.parallel.apply import apply_layout
@@ -33,6 +34,7 @@ def inference_run(found: TrainedWeights, layout: Layout, num_ranks: int) -> RunS
         # There are no steps: their batch is any that the ranks can share.
         training=training.replace(tokens_per_step=training.seq_len * num_ranks),
         phase=[],
+        distillation=None,
     )
     check_layout(ResolvedRun(run, num_ranks))
     defaults = {field: Layout.model_fields[field].default for field in ("cp", "cp_method")}
@@ -50,4 +52,4 @@ def load_in_ranks(found: TrainedWeights, layout: Layout, device: torch.device) -
     assert found.checkpoint is not None
     load_checkpoint(found.checkpoint, strategy, [])
     strategy.module.eval()
-    return SharedModel(strategy), mesh
+    return SharedModel(strategy, agreeing=dist.group.WORLD), mesh
