@@ -50,7 +50,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
     if x.numel() <= SMALL_ELEMENTS and not torch.is_grad_enabled():
         exact = at_least_fp32(x)
-        return F.rms_norm(exact, x.shape[-1:], None if weight is None else weight.to(exact.dtype), eps).to(x.dtype)
+        normalized = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+        return (normalized if weight is None else normalized.mul_(weight)).to(x.dtype)
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))
 
 
