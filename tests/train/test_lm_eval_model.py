@@ -214,4 +214,6 @@ def test_unknown_tasks_and_impossible_layouts_are_refused(trained: Path, tasks: 
     with pytest.raises(UserError, match="--tasks = 'wrods' is not a task of lm-eval"):
         command_output("evaluate", trained, "--tasks", "wrods", "--include-path", tasks, "--nproc", 2)
     with pytest.raises(UserError, match=r"layout\.tp = 3"):
-        command_output("evaluate", trained, "--tasks", "words", "--nproc", 3, "--set", "layout.tp=3")
+        command_output(
+            "evaluate", trained, "--tasks", "words", "--include-path", tasks, "--nproc", 3, "--set", "layout.tp=3"
+        )
