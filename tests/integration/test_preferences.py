@@ -360,7 +360,7 @@ def test_texts_without_a_prompt_differ_after_their_common_beginning() -> None:
 
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
 def test_an_epoch_has_each_pair_once(too_long: str, documents: Path, tmp_path: Path) -> None:
-    """Of long pairs, each document has at most half of a row."""
+    """Each document of a long pair is limited to half of a row."""
     changes = {"data.too_long": too_long, "training.seq_len": 69, "training.tokens_per_step": 69}
     loader = make_trainer(preference_run(documents, tmp_path, changes)).loader.loader
     dataset = loader.dataset

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -189,12 +190,15 @@ class Experts(PartModule):
         self.output_bias_share = 1.0
         """1 / tp where tensor-parallel ranks sum their outputs, so that `down_bias` is added once."""
         self.activation = declared_activation(part)
-        self.adapter_scales = {name: a.scale for name, (a, _) in part.adapters.items()}
-        """Factors of the adapters, by the matrices that they adapt."""
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
         self.grouped_linear: LinearFunction = grouped_linear
         """The product of rows and their experts' weights, which a precision may replace."""
+
+    @cached_property
+    def adapter_scales(self) -> dict[str, float]:
+        """Factors of the adapters, by the matrices that they adapt."""
+        return {name: a.scale for name, (a, _) in self.part.adapters.items()}
 
     @property
     def matrices(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Self, TypeVar, get_args
 
@@ -198,6 +198,16 @@ def require(ok: bool, field: str, value: object, problem: str, fix: str = "") ->
     """
     if not ok:
         raise UserError(field, value, problem, fix)
+
+
+def refuse_together(table: str, settings: Iterable[tuple[str, bool, str, str]]) -> None:
+    """Raise UserError for the first setting that cannot be combined with a table of a run file.
+
+    A setting is its field, whether it is set, the reason as a predicate, such as "replaces the same loss", and the fix.
+    """
+    for field, is_set, why, fix in settings:
+        if is_set:
+            raise UserError(field, None, f"cannot be combined with [{table}]: it {why}", fix)
 
 
 def walk_fields(table: Spec, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from phalanx.spec.base import LocalPath, Spec
-from phalanx.spec.errors import UserError
+from phalanx.spec.base import LocalPath, Spec, refuse_together
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
@@ -32,7 +31,7 @@ def check_distillation(run: RunSpec) -> None:
     """Raise UserError for settings that distillation does not support."""
     if run.distillation is None:
         return
-    unsupported: tuple[tuple[str, bool, str, str], ...] = (
+    unsupported = (
         ("preference", run.preference is not None, "trains on pairs with a loss of its own", "remove one of the two"),
         ("training.loss", run.training.loss is not None, "replaces the same loss", "remove one of the two"),
         (
@@ -50,6 +49,4 @@ def check_distillation(run: RunSpec) -> None:
         ),
         ("swarm", run.swarm is not None, "has nodes without a teacher", "remove it"),
     )
-    for field, is_set, why, fix in unsupported:
-        if is_set:
-            raise UserError(field, None, f"cannot be combined with [distillation]: it {why}", fix)
+    refuse_together("distillation", unsupported)

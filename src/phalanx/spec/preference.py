@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec, require
+from phalanx.spec.base import Spec, refuse_together, require
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def check_preference(run: RunSpec) -> None:
         problem = f"needs pairs of answers, but data.format is {data.format!r}"
         raise UserError("preference", None, problem, f'set data.format = "{PREFERENCE_FORMAT}"')
     layout = run.layout
-    unsupported: tuple[tuple[str, bool, str, str], ...] = (
+    unsupported = (
         ("data.mask_documents", not data.mask_documents, "lets a rejected answer read the chosen one", "set it true"),
         ("data.held_out_sets", bool(data.held_out_sets), "is not supported", "use data.held_out"),
         ("data.dataset", data.dataset is not None, "provides no pairs", "remove it"),
@@ -78,9 +78,7 @@ def check_preference(run: RunSpec) -> None:
         ),
         ("swarm", run.swarm is not None, "is not supported", "remove it"),
     )
-    for field, is_set, why, fix in unsupported:
-        if is_set:
-            raise UserError(field, None, f"cannot be combined with [preference]: it {why}", fix)
+    refuse_together("preference", unsupported)
     for number, phase in enumerate(run.phase):
         for field in ("seq_len", "rope"):
             if getattr(phase, field) is not None:

@@ -18,7 +18,6 @@ from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import evaluation_batches
 from phalanx.data.packing import IGNORE_INDEX
 from phalanx.data.source_checks import long_held_out
-from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.runs.metrics import MetricsRecord, losses_by_source
 from phalanx.spec.formatting import format_perplexity
 from phalanx.train.training_data import held_out_names
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
 
-@torch.no_grad()
 def evaluate(trainer: Trainer) -> MetricsRecord:
     """Return the loss on the held-out text, in nats per token and bits per byte, or that of held-out pairs.
 
@@ -38,25 +36,24 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
     run = trainer.phase.run
     held_out = trainer.corpus.held_out
     started_at = time.perf_counter()
-    trainer.strategy.drain_pending_updates()
     token_bytes = torch.from_numpy(trainer.corpus.tokenizer.token_bytes()).to(trainer.device)
     held_out_sets = _held_out_sets(trainer)
     sums = torch.zeros(len(held_out_sets), 3, dtype=torch.float64, device=trainer.device)
     share = (trainer.batch.micro_batch_size, trainer.mesh.dp_rank, trainer.batch.dp_size)
-    trainer.module.eval()
-    for set_sums, (dataset, limit), too_long in zip(sums, held_out_sets, long_held_out(run.data), strict=True):
-        batches = evaluation_batches(dataset, run.training.seq_len, *share, limit, run.data.mask_documents, too_long)
-        for number, batch in enumerate(batches if trainer.strategy.runs_model else ()):
-            locate = partial("row {1} of evaluation batch {0}".format, number)
-            check_ids(batch, "data.held_out", dataset.prefix, run.model.vocab_size, locate)
-            for micro in trainer.micro_batches(batch):
-                loss_sum = trainer.strategy.evaluate_micro_batch(micro, trainer.compute_held_out_loss)
-                # `targets[is_counted]` would make the host wait for its length.
-                is_counted = (micro.targets != IGNORE_INDEX) & trainer.strategy.has_loss
-                num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()
-                set_sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
-    trainer.module.train()
-    reshard_parameters(trainer.module)
+    with trainer.evaluating():
+        for set_sums, (dataset, limit), too_long in zip(sums, held_out_sets, long_held_out(run.data), strict=True):
+            batches = evaluation_batches(
+                dataset, run.training.seq_len, *share, limit, run.data.mask_documents, too_long
+            )
+            for number, batch in enumerate(batches if trainer.strategy.runs_model else ()):
+                locate = partial("row {1} of evaluation batch {0}".format, number)
+                check_ids(batch, "data.held_out", dataset.prefix, run.model.vocab_size, locate)
+                for micro in trainer.micro_batches(batch):
+                    loss_sum = trainer.strategy.evaluate_micro_batch(micro, trainer.compute_held_out_loss)
+                    # `targets[is_counted]` would make the host wait for its length.
+                    is_counted = (micro.targets != IGNORE_INDEX) & trainer.strategy.has_loss
+                    num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()
+                    set_sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
     sums = _sum_over_ranks(trainer, sums).cpu()
     loss, tokens, text_bytes = sums.sum(dim=0).tolist()
     record: MetricsRecord = {
@@ -84,19 +81,16 @@ def _evaluate_pairs(trainer: Trainer) -> MetricsRecord:
     started_at = time.perf_counter()
     trainer.prepare_reference()
     assert trainer.reference is not None
-    trainer.strategy.drain_pending_updates()
     sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)
     share = (trainer.batch.micro_batch_size, trainer.mesh.dp_rank, trainer.batch.dp_size)
-    trainer.module.eval()
     limit = run.evaluation.tokens
-    for batch in evaluation_batches(dataset, run.training.seq_len, *share, limit, too_long=run.data.too_long):
-        for micro in trainer.micro_batches(batch, trainer.reference.held_out):
-            trainer.strategy.evaluate_micro_batch(micro, trainer.compute_losses)
-            if micro.pairs is not None and micro.pairs.results:
-                sums[:4] += micro.pairs.results[0]
-                sums[4] += (micro.targets != IGNORE_INDEX).sum()
-    trainer.module.train()
-    reshard_parameters(trainer.module)
+    with trainer.evaluating():
+        for batch in evaluation_batches(dataset, run.training.seq_len, *share, limit, too_long=run.data.too_long):
+            for micro in trainer.micro_batches(batch, trainer.reference.held_out):
+                trainer.strategy.evaluate_micro_batch(micro, trainer.compute_losses)
+                if micro.pairs is not None and micro.pairs.results:
+                    sums[:4] += micro.pairs.results[0]
+                    sums[4] += (micro.targets != IGNORE_INDEX).sum()
     pairs, correct, margins, loss, tokens = _sum_over_ranks(trainer, sums).tolist()
     record: MetricsRecord = {
         "step": trainer.step,

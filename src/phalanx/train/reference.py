@@ -22,7 +22,6 @@ from torch import Tensor
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import evaluation_batches
 from phalanx.parallel.comm.objects import broadcast_from_rank0
-from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.runs.reference_log_probs import (
     ReferenceIdentity,
     ReferenceLogProbs,
@@ -80,7 +79,6 @@ def reference_identity(trainer: Trainer) -> ReferenceIdentity:
     return ReferenceIdentity(train, held_out, hashlib.blake2b(weights.encode(), digest_size=8).hexdigest())
 
 
-@torch.no_grad()
 def answer_log_probs(trainer: Trainer, dataset: IndexedDataset) -> np.ndarray:
     """Return the log-probability of each document's answer by the current weights, fp64 [documents] (a collective)."""
     run = trainer.run
@@ -92,14 +90,11 @@ def answer_log_probs(trainer: Trainer, dataset: IndexedDataset) -> np.ndarray:
         totals.index_add_(0, micro.pairs.documents, sums)
         return auxiliary.new_zeros(()), auxiliary
 
-    trainer.strategy.drain_pending_updates()
-    trainer.module.eval()
     share = (trainer.batch.micro_batch_size, trainer.mesh.dp_rank, trainer.batch.dp_size)
-    for batch in evaluation_batches(dataset, run.training.seq_len, *share, too_long=run.data.too_long):
-        for micro in trainer.micro_batches(batch):
-            trainer.strategy.evaluate_micro_batch(micro, add_sums)
-    trainer.module.train()
-    reshard_parameters(trainer.module)
+    with trainer.evaluating():
+        for batch in evaluation_batches(dataset, run.training.seq_len, *share, too_long=run.data.too_long):
+            for micro in trainer.micro_batches(batch):
+                trainer.strategy.evaluate_micro_batch(micro, add_sums)
     if trainer.mesh.loss_group is not None:
         with trainer.strategy.comm_wait.measure():
             dist.all_reduce(totals, group=trainer.mesh.loss_group)

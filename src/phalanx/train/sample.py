@@ -9,7 +9,6 @@ import torch
 from phalanx.model.generation import generate
 from phalanx.parallel.apply import autocast_context
 from phalanx.parallel.comm.objects import broadcast_object
-from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.parallel.inference import SharedModel
 from phalanx.spec.run import RunSpec
 
@@ -53,12 +52,8 @@ def generate_sample(trainer: Trainer) -> str:
     tokenizer = trainer.corpus.tokenizer
     prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
-    trainer.strategy.drain_pending_updates()
-    trainer.module.eval()
-    with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
+    with trainer.evaluating(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
         limits = {"eos_id": tokenizer.end, "context": trainer.phase.run.training.seq_len, "vocab": tokenizer.vocab}
         model = SharedModel(trainer.strategy) if run.model.implementation is None else trainer.strategy.model
         tokens = generate(model, prompt, SAMPLE_TOKENS, 0.7, 50, generator, **limits)
-    trainer.module.train()
-    reshard_parameters(trainer.module)
     return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

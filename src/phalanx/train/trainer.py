@@ -25,6 +25,7 @@ from phalanx.model.transformer import set_rotary_embedding
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.parallel.comm.host_copy import PendingCopies
 from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0, rank_and_world_size
+from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs.checkpoint_store import store_folder
@@ -277,6 +278,16 @@ class Trainer(Learner):
     def model_weights(self, dtype: str = "fp32") -> Iterator[tuple[str, Tensor]]:
         """Yield the current weights by Hugging Face name, one full tensor at a time (`train.model_weights`)."""
         return model_weights(self, dtype)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let passes use the current weights without training: gradients and random parts are off."""
+        self.strategy.drain_pending_updates()
+        self.module.eval()
+        with torch.no_grad():
+            yield
+        self.module.train()
+        reshard_parameters(self.module)
 
     @contextmanager
     def record_pause(self, pause: str) -> Iterator[None]:

@@ -229,7 +229,7 @@ def test_merged_export_gives_equal_logits_in_transformers(kind: str, adapter: Ad
 @pytest.mark.parametrize("adapter", [ADAPTER, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
 def test_adapter_of_peft_gives_equal_logits(kind: str, adapter: AdapterSpec, tmp_path: Path) -> None:
-    """Of a module for several products, all share A."""
+    """Products of one fused module share A."""
     base, folder = make_base(kind, tmp_path)
     config = peft.LoraConfig(
         r=3, lora_alpha=6.0, target_modules="all-linear", fan_in_fan_out=kind == "gpt2", use_dora=adapter.dora

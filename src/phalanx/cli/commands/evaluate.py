@@ -11,6 +11,7 @@ from phalanx.cli.common.options import Json, Overrides, Step, TrainedRun, Trust
 from phalanx.cli.common.ranks import Ranks, is_first_rank, layout_of_ranks
 
 if TYPE_CHECKING:
+    from phalanx.data.tokenizer import Tokenizer
     from phalanx.spec.layout import Layout
     from phalanx.train.checkpoint.load_model import TrainedWeights
     from phalanx.train.lm_eval_model import LmEvalModel
@@ -61,12 +62,13 @@ def evaluate(
     from phalanx.train.lm_eval_model import check_chat, evaluate_tasks, find_tasks
 
     found = find_trained_weights(run, step, trust=bool(trust))
+    tokenizer = load_tokenizer(found.tokenizer_file)
     names = tasks.split(",")
     if nproc is not None:
         # Ranks would each say the same.
         find_tasks(names, include_path)
-        check_chat(load_tokenizer(found.tokenizer_file), chat)
-    model = _open_model(found, layout_of_ranks(found, nproc, set_), batch_size)
+        check_chat(tokenizer, chat)
+    model = _open_model(found, tokenizer, layout_of_ranks(found, nproc, set_), batch_size)
     results = evaluate_tasks(model, names, include_path, num_fewshot, limit, chat)
     if not is_first_rank():
         return
@@ -82,12 +84,10 @@ def evaluate(
     Terminal().print(scores_table(group_scores(read_scores(found.directory))))
 
 
-def _open_model(found: TrainedWeights, layout: Layout | None, batch_size: int) -> LmEvalModel:
-    from phalanx.data.tokenizer import load_tokenizer
+def _open_model(found: TrainedWeights, tokenizer: Tokenizer, layout: Layout | None, batch_size: int) -> LmEvalModel:
     from phalanx.launch.process import init_distributed
     from phalanx.train.lm_eval_model import model_in_one_process, model_in_ranks
 
-    tokenizer = load_tokenizer(found.tokenizer_file)
     if layout is None:
         return model_in_one_process(found, tokenizer, batch_size)
     return model_in_ranks(found, tokenizer, layout, init_distributed(), batch_size)

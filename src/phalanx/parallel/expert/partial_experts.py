@@ -65,8 +65,7 @@ class PartiallyTrainedExperts(Experts):
         nn.Module.__init__(self)
         self.declare(experts.part)
         self.activation = experts.activation
-        self.has_biases = False  # a swarm refuses them, and adapters
-        self.adapter_scales = {}
+        self.has_biases = False  # a swarm refuses them
         self.defer_or_compute = experts.defer_or_compute
         self.grouped_linear = experts.grouped_linear
         self.experts_on_rank = local_experts

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from phalanx.parallel.apply import autocast_context
-from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.scores import add_scores
 from phalanx.spec.errors import UserError
@@ -75,18 +72,13 @@ class TaskScores(Callback):
         """Score the model, and record the scores in the run directory."""
         from phalanx.train.lm_eval_model import evaluate_tasks, model_of_trainer
 
-        strategy = trainer.strategy
-        strategy.drain_pending_updates()
-        trainer.module.eval()
         with (
             trainer.record_pause("tasks"),
-            torch.no_grad(),
-            autocast_context(strategy, trainer.run.training.precision, trainer.device),
+            trainer.evaluating(),
+            autocast_context(trainer.strategy, trainer.run.training.precision, trainer.device),
         ):
             model = model_of_trainer(trainer, self.batch_size)
             results = evaluate_tasks(model, self.tasks, self.include_path, self.num_fewshot, self.limit, self.chat)
-        trainer.module.train()
-        reshard_parameters(trainer.module)
         if trainer.is_main:
             options = {"num_fewshot": self.num_fewshot, "limit": self.limit}
             scores = add_scores(trainer.directory, trainer.step, results, **options)
