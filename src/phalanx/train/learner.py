@@ -241,6 +241,7 @@ class Learner:
             # Its pipeline cannot run within a pass of the other one.
             for micro in micros:
                 micro.taught[:] = self.teacher.outputs(micro)
+            self.teacher.end_passes()
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):

@@ -82,6 +82,10 @@ class Teacher:
         self.strategy.evaluate_micro_batch(micro, run_model)
         return heads[-1:]  # rehearsals of a pipeline precede it
 
+    def end_passes(self) -> None:
+        """Free what FSDP has gathered in the passes of a pipeline, but for the last layer, which its root has."""
+        reshard_parameters(self.strategy.module, keeps_root=self.strategy.has_loss)
+
     def end_step(self) -> None:
         """Free what FSDP has gathered of the last layer, which the losses of a step have used."""
         reshard_parameters(self.strategy.module)

@@ -60,9 +60,6 @@ def check_traceable(resolved: ResolvedRun) -> None:
     for field, component in named_components(run):
         require_trusted(field, component)
     check_layout(resolved)
-    if run.distillation is not None:
-        problem = "is not supported: the traffic and FLOPs of a teacher's passes are not in the plan"
-        raise UserError("distillation", None, problem, "remove it: the student is traced without its teacher")
     if run.layout.max_staleness is not None:
         problem = "makes the traffic differ from step to step, so it cannot be compared with the plan"
         fix = "remove layout.max_staleness: the traffic of synchronous servers is equal in every step"
@@ -133,7 +130,7 @@ def trace_rank(resolved: ResolvedRun, rank: int, full: bool = False) -> Traced:
     try:
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with shape_only_tensors(), offload_in_memory(), nullcontext() if full else few_chunks():
-            learner = Learner(run, mesh, CPU, weights=lambda _, shape: torch.empty(shape))
+            learner = Learner(run, mesh, CPU, _empty_weights, teacher_weights=_empty_weights)
             repeated = None if full else RepeatedBlocks(learner)
             # The first step creates the state of optimizers; DDP rebuilds its buckets in the second.
             for _ in range(first_steady_step(run) - 1 if isinstance(learner.strategy, DDP) else 1):
@@ -158,6 +155,10 @@ def trace_rank(resolved: ResolvedRun, rank: int, full: bool = False) -> Traced:
         "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     return {"rank": rank, **traced, "tracing": tracing}
+
+
+def _empty_weights(name: str, shape: torch.Size) -> torch.Tensor:
+    return torch.empty(shape)
 
 
 def offload_in_memory() -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ from phalanx.cost.exact.derive.traffic import (
     SCALARS_PURPOSE,
     TrafficRows,
     collective_traffic,
+    inference_traffic,
     part_traffic,
     tp_gather,
     tp_reduce,
@@ -18,6 +19,26 @@ from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
 from phalanx.spec.parts.model import is_head_trained, layer_inputs, model_parameters
+
+
+def stage_inference_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> TrafficRows:
+    """Return the traffic of a rank in a stage without gradients, up to the gathered input of the head."""
+    model_blocks = blocks(spec, shape.layout)
+    traffic = [
+        row
+        for layer in stage.layers
+        for branch in model_blocks[layer]
+        for row in inference_traffic(branch.part, shape=shape)
+    ]
+    if stage.first:
+        traffic += tp_reduce(shape, shape.tokens * spec.hidden_size * shape.residual_bytes)
+        if inputs := layer_inputs(spec):
+            traffic += tp_reduce(shape, shape.tokens * inputs.operations[0].writes.width * shape.residual_bytes)
+    if stage.last:
+        traffic += tp_gather(shape, shape.tokens * spec.hidden_size * shape.compute_bytes)
+    if spec.moe and shape.layout.sequence_parallel:  # the auxiliary loss, which is 0
+        traffic += collective_traffic("all_reduce", shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp")
+    return [row for row in traffic if row.bytes]
 
 
 def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> TrafficRows:

@@ -11,6 +11,7 @@ from phalanx.cost.kinds import Recomputation
 from phalanx.program.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
 from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.files.teacher import resolved_teacher
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parameter_shapes import num_elements
 from phalanx.spec.parts.block import blocks
@@ -161,7 +162,8 @@ def rank_flops(resolved: ResolvedRun, rank: int) -> float:
     """Return the FLOPs of a rank's forward and backward passes in one update, including recomputation.
 
     They are those of the rank's shards of tensors and attention, with balanced experts. Attention has half of the pairs
-    of a sequence's tokens, as if it were one document. Parameter servers compute nothing.
+    of a sequence's tokens, as if it were one document. Parameter servers compute nothing. The forward passes of a
+    teacher are included.
     """
     run = resolved.run
     dims = resolved.dims
@@ -195,7 +197,21 @@ def rank_flops(resolved: ResolvedRun, rank: int) -> float:
     with_backward = [layer for layer in layers if layer >= first]
     backward = _block_product_flops(run, tensors, tokens, layers=with_backward)
     backward_flops = backward.total + backward.trained + 2 * _attention_core_flops(run, with_backward, tokens)
-    return 3 * _layer_input_flops(run, tokens) + products.total + core + backward_flops + recomputed + head
+    flops = 3 * _layer_input_flops(run, tokens) + products.total + core + backward_flops + recomputed + head
+    teacher = resolved_teacher(resolved)
+    return flops if teacher is None else flops + _inference_flops(teacher, coordinates)
+
+
+def _inference_flops(resolved: ResolvedRun, coordinates: Mapping[str, int]) -> float:
+    """Return the FLOPs of a rank's forward passes in one update, with one product of the head for each token."""
+    run = resolved.run
+    tokens = _rank_tokens(resolved, coordinates)
+    tensors = rank_tensors(resolved, coordinates["tp"])[coordinates["pp"]]
+    layers = [layer for layer in layers_per_rank(run)[coordinates["pp"]] if layer < run.model.num_layers]
+    products = _block_product_flops(run, tensors, tokens, layers=layers)
+    head_shape = lm_head_shape(run, tensors, coordinates["pp"])
+    head = 2 * tokens * num_elements(head_shape) if head_shape else 0.0
+    return _layer_input_flops(run, tokens) + products.total + _attention_core_flops(run, layers, tokens) + head
 
 
 def _layer_input_flops(run: RunSpec, tokens: float) -> float:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes
 from phalanx.cost.exact.forward_shape import forward_shape
 from phalanx.cost.exact.rank_state import rank_model_state
-from phalanx.program.rank_tensors import RankTensors, rank_tensors
+from phalanx.program.fsdp_units import HEAD, ROOT, FsdpUnit, fsdp_units
+from phalanx.program.rank_tensors import rank_tensors
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.files.teacher import resolved_teacher
-from phalanx.spec.layout import FSDP_STRATEGIES
-from phalanx.spec.parameter_shapes import num_elements
+from phalanx.spec.layout import FSDP_STRATEGIES, Layout
 from phalanx.spec.resolved_run import ResolvedRun
 
 
@@ -26,7 +26,7 @@ class TeacherMemory:
     kept: int
     """Inputs of its head until their losses."""
     gathered: int
-    """Matrix of its head that FSDP gathers, until the losses."""
+    """What FSDP has gathered with the matrix of its head, until the losses."""
     passes: int
     """Peak of its forward passes beyond its weights, in which the student has no activations."""
 
@@ -45,24 +45,27 @@ def teacher_memories(resolved: ResolvedRun) -> list[TeacherMemory]:
     head_bytes = shape.tokens * model.hidden_size * shape.compute_bytes
     head_bytes *= teacher.micro_batches if layout.pp > 1 else 1
     is_sharded = teacher.strategy in FSDP_STRATEGIES
-    matrix_bytes = shape.max_local_count(model.vocab_size) * model.hidden_size * shape.compute_bytes
     schedule = representative_schedule(layout)
     last_rank = schedule.rank_of[schedule.stages - 1] if layout.pp > 1 else 0
-    return [
-        TeacherMemory(
-            weights=rank_model_state(teacher, rank).total,
-            kept=head_bytes if pp_rank == last_rank else 0,
-            gathered=matrix_bytes if pp_rank == last_rank and is_sharded else 0,
-            passes=pass_bytes + (_gathered_bytes(rank, shape.compute_bytes) if is_sharded else 0),
+    memories = []
+    for pp_rank, rank in enumerate(rank_tensors(teacher)):
+        units = fsdp_units(rank, layout) if is_sharded else []
+        kept_units = [unit for unit in units if unit.name in (HEAD, ROOT)] if pp_rank == last_rank else []
+        memories.append(
+            TeacherMemory(
+                weights=rank_model_state(teacher, rank).total,
+                kept=head_bytes if pp_rank == last_rank else 0,
+                gathered=shape.compute_bytes * sum(unit.gathered for unit in kept_units),
+                passes=pass_bytes + shape.compute_bytes * _max_gathered(units, layout),
+            )
         )
-        for pp_rank, rank in enumerate(rank_tensors(teacher))
-    ]
+    return memories
 
 
-def _gathered_bytes(rank: RankTensors, number_bytes: int) -> int:
-    """Return the bytes of what FSDP has gathered at once: two blocks, and the tensors outside of blocks."""
-    counts: dict[str, int] = defaultdict(int)
-    for name, shape in rank.all.items():
-        counts[".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""] += num_elements(shape)
-    outside = counts.pop("", 0)
-    return number_bytes * (outside + sum(sorted(counts.values())[-2:]))
+def _max_gathered(units: Sequence[FsdpUnit], layout: Layout) -> int:
+    """Return the elements that FSDP has gathered at once.
+
+    They are all in a pipeline, or those outside of blocks, and those of a unit in blocks and the ones after it."""
+    in_blocks = sorted(unit.gathered for unit in units if unit.is_in_blocks)
+    at_once = len(in_blocks) if layout.pp > 1 else 1 + layout.fsdp_prefetch
+    return sum(unit.gathered for unit in units if not unit.is_in_blocks) + sum(in_blocks[-at_once:])

@@ -13,6 +13,7 @@ from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collect
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.model_state import zero_gradient_bytes
+from phalanx.cost.exact.teacher_traffic import teacher_traffic
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.rank_tensors import RankTensors, rank_tensors
@@ -57,6 +58,8 @@ def traffic_by_group(resolved: ResolvedRun, rank: int = 0) -> dict[str, list[Tra
         for tensors, model_parallel in zip(stage_tensors, model_parallel_traffic(resolved, stage_tensors), strict=True)
     )
     traffic = [[row for row in rows if row.bytes] for rows in rows_by_stage]
+    if teachers := teacher_traffic(resolved, coordinates["tp"]):
+        traffic = [[*rows, *of_teacher] for rows, of_teacher in zip(traffic, teachers, strict=True)]
     return {"rank": traffic[0]} if layout.pp == 1 else {f"pp{pp_rank}": rows for pp_rank, rows in enumerate(traffic)}
 
 

@@ -246,9 +246,11 @@ def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
     ]
 
 
-def reshard_parameters(module: nn.Module) -> None:
-    """Free the parameters that a forward pass without a backward pass has left gathered in FSDP2's units."""
-    for unit in _list_units_in_forward_order(module):
+def reshard_parameters(module: nn.Module, keeps_root: bool = False) -> None:
+    """Free the parameters that a forward pass without a backward pass has left gathered in FSDP2's units.
+
+    `keeps_root` leaves those of the first unit, the root."""
+    for unit in _list_units_in_forward_order(module)[keeps_root:]:
         unit.reshard()
 
 

@@ -51,6 +51,9 @@ def teacher_run(run: RunSpec) -> RunSpec | None:
             "recomputed_blocks": None,
             "offload": "none",
             "gradient_compression": "none",
+            # Only the matrix of its head stays gathered, because the loss needs it.
+            "reshard_after_forward": True,
+            "fsdp_unit": "block" if run.layout.fsdp_unit == "model" else run.layout.fsdp_unit,
         }
     )
     frozen = model.model_copy(update={"tuning": TuningSpec(freeze=("*",))})

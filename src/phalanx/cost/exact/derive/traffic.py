@@ -59,6 +59,12 @@ def part_traffic(part: Part, shape: ForwardShape) -> PassTraffic:
     return traffic
 
 
+def inference_traffic(part: Part, shape: ForwardShape) -> TrafficRows:
+    """Return the traffic of a rank in a part without gradients, for which routers count no choices."""
+    operations = (operation for operation in part.operations if not isinstance(operation, Route))
+    return [row for operation in operations for row in _operation_traffic(part, operation, shape)[0]]
+
+
 def _operation_traffic(part: Part, operation: Operation, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
     """Return the forward and backward traffic of an operation."""
     tp = shape.tp
