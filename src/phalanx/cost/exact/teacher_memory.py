@@ -26,7 +26,7 @@ class TeacherMemory:
     kept: int
     """Inputs of its head until their losses."""
     gathered: int
-    """What FSDP has gathered with the matrix of its head, until the losses."""
+    """Bytes that FSDP has gathered with the matrix of its head, until the losses."""
     passes: int
     """Peak of its forward passes beyond its weights, in which the student has no activations."""
 
@@ -42,8 +42,10 @@ def teacher_memories(resolved: ResolvedRun) -> list[TeacherMemory]:
     activations = activation_bytes(model, shape)
     # Of all its layers, also in a pipeline, whose stages have fewer.
     pass_bytes = activations.peak + max(cuda_exchange_bytes(teacher), activations.exchanged)
-    head_bytes = shape.tokens * model.hidden_size * shape.compute_bytes
+    head_bytes = shape.residual_tokens * model.hidden_size * shape.compute_bytes
     head_bytes *= teacher.micro_batches if layout.pp > 1 else 1
+    if shape.residual_tokens < shape.tokens:  # that of a micro-batch, gathered for its loss
+        head_bytes += shape.tokens * model.hidden_size * shape.compute_bytes
     is_sharded = teacher.strategy in FSDP_STRATEGIES
     schedule = representative_schedule(layout)
     last_rank = schedule.rank_of[schedule.stages - 1] if layout.pp > 1 else 0

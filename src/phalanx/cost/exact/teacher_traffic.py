@@ -45,8 +45,9 @@ def _passes_by_rank(teacher: ResolvedRun) -> list[list[Traffic]]:
         for pp_rank in range(layout.pp):
             local_stages = schedule.stages_of(pp_rank)
             receivers = [schedule.rank_of[stage + 1] for stage in local_stages if stage + 1 < schedule.stages]
-            passes.append([row for index in local_stages for row in stage_inference_traffic(model, shape, stages[index])])
-            passes[-1] += sum(receiver != pp_rank for receiver in receivers) * [_message(teacher, shape)]
+            inside = [row for index in local_stages for row in stage_inference_traffic(model, shape, stages[index])]
+            num_sends = sum(receiver != pp_rank for receiver in receivers)
+            passes.append([*inside, *num_sends * [_message(teacher, shape)]])
     count = teacher.micro_batches
     return [[replace(row, bytes=count * row.bytes, calls=count * row.calls) for row in rows] for rows in passes]
 
