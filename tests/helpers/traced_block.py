@@ -24,6 +24,7 @@ from phalanx.cost.exact.derive.weights import matrix_numbers
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.model import chunks
+from phalanx.model.dropout import dropping
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
 from phalanx.model.transformer import Transformer
@@ -200,7 +201,8 @@ def trace_block(case: BlockCase) -> BlockNumbers:
             if isinstance(module, Router):
                 module.gate.register_forward_hook(lambda gate, args, logits: balanced_router_logits(logits))
         # Blocks of usual sizes have many chunks of rows, this one a hundred.
-        with mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", case.spec.hidden_size * max(1, case.sequence // 48)):
+        few_rows = mock.patch.object(chunks, "CPU_CHUNK_ELEMENTS", case.spec.hidden_size * max(1, case.sequence // 48))
+        with few_rows, dropping(torch.zeros(BATCH, case.sequence // case.layout.cp, dtype=torch.int32)):
             return _trace(case, strategy)
     finally:
         if case.world_size > 1:

@@ -423,6 +423,7 @@ ADAPTERS = {
     "all": AdapterSpec(rank=4, alpha=8.0),
     "some": AdapterSpec(rank=2, alpha=8.0, targets=("wq", "wo", "down", "query", "out")),
     "magnitudes": AdapterSpec(rank=4, alpha=8.0, dora=True),
+    "dropout": AdapterSpec(rank=4, alpha=8.0, dropout=0.1),
     "experts": AdapterSpec(rank=4, alpha=8.0, targets=("experts.gate", "experts.up", "experts.down", "wo", "out")),
 }
 ADAPTED_MODELS = (

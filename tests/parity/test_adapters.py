@@ -25,8 +25,8 @@ from tests.helpers.small_runs import (
 )
 
 ADAPTER: Table = {"rank": 3, "alpha": 6.0}
-SOME: Table = {"rank": 4, "alpha": 8.0, "targets": ["wq", "wo", "mlp.down"], "rslora": True}
-DORA: Table = {"rank": 3, "alpha": 6.0, "dora": True}
+SOME: Table = {"rank": 4, "alpha": 8.0, "targets": ["wq", "wo", "mlp.down"], "rslora": True, "dropout": 0.2}
+DORA: Table = {"rank": 3, "alpha": 6.0, "dora": True, "dropout": 0.3}
 EXPERTS: Table = {**ADAPTER, "targets": ["experts.gate", "experts.up", "experts.down", "router.gate", "wo"]}
 MODELS: dict[str, Table] = {
     "dense": {**DENSE, "num_layers": 4},
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, str, Table, Table]] = {
     "tp4-zero1": (4, "dense", SOME, {"layout.tp": 4, "layout.data_parallel": "zero1"}),
     "tp-zero3": (4, "moe", ADAPTER, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
     "gathered": (2, "three heads", ADAPTER, {"layout.tp": 2, "layout.tp_attention": "gathered"}),
-    "ring": (2, "dense", ADAPTER, {"layout.cp": 2}),
+    "ring": (2, "dense", SOME, {"layout.cp": 2}),
     "ulysses-tp": (4, "dense", ADAPTER, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.tp": 2}),
     "ep-zero1": (2, "moe", ADAPTER, {"layout.ep": 2, "layout.data_parallel": "zero1"}),
     "ep-tp-zero3": (4, "moe", ADAPTER, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero3"}),

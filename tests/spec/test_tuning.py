@@ -57,6 +57,8 @@ def test_wrong_pattern_is_refused(freeze: list[str], tables: dict[str, Any], mes
         ({"train": ["haed.*"]}, {}, r"adapter.train\[0\].*matches no parameter"),
         ({"alpha": 0.0}, {}, "adapter.alpha"),
         ({"targets": ["experts.up"], "dora": True}, {"model": MOE}, "adapter.dora.*no effect on routed experts"),
+        ({"targets": ["experts.up"], "dropout": 0.1}, {"model": MOE}, "adapter.dropout.*no effect on routed experts"),
+        ({"dropout": 1.0}, {}, "adapter.dropout.*less than 1"),
         ({"from_peft": "folder"}, {}, "(?s)needs the model that it adapts.*set model.from_hf"),
         ({}, {"swarm": {}}, r"adapter.rank.*is not supported with a swarm"),
     ],

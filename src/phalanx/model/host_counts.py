@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
+
+from phalanx.model.dropout import checkpoint_dropping_alike
 
 Counts = list[list[int]]
 
@@ -57,4 +58,4 @@ def checkpoint_with_saved_counts(block: nn.Module, *args: Any, **kwargs: Any) ->
         finally:
             _saved_counts.reset(token)
 
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint_dropping_alike(forward, *args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.dropout import Dropout
 from phalanx.model.embedding import Embedding
 from phalanx.model.norm import identity, make_norm
 from phalanx.model.products import Adapter, Magnitudes, ProductLinear, TensorTuple
@@ -77,7 +78,8 @@ class PartModule(nn.Module):
                 continue
             a, b = (getattr(self, linear.name) for linear in adapter)
             magnitudes = getattr(self, part.magnitudes[name].name) if name in part.magnitudes else None
-            getattr(self, name).adapter = Adapter(a, b, adapter[0].scale, magnitudes)
+            dropout = Dropout(adapter[0].dropout) if adapter[0].dropout else None
+            getattr(self, name).adapter = Adapter(a, b, adapter[0].scale, magnitudes, dropout)
         for name, tensor in part.carried.items():
             self.register_buffer(name, torch.empty(tensor.shape))
 

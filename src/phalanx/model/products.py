@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.model.chunks import cached_rows
+from phalanx.model.dropout import Drop, Dropout
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.parts.operations import Part
@@ -280,6 +281,20 @@ def declared_activation(part: Part) -> Activation:
     return make_activation(part.activation.function, *part.activation.arguments)
 
 
+def dropped(activation: Activation, drop: Drop) -> Activation:
+    """Return an activation of whose output numbers are dropped."""
+
+    def forward_and_vjp(*inputs: Tensor) -> tuple[Tensor, Vjp]:
+        output, vjp = activation.forward_and_vjp(*inputs)
+        return drop(output), lambda gradient: vjp(drop(gradient))
+
+    return Activation(
+        lambda *inputs: drop(activation.forward(*inputs)),
+        forward_and_vjp,
+        lambda gradient, *inputs: activation.vjp(drop(gradient), *inputs),
+    )
+
+
 def compute_now(_: GradientEdge | None, gradient: Callable[[], Tensor]) -> Tensor:
     """Return the gradient of a weight."""
     return gradient()
@@ -347,6 +362,7 @@ class Adapter:
     b: ProductLinear
     scale: float
     magnitudes: Magnitudes | None = None
+    dropout: Dropout | None = None
 
     def add(self, layer: ProductLinear, output: Tensor, addend: Tensor) -> Tensor:
         """Return the output of a layer with that of its adapter."""
@@ -361,7 +377,10 @@ class Adapter:
         return cast(Tensor, self.b(self.inner(activation, *inputs)))
 
     def inner(self, activation: Activation, *inputs: Tensor) -> Tensor:
-        """Return s A activation(inputs)."""
+        """Return s A activation(inputs), of which training may drop some."""
+        drop = None if self.dropout is None else self.dropout.of_tokens(inputs[0])
+        if drop is not None:
+            activation = dropped(activation, drop)
         if activation is IDENTITY:
             return cast(Tensor, self.a(*inputs)) * self.scale
         return activated_linear(self.a, activation, *inputs) * self.scale

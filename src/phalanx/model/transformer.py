@@ -23,6 +23,7 @@ from phalanx.model.moe import MoE
 from phalanx.model.norm import identity, make_norm, rms_norm
 from phalanx.model.part import PartModule
 from phalanx.model.per_layer_inputs import PerLayerBranch, PerLayerInputs
+from phalanx.model.products import ProductLinear
 from phalanx.model.sequence_context import Documents, MaskFunction, SequenceContext, positions_in_document
 from phalanx.model.tied_weight import TiedWeight
 from phalanx.spec.attention_backend import has_sinks, has_softcap, has_window
@@ -211,6 +212,9 @@ class Transformer(nn.Module):
             cast(Attention, cast(Block, self.blocks[source]).attention).returns_keys = True
         if not spec.tie_embeddings:
             self.head = Head(spec.hidden_size, spec.vocab_size)
+        for name, module in self.named_modules():
+            if isinstance(module, ProductLinear) and module.adapter and module.adapter.dropout:
+                module.adapter.dropout.name = name
         for name, parameter in model_parameters(spec).items():
             self.get_parameter(name).requires_grad_(not parameter.is_frozen)
         self.num_forward_only_blocks = num_forward_only_blocks(spec)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
 
+from phalanx.model.dropout import checkpoint_dropping_alike
 from phalanx.model.host_counts import checkpoint_with_saved_counts
 from phalanx.model.part import modules_declaring
 from phalanx.model.transformer import Transformer
@@ -41,7 +40,7 @@ def apply_activation_checkpointing(
         for block in blocks.values():
             for name in ("attention", "side_mixer"):
                 if isinstance(mixer := getattr(block, name), nn.Module):
-                    setattr(block, name, checkpoint_wrapper(mixer, preserve_rng_state=False))
+                    setattr(block, name, checkpoint_wrapper(mixer, checkpoint_fn=checkpoint_dropping_alike))
     elif mode == "norms":
         for block in blocks.values():
             for name, norm in block.named_children():
@@ -53,7 +52,7 @@ def apply_activation_checkpointing(
                         readers.append("side_mixer")
                     RecomputedNorm(norm, *map(block.get_submodule, readers))
     elif mode != "none":
-        recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
+        recompute = checkpoint_with_saved_counts if saves_counts else checkpoint_dropping_alike
         functions = dict.fromkeys(blocks, recompute)
         if mode == "offload":
             functions |= _build_block_offloads(module, list(blocks), recompute, device)
@@ -61,9 +60,6 @@ def apply_activation_checkpointing(
             for router in modules_declaring(block, Route):
                 router.forward_passes = 2
             setattr(module.blocks, name, checkpoint_wrapper(block, checkpoint_fn=functions[name]))
-
-
-_checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def _build_block_offloads(

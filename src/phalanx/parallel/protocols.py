@@ -25,6 +25,10 @@ class MicroBatchProtocol(Protocol):
     def documents(self) -> Documents | None:
         """Documents of the tokens, if they are masked."""
 
+    @property
+    def token_keys(self) -> Tensor | None:
+        """Keys of the tokens, if inputs of adapters are dropped (`model.dropout`)."""
+
 
 LossFunction = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]
 """Runs a micro-batch (second argument) through the model (first); returns loss and auxiliary loss."""

@@ -32,6 +32,8 @@ class AdapterSpec(Spec):
     """Divide alpha by the square root of the rank (rsLoRA, arXiv 2312.03732)."""
     dora: bool = False
     """Train the norm of each row of an adapted matrix apart from its direction (DoRA, arXiv 2402.09353)."""
+    dropout: float = Field(0.0, ge=0, lt=1, examples=[0.05])
+    """Share of the inputs of A that training sets to zero, drawn for each token and step (LoRA's released code)."""
 
     train: tuple[str, ...] = Field((), strict=False, examples=[["head.*", "*norm.weight"]])
     """Parameters of the model that are trained too, with wildcards as in `training.freeze` (`modules_to_save`)."""
@@ -90,11 +92,13 @@ def check_patterns(field: str, patterns: Sequence[str], names: Sequence[str]) ->
 
 
 def check_adapter(adapter: AdapterSpec, products: Sequence[str], of_experts: Collection[str]) -> None:
-    """Raise UserError for a target that is none of the products of blocks, by name, or for magnitudes of experts."""
-    for name in of_experts if adapter.dora and adapter.targets != "linear" else ():
+    """Raise UserError for a target that is none of the products of blocks, or for experts with more than A and B."""
+    more = {name: value for name in ("dora", "dropout") if (value := getattr(adapter, name))}
+    for name in of_experts if more and adapter.targets != "linear" else ():
         if adapter.is_target(name):
+            field, value = next(iter(more.items()))
             problem = f"has no effect on routed experts, and adapter.targets contains {name}"
-            raise UserError("adapter.dora", True, problem, "set adapter.dora = false, or remove the experts")
+            raise UserError(f"adapter.{field}", value, problem, f"remove adapter.{field}, or the experts")
     for index, target in enumerate(() if adapter.targets == "linear" else adapter.targets):
         if not any(f".{name}".endswith(f".{target}") for name in products):
             problem = "names none of the products of the model's blocks"

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.data.loader import rank_rows
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
 from phalanx.data.preference_pairs import NO_ANSWER
+from phalanx.model.dropout import dropping, token_keys
 from phalanx.model.init import DrawnWeights, Weights
 from phalanx.model.moe import Router
 from phalanx.model.sequence_context import Documents
@@ -76,6 +78,8 @@ class MicroBatch:
     """Sources of the tokens in a mixture, and the sums of their losses."""
     pairs: MicroPairs | None = None
     """The pairs of answers, if the rows have preferences."""
+    token_keys: Tensor | None = None
+    """Keys of the tokens, [B, T], if inputs of adapters are dropped (`model.dropout`)."""
     mtp_losses: list[Tensor] = field(default_factory=list, init=False)
     """Their losses, summed over tokens, once they have run. Copies of a micro-batch have none."""
     taught: list[TeacherHead] = field(default_factory=list)
@@ -170,10 +174,13 @@ class Learner:
             return slice(None)
         return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
 
-    def micro_batches(self, batch: Batch, reference: np.ndarray | None = None) -> list[MicroBatch]:
+    def micro_batches(
+        self, batch: Batch, reference: np.ndarray | None = None, step: int | None = None
+    ) -> list[MicroBatch]:
         """Return this rank's rows of a step as micro-batches on the device.
 
-        `reference` has the log-probability of each document's answer, if the rows have preferences."""
+        `reference` has the log-probability of each document's answer, if the rows have preferences. Without the number
+        of the `step` that they train, nothing is dropped."""
         local_indices = self.local_tokens(batch.tokens.shape[1])
         # Rows of one document are treated like others, so that compiled blocks have one graph.
         mtp = self.run.model.mtp
@@ -200,8 +207,18 @@ class Learner:
             sources = None if batch.sources is None else batch.sources[rows]
             groups = self.group_by_source(sources, tokens.shape[1])
             pairs = self._pairs_of_rows(batch, rows, reference)
-            micros.append(MicroBatch(tokens, targets, documents, ahead[0], ahead[1], groups, pairs))
+            keys = None if step is None else self._token_keys(step, rows, batch.tokens.shape)
+            micros.append(MicroBatch(tokens, targets, documents, ahead[0], ahead[1], groups, pairs, keys))
         return micros
+
+    def _token_keys(self, step: int, rows: slice, shape: tuple[int, int]) -> Tensor | None:
+        """Return the keys of this rank's tokens in some of its rows of a step, if inputs of adapters are dropped."""
+        adapter = self.run.adapter
+        if adapter is None or not adapter.dropout:
+            return None
+        own = rank_rows(self.batch.global_batch_size, self.mesh.dp_rank, self.mesh.dims.dp_size)
+        positions = np.arange(shape[1])[self.local_tokens(shape[1])]
+        return self._to_device(token_keys(self.run.training.seed, step, own[: shape[0]][rows], positions))
 
     def _pairs_of_rows(self, batch: Batch, rows: slice, reference: np.ndarray | None) -> MicroPairs | None:
         """Return the pairs of some rows on the device; None if they have none."""
@@ -373,7 +390,7 @@ class Learner:
     def _run_model(self, model: Callable[..., Any], micro: MicroBatch, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the logits and the auxiliary loss; a network of the user may return the logits alone."""
         options = {name: value for name, value in options.items() if value is not None}
-        with autocast_context(self.strategy, self.run.training.precision, self.device):
+        with autocast_context(self.strategy, self.run.training.precision, self.device), dropping(micro.token_keys):
             output = model(*micro.inputs, **options)
         return output if isinstance(output, tuple) else (output, output.new_zeros(()))
 

@@ -314,7 +314,7 @@ class Trainer(Learner):
         self.prepare_reference()
         phases = StepPhaseTimer(self.strategy)
         reference = None if self.reference is None else self.reference.train
-        micros = self.micro_batches(next(batches), reference) if self.strategy.runs_model else []
+        micros = self.micro_batches(next(batches), reference, self.step) if self.strategy.runs_model else []
         phases.end("data")
         rank_sums = self.forward_backward(micros)
         rank_sums.stop_requests.fill_(self.stop_requested)

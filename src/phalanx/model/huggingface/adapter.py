@@ -246,7 +246,7 @@ def _adapter_config(
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
         "bias": "none",

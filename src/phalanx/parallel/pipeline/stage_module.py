@@ -20,6 +20,7 @@ class InferenceMicroBatch:
 
     tokens: Tensor
     documents: Documents | None
+    token_keys: None = None
 
 
 class StageModule(Transformer):

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from phalanx.model.dropout import dropping
 from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
@@ -104,5 +105,5 @@ class StagePasses:
             model = self.data_parallel.model
             last_stage = partial(model, stage=stage)
             return SavedActivation(x, *losses(lambda _, *args, **options: last_stage(x, *args, **options), micro))
-        with self.forward_context():
+        with self.forward_context(), dropping(micro.token_keys):
             return SavedActivation(x, *self.data_parallel.model(x, micro.documents, stage=stage))

@@ -30,7 +30,7 @@ from torch import Tensor
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.moe import MoE, add_shared
 from phalanx.model.part import PartModule, modules_declaring
-from phalanx.model.products import autocast_operands
+from phalanx.model.products import ProductLinear, autocast_operands
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -177,11 +177,20 @@ def _share_products(module: PartModule, tp: TensorParallelGroup) -> None:
     for linear in module.part.linears:
         if isinstance(linear, GroupedLinear):
             continue
+        _share_dropout(getattr(module, linear.name), linear.role == "row", tp)
         if linear.role == "column":
             module.multiply_columns = partial(column_parallel, tp)
         elif linear.role == "row":
             layer = getattr(module, linear.name)
             layer.product = RowParallelProduct(tp.deferred_grads.defer_or_compute, layer.product.linear, tp=tp)
+
+
+def _share_dropout(layer: ProductLinear, is_row: bool, tp: TensorParallelGroup) -> None:
+    """Let a rank drop those of its own tokens, or columns, of an adapter's input that one process would drop."""
+    if layer.adapter is not None and layer.adapter.dropout is not None:
+        layer.adapter.dropout.rank = tp.rank
+        if is_row:
+            layer.adapter.dropout.first_column = sum(rows_per_rank(layer.in_features, tp.size)[: tp.rank])
 
 
 def _share_norms(model: Transformer, tp: TensorParallelGroup, layout: Layout) -> None:

@@ -57,10 +57,17 @@ def describe_adapter(linear: Linear, adapter: AdapterSpec) -> tuple[Linear, Line
         is_precise=True,
         scale=adapter.scale,
         adapts=linear.name,
+        dropout=adapter.dropout,
     )
     weight = Parameter((linear.writes.width, adapter.rank), "zeros")
     return a, replace(
-        a, name=names[1], reads=(inner,), writes=replace(linear.writes), scale=1.0, parameters={"weight": weight}
+        a,
+        name=names[1],
+        reads=(inner,),
+        writes=replace(linear.writes),
+        scale=1.0,
+        dropout=0.0,
+        parameters={"weight": weight},
     )
 
 

@@ -134,6 +134,8 @@ class Linear(Operation):
     """Factor of its output."""
     adapts: str = ""
     """Name of the product whose adapter it is a part of."""
+    dropout: float = 0.0
+    """Share of its inputs that training sets to zero."""
 
     @property
     def product_name(self) -> str:

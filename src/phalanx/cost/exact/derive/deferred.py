@@ -31,8 +31,8 @@ def deferred_by_block(block: Block, shape: ForwardShape, recomputes_norms: bool)
 
 
 def _defers_input(part: Part) -> bool:
-    """Return whether a part has trained products of its input."""
-    return any(linear.is_trained and linear.reads == (part.input,) for linear in part.linears)
+    """Return whether a part has trained products of its input, of which nothing is dropped."""
+    return any(linear.is_trained and not linear.dropout and linear.reads == (part.input,) for linear in part.linears)
 
 
 def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) -> int:
@@ -47,11 +47,11 @@ def deferred_by_part(part: Part, shape: ForwardShape, recomputes_norms: bool) ->
         if not linear.is_trained:
             continue
         (x,) = linear.reads
-        if part.saved_inputs(linear) == (x,):
+        if part.saved_inputs(linear) == (x,) and not linear.dropout:
             for value, reader, size in saved_inputs(part, linear, shape):
                 shared = recomputes_norms and value is part.input
                 inputs[value, "" if shared else reader] = size
-        else:  # the output of an activation, which is computed again
+        else:  # the output of an activation or of a dropout, which is computed again
             others += shape.operand_bytes(x)
         # The output of an adapter is added to that of what it adapts.
         written = [linear.writes, *(each.writes for each in part.linears if each.product_name == linear.adapts)]
