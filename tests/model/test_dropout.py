@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model.dropout import Dropout, dropping, token_keys
+from phalanx.model.dropout import Dropout, dropping, product_key, token_keys
 from phalanx.model.products import Adapter, ProductLinear, activated_linear, make_activation
 
 ROWS, TOKENS, WIDTH = 4, 256, 128
@@ -17,7 +17,7 @@ POSITIONS = np.arange(TOKENS)
 def is_dropped(rate: float = 0.25, name: str = "blocks.0.attention.wq", step: int = 3) -> Tensor:
     """Return which numbers of a step are dropped, [B, T, I]."""
     with dropping(torch.from_numpy(token_keys(0, step, np.arange(ROWS), POSITIONS))):
-        drop = Dropout(rate, name).of_tokens(torch.empty(ROWS, TOKENS, WIDTH))
+        drop = Dropout(rate, product_key(name)).of_tokens(torch.empty(ROWS, TOKENS, WIDTH))
     assert drop is not None
     kept = drop(torch.ones(ROWS, TOKENS, WIDTH))
     assert kept.unique().tolist() == pytest.approx([0, 1 / (1 - rate)])
@@ -41,9 +41,9 @@ def test_ranks_with_parts_of_tokens_and_columns_drop_the_same() -> None:
     keys = torch.from_numpy(token_keys(7, 0, np.arange(ROWS), POSITIONS))
     x = torch.rand(ROWS, TOKENS, WIDTH)
     with dropping(keys):
-        whole = Dropout(0.3, "wo").of_tokens(x)(x)  # type: ignore[misc]
+        whole = Dropout(0.3, 5).of_tokens(x)(x)  # type: ignore[misc]
         half = x[:, TOKENS // 2 :, 32:]
-        part = Dropout(0.3, "wo", first_column=32, rank=1).of_tokens(half)(half)  # type: ignore[misc]
+        part = Dropout(0.3, 5, first_column=32, rank=1).of_tokens(half)(half)  # type: ignore[misc]
     assert torch.equal(part, whole[:, TOKENS // 2 :, 32:])
     some = token_keys(7, 0, np.array([2]), POSITIONS[10:20])
     assert np.array_equal(some, keys[2:3, 10:20].numpy())
@@ -53,7 +53,7 @@ def test_ranks_with_parts_of_tokens_and_columns_drop_the_same() -> None:
 def test_output_and_gradients_equal_the_formula(activation: str) -> None:
     torch.manual_seed(0)
     layer, a, b = (ProductLinear(*sizes, bias=False).double() for sizes in ((WIDTH, 8), (WIDTH, 2), (2, 8)))
-    layer.adapter = Adapter(a, b, 1.5, dropout=Dropout(0.25, "blocks.0.attention.wq"))
+    layer.adapter = Adapter(a, b, 1.5, dropout=Dropout(0.25, product_key("blocks.0.attention.wq")))
     inputs = [torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
     with dropping(torch.from_numpy(token_keys(0, 3, np.arange(ROWS), POSITIONS))):
@@ -72,4 +72,4 @@ def test_output_and_gradients_equal_the_formula(activation: str) -> None:
 
 
 def test_nothing_is_dropped_outside_of_training() -> None:
-    assert Dropout(0.9, "wq").of_tokens(torch.ones(1, 2, 3)) is None
+    assert Dropout(0.9).of_tokens(torch.ones(1, 2, 3)) is None

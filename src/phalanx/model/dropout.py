@@ -36,6 +36,11 @@ def token_keys(seed: int, step: int, rows: np.ndarray, positions: np.ndarray) ->
     return _mix_on_host(row_keys[:, None] ^ positions.astype(np.uint32)).view(np.int32)
 
 
+def product_key(name: str) -> int:
+    """Return the key of a product of the model, by its name; an int32."""
+    return _signed(zlib.crc32(name.encode()))
+
+
 @contextmanager
 def dropping(keys_BT: Tensor | None) -> Iterator[None]:
     """Drop inputs of adapters in the forward passes of a micro-batch, by the keys of its tokens; None: drop nothing."""
@@ -58,8 +63,8 @@ class Dropout:
     """Dropout of the numbers that a product reads."""
 
     rate: float
-    name: str = ""
-    """Name of the adapted product in the model."""
+    key: int = 0
+    """Key of the product, by which others drop other numbers (`product_key`)."""
     first_column: int = 0
     """First column of this rank, if ranks share the product by columns."""
     rank: int = 0
@@ -80,7 +85,7 @@ class Dropout:
         """Return `x` [..., I] without what is dropped; the rest is divided by the share that is kept."""
         out = torch.empty_like(x)
         columns = torch.arange(self.first_column, self.first_column + x.shape[-1], dtype=torch.int32, device=x.device)
-        columns = _mix(columns ^ _signed(zlib.crc32(self.name.encode())))
+        columns = _mix(columns ^ self.key)
         threshold = _signed(round(self.rate * 2**32) - 2**31)
         for out_part, x_part, keys in cached_rows(out, x, rows.view(*x.shape[:-1], 1)):
             is_dropped = _mix(keys ^ columns) < threshold

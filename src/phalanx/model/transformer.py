@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import Attention, attention_mask
+from phalanx.model.dropout import product_key
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.embedding import Embedding, scaled
 from phalanx.model.mixers import make_mixer
@@ -214,7 +215,7 @@ class Transformer(nn.Module):
             self.head = Head(spec.hidden_size, spec.vocab_size)
         for name, module in self.named_modules():
             if isinstance(module, ProductLinear) and module.adapter and module.adapter.dropout:
-                module.adapter.dropout.name = name
+                module.adapter.dropout.key = product_key(name)
         for name, parameter in model_parameters(spec).items():
             self.get_parameter(name).requires_grad_(not parameter.is_frozen)
         self.num_forward_only_blocks = num_forward_only_blocks(spec)
