@@ -53,7 +53,8 @@ TOOLS = [
         },
     }
 ]
-WITHOUT_TOOLS = {"cohere2", "gemma3"}
+WITHOUT_TOOLS = {"cohere2", "gemma3", "lfm2", "llama3", "phi3"}
+"""Templates that do not render tool calls, and refuse or leave out the results of tools."""
 
 
 def bytes_with_special_tokens(template: str) -> tokenizers.Tokenizer:
@@ -156,6 +157,26 @@ def test_built_in_templates_equal_transformers(name: str) -> None:
 def test_conversations_without_clear_answers_are_refused(template: str, problem: str) -> None:
     with pytest.raises(ConversationError, match=problem):
         ChatTemplate(template).render_answers(CONVERSATIONS["one turn"])
+
+
+CALLING: list[dict[str, Any]] = [{}, {"content": None}, {"content": ""}, {"content": "I ask."}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in BUILT_IN_TEMPLATES for content in CALLING),
+        *((name, {"content": ""}) for name in sorted(WITHOUT_TOOLS)),
+    ],
+)
+def test_tool_calls_that_a_template_drops_are_refused(name: str, content: dict[str, Any]) -> None:
+    """An answer of calls alone would be trained as an empty one."""
+    user, calling, *_ = CONVERSATIONS["tools"]
+    call = {"role": "assistant", "tool_calls": calling["tool_calls"], **content}
+    source = BUILT_IN_TEMPLATES.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
+    template = ChatTemplate(source, tuple(SPECIAL.items()))
+    with pytest.raises(ConversationError, match="tool calls in message 2, which the chat template does not render"):
+        template.render_answers([user, call, user, ANSWER])
 
 
 def test_characters_that_mark_answers_are_refused() -> None:

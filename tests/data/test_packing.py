@@ -6,7 +6,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
+from phalanx.data.packing import (
+    IGNORE_INDEX,
+    MAX_IDS,
+    Batch,
+    document_bounds,
+    target_ids,
+    target_weights,
+    token_ids,
+    tokens_ahead,
+    weighted_tokens,
+    weights_ahead,
+)
 
 
 @st.composite
@@ -46,3 +57,27 @@ def test_tokens_ahead_are_later_tokens_with_targets_in_the_same_document(batch: 
         if later < width:
             assert tokens[layer, row, position] == batch.tokens[row, later]
     assert (tokens >= 0).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, MAX_IDS - 1), st.integers(0, 1000)), min_size=1))
+def test_tokens_of_a_file_have_their_ids_and_weights(pairs: list[tuple[int, int]]) -> None:
+    ids, hundredths = np.array(pairs).T
+    tokens = weighted_tokens(ids.astype(np.int32), hundredths / 100)
+    assert tokens.dtype == np.int32
+    assert np.array_equal(token_ids(tokens), ids)
+    assert np.array_equal(target_ids(tokens), np.where(hundredths > 0, ids, IGNORE_INDEX))
+    weights = target_weights(tokens)
+    assert np.array_equal(hundredths > 0 if weights is None else weights, hundredths / 100)
+    # A file without weights has plain ids.
+    assert np.array_equal(tokens[hundredths == 100], ids[hundredths == 100])
+    assert target_weights(ids.astype(np.uint32)) is None
+
+
+@settings(max_examples=20)
+@given(rows_with_documents(), st.integers(1, 4))
+def test_weights_ahead_are_those_of_the_targets_ahead(batch: Batch, count: int) -> None:
+    _, targets = tokens_ahead(batch, count)
+    weights = weights_ahead(batch.targets + 0.5, count)
+    is_target = targets != IGNORE_INDEX
+    assert np.array_equal(weights[is_target], targets[is_target] + 0.5)

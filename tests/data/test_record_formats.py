@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.data.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
-from phalanx.data.record_formats import ChatFormat, PromptFormat, RecordFormatError, TextFormat
+from phalanx.data.record_formats import ChatFormat, PreferenceFormat, PromptFormat, RecordFormatError, TextFormat
 
 TEMPLATE = ChatTemplate(BUILT_IN_TEMPLATES["plain"], (("eos_token", "</s>"),))
 USER = {"role": "user", "content": "Hi"}
@@ -51,6 +51,20 @@ def test_answers_with_the_weight_0_are_not_trained_on() -> None:
         assert [answer.strip() for answer in answers(text)] == ["Bye<|im_end|>"]
 
 
+def test_weights_of_records_and_messages_are_multiplied_and_rounded_to_hundredths() -> None:
+    conversation = [USER, {**ASSISTANT, "weight": 0.5}, USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]
+    text = ChatFormat(TEMPLATE).read({"messages": conversation, "weight": 0.333})
+    assert text.weights == (0.17, 0.33)
+    assert len(answers(text)) == 2
+    assert ChatFormat(TEMPLATE).read({"messages": [USER, ASSISTANT], "weight": 1.0}).weights is None
+    assert ChatFormat(TEMPLATE).read({"messages": [USER, ASSISTANT], "weight": 1e-6}).weights == (0.01,)
+    assert ChatFormat(TEMPLATE).columns(["messages", "weight"]) == ["messages", "weight"]
+    assert PromptFormat().read({"prompt": "2+2=", "completion": " 4", "weight": 2}).weights == (2,)
+    # Weights of the prompt's answers have no effect.
+    rendered = PromptFormat(TEMPLATE).read({"prompt": [*conversation[:2], USER], "completion": [ASSISTANT]})
+    assert rendered.weights is None
+
+
 def test_prompts_are_texts_or_messages() -> None:
     text = PromptFormat().read({"prompt": "2+2=", "completion": " 4"})
     assert (text.text, answers(text), text.is_rendered) == ("2+2= 4", [" 4"], False)
@@ -85,7 +99,29 @@ def test_completion_has_all_of_its_answers_whatever_spans_a_template_marks() -> 
         ("chat", {"messages": [USER, {"role": "assistant"}]}, "message 2 in .* without content", "role and content"),
         ("chat", {"messages": [USER]}, "has no message of the assistant", "remove it"),
         ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0}]}, "has answers with the weight 0 only", "remove it"),
-        ("chat", {"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, "message 2 in .* the weight 0.5", "use 0"),
+        (
+            "chat",
+            {"messages": [USER, {**ASSISTANT, "weight": 11}]},
+            "a message 2 with the weight 11",
+            "only their ratios",
+        ),
+        ("chat", {"messages": [USER, ASSISTANT], "weight": "high"}, "a weight 'high' in .* not a number", "divide"),
+        ("chat", {"messages": [USER, ASSISTANT], "weight": -1}, "a weight -1 in .* from 0 to 10", "divide"),
+        ("chat", {"messages": [USER, ASSISTANT], "weight": 0}, "has answers with the weight 0 only", "remove it"),
+        ("chat", {"messages": [USER, {**ASSISTANT, "weight": 5}], "weight": 3}, "whose product is 15", "divide"),
+        ("prompt", {"prompt": "a", "completion": "b", "weight": float("nan")}, "a weight nan", "divide"),
+        (
+            "preference",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0.5},
+            "a weight other than 1",
+            "remove",
+        ),
+        (
+            "preference",
+            {"prompt": [USER], "chosen": [{**ASSISTANT, "weight": 2}], "rejected": [{**ASSISTANT, "content": "No"}]},
+            "a weight other than 1",
+            "remove",
+        ),
         ("chat", {"messages": [{**USER, "role": "usr"}, ASSISTANT]}, "the role 'usr' in message 1", "did you mean"),
         ("chat", {"messages": [USER, ASSISTANT], "tools": "[{"}, "tools in .* not valid JSON", "correct"),
         ("prompt", {"prompt": "a"}, "has no field 'completion'", ""),
@@ -98,7 +134,8 @@ def test_completion_has_all_of_its_answers_whatever_spans_a_template_marks() -> 
     ],
 )
 def test_records_of_other_formats_are_refused_with_a_fix(kind: str, row: Any, problem: str, fix: str) -> None:
-    record_format = {"chat": ChatFormat(TEMPLATE), "prompt": PromptFormat(TEMPLATE), "text": TextFormat()}[kind]
+    formats = (ChatFormat(TEMPLATE), PromptFormat(TEMPLATE), PreferenceFormat(TEMPLATE), TextFormat())
+    record_format = next(each for each in formats if each.kind == kind)
     with pytest.raises(RecordFormatError, match=problem) as caught:
         record_format.read(row)
     assert fix in caught.value.fix

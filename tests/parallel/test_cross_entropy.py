@@ -10,6 +10,7 @@ from phalanx.parallel.cross_entropy import (
     EAGER,
     Kernels,
     LossScale,
+    LossTerms,
     in_place_cross_entropy,
     log_sum_exp_in_one_pass,
     replace_by_gradient_in_one_pass,
@@ -157,3 +158,20 @@ def test_kernels_to_compile_equal_the_others(dtype):
         gradients.append(leaf.grad)
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
+
+
+def test_losses_and_gradients_of_tokens_have_their_weights(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "loss_chunk_rows", lambda columns, on_cuda: 2)
+    logits, targets = logits_and_targets(33, torch.float64)
+    weights = torch.rand(21, dtype=torch.float64)
+    groups = torch.arange(21) % 2
+    exact = logits.clone().requires_grad_()
+    losses = weights * F.cross_entropy(exact.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    losses.sum().backward()
+    leaf = logits.requires_grad_()
+    terms = LossTerms(groups, torch.zeros(2, dtype=torch.float64), weights)
+    loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, terms)
+    loss.backward()
+    torch.testing.assert_close(loss, losses.sum())
+    torch.testing.assert_close(leaf.grad, exact.grad)
+    torch.testing.assert_close(terms.sums, torch.stack([losses[::2].sum(), losses[1::2].sum()]))

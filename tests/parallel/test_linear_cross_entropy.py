@@ -10,9 +10,9 @@ from torch import Tensor
 from phalanx.parallel.cross_entropy import (
     EAGER,
     UNSCALED,
-    GroupedLosses,
     Kernels,
     LossScale,
+    LossTerms,
     in_place_cross_entropy,
     log_sum_exp_in_one_pass,
     replace_by_gradient_in_one_pass,
@@ -81,7 +81,7 @@ def test_chunked_loss_equals_whole_loss_in_fp64(
 def test_losses_of_groups_add_up_to_the_loss(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, targets = head_inputs(torch.float64)
     group_of_token = torch.tensor([0, 2, 1]).repeat_interleave(7)
-    groups = GroupedLosses(group_of_token, torch.zeros(3, dtype=torch.float64))
+    groups = LossTerms(group_of_token, torch.zeros(3, dtype=torch.float64))
     if rows is None:
         total = in_place_cross_entropy(F.linear(x, weight), targets, IGNORED, groups)
     else:

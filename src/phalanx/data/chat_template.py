@@ -26,14 +26,14 @@ END = "\ufdd1"
 BUILT_IN_TEMPLATES = {
     "chatml": (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
-        "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ (message['content'] or '') + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ (message['content'] or '') + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     ),
     "plain": (
         "{% for message in messages %}{{ message['role'] | capitalize + ': ' }}"
-        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}"
-        "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ (message['content'] or '') + eos_token }}"
+        "{% endgeneration %}{% else %}{{ message['content'] or '' }}{% endif %}{{ '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
     ),
 }
@@ -45,6 +45,14 @@ Span = tuple[int, int]
 
 class ConversationError(ValueError):
     """A conversation that a template does not render, or whose answers cannot be separated from the rest."""
+
+    def __init__(
+        self,
+        problem: str,
+        fix: str = "correct this conversation, or use a data.chat_template with {% generation %} around answers",
+    ) -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,22 @@ class ChatTemplate:
         spans = list(_marked_spans(marked)) if BEGIN in marked else self._compare_turns(messages, tools, text)
         if not spans:
             raise ConversationError("has no turn of the assistant to train on")
+        self._check_calls(messages, tools, text)
         return text, spans
+
+    def _check_calls(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> None:
+        """Raise ConversationError if a conversation has the same text without the tool calls of a message."""
+        for number, message in enumerate(messages):
+            if not message.get("tool_calls"):
+                continue
+            silent = {"content": "", **message, "tool_calls": None}
+            try:
+                is_dropped = self.render([*messages[:number], silent, *messages[number + 1 :]], tools) == text
+            except ConversationError:  # the template needs the calls
+                continue
+            if is_dropped:
+                problem = f"has tool calls in message {number + 1}, which the chat template does not render"
+                raise ConversationError(problem, "use a data.chat_template with tools, or remove this conversation")
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:

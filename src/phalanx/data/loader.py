@@ -297,11 +297,15 @@ def concat_batches(batches: list[Batch]) -> Batch:
             [np.zeros_like(b.tokens, np.int32) if b.document_starts is None else b.document_starts for b in batches]
         )
     pairs = [batch.pairs for batch in batches if batch.pairs is not None]
+    weights = None
+    if any(batch.weights is not None for batch in batches):
+        weights = np.concatenate([np.ones(b.targets.shape) if b.weights is None else b.weights for b in batches])
     return Batch(
         np.concatenate([b.tokens for b in batches]),
         np.concatenate([b.targets for b in batches]),
         document_starts,
         pairs=concat_pairs(pairs) if pairs else None,
+        weights=weights,
     )
 
 

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """Target of a position without a target; torch's cross_entropy ignores it."""
+ID_BITS = 21
+"""Bits of a token's id in the files of conversations. The bits above have its weight."""
+MAX_IDS = 2**ID_BITS
+WEIGHT_STEPS = 100
+"""Weights of targets are multiples of 1 / 100, which files have as integers; 0 stands for the weight 1."""
+MAX_WEIGHT = 10
 
 
 class TokenArray(Protocol):
@@ -78,20 +84,46 @@ def pack_rows(parts: Sequence[StreamRows], seq_len: int, mask: bool, places: np.
         start, length = start.take(order), length.take(order)
     if has_starts:
         document_starts = start.astype(np.int32).repeat(length).reshape(num_rows, width)[:, :-1]
-    return Batch(token_ids(tokens[:, :-1]), target_ids(tokens[:, 1:]), document_starts)
+    targets = tokens[:, 1:]
+    return Batch(token_ids(tokens[:, :-1]), target_ids(targets), document_starts, weights=target_weights(targets))
+
+
+def weighted_tokens(ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the tokens of a file, int32: ids of targets with their weight, and ~id of tokens that are inputs only.
+
+    Weights are multiples of 1 / `WEIGHT_STEPS`; those of inputs are 0. A target with the weight 1 is its id."""
+    steps = np.where(weights == 1, 0, np.rint(weights * WEIGHT_STEPS)).astype(np.int32)
+    return np.where(weights > 0, ids | (steps << ID_BITS), ~ids)
+
+
+def has_weights(tokens: np.ndarray) -> bool:
+    """Return whether a target of tokens of a file has another weight than 1."""
+    return tokens.dtype.kind != "u" and bool(tokens.max(initial=0) >= MAX_IDS)
 
 
 def token_ids(tokens: np.ndarray) -> np.ndarray:
-    """Return the ids of tokens of a file, of which inputs only are ~id, int64."""
+    """Return the ids of tokens of a file (`weighted_tokens`), int64."""
     # Tokens have the type of their file up to here, and are widened once.
     ids = tokens.astype(np.int64)
-    return ids if tokens.dtype.kind == "u" else np.where(ids < 0, ~ids, ids)
+    return ids if tokens.dtype.kind == "u" else np.where(ids < 0, ~ids, _without_weights(ids))
 
 
 def target_ids(tokens: np.ndarray) -> np.ndarray:
-    """Return the targets of tokens of a file, of which inputs only are ~id, int64."""
+    """Return the targets of tokens of a file (`weighted_tokens`), int64."""
     ids = tokens.astype(np.int64)
-    return ids if tokens.dtype.kind == "u" else np.where(ids < 0, IGNORE_INDEX, ids)
+    return ids if tokens.dtype.kind == "u" else np.where(ids < 0, IGNORE_INDEX, _without_weights(ids))
+
+
+def _without_weights(ids: np.ndarray) -> np.ndarray:
+    return ids & (MAX_IDS - 1) if has_weights(ids) else ids
+
+
+def target_weights(tokens: np.ndarray) -> np.ndarray | None:
+    """Return the weights of tokens of a file, fp64, and 0 for inputs; None if all targets have the weight 1."""
+    if not has_weights(tokens):
+        return None
+    steps = tokens >> ID_BITS
+    return np.where(tokens < 0, 0, np.where(steps == 0, 1, steps / WEIGHT_STEPS))
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -143,6 +175,11 @@ def tokens_ahead(batch: Batch, count: int) -> tuple[np.ndarray, np.ndarray]:
         starts = np.stack([_shift(batch.document_starts, distance, "edge") for distance in range(1, count + 1)])
         targets[starts != batch.document_starts] = IGNORE_INDEX
     return tokens, targets
+
+
+def weights_ahead(weights_BT: np.ndarray, count: int) -> np.ndarray:
+    """Return the weights of the targets of `tokens_ahead`, fp64 [count, B, T]."""
+    return np.stack([_shift(weights_BT, distance, 0) for distance in range(1, count + 1)])
 
 
 def _shift(values_BT: np.ndarray, distance: int, fill: int | Literal["edge"]) -> np.ndarray:
@@ -197,3 +234,5 @@ class Batch:
     """Number of the source of each row in a mixture, int64 [B]."""
     pairs: PreferencePairs | None = None
     """The pairs of answers in the rows, if these are preferences."""
+    weights: np.ndarray | None = None
+    """Factor of the loss of each target, fp64 [B, T]; None: 1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from phalanx.data.chat_template import (
     Span,
     common_beginning,
 )
+from phalanx.data.packing import MAX_WEIGHT, WEIGHT_STEPS
 from phalanx.spec.base import did_you_mean
 from phalanx.spec.mixture import RecordKind
 
@@ -26,7 +27,10 @@ COMPLETION_FIELD = "completion"
 ANSWER_FIELDS = ("chosen", "rejected")
 TOOLS_FIELD = "tools"
 WEIGHT_FIELD = "weight"
-"""Field of an assistant's message: with 0 it is not trained on."""
+"""Field of a conversation, a prompt with its completion, or a message of the assistant: a factor of its loss.
+
+Answers with 0 are not trained on. Sources: OpenAI, "Fine-tuning", multi-turn chat examples (0 or 1 of a message);
+Fireworks, "Weighted training" (any number of a conversation)."""
 ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -58,6 +62,8 @@ class RecordText:
     text: str
     answers: tuple[Span, ...] | None = None
     """Characters that are trained on; None: all."""
+    weights: tuple[float, ...] | None = None
+    """Factor of the loss of each answer; None: 1."""
     is_rendered: bool = False
     """True for the text of a chat template, in which special tokens are tokens, and which has its own end."""
     rejected: RecordText | None = None
@@ -141,9 +147,9 @@ class ChatFormat:
         return next((name for name in ([self.field] if self.field else CONVERSATION_FIELDS) if name in names), None)
 
     def columns(self, available: Sequence[str]) -> list[str]:
-        """Return the columns of messages and tools."""
+        """Return the columns of messages, tools and weights."""
         field = self._field_of(available)
-        return [] if field is None else [field, *([TOOLS_FIELD] if TOOLS_FIELD in available else [])]
+        return [] if field is None else [field, *_optional_columns(available)]
 
     def is_record(self, row: Any) -> bool:
         """Return whether a value is an object with a list of messages."""
@@ -156,7 +162,7 @@ class ChatFormat:
             names = repr(self.field) if self.field else "'messages' or 'conversations'"
             raise RecordFormatError(f"is not a conversation: {{}} has no list {names}", _suggest_format(row))
         messages = _read_messages(row[field])
-        return _render(self.template, messages, _read_tools(row.get(TOOLS_FIELD)))
+        return _render(self.template, messages, row)
 
 
 @dataclass(frozen=True)
@@ -168,10 +174,10 @@ class PromptFormat:
     key: str = PROMPT_FIELD
 
     def columns(self, available: Sequence[str]) -> list[str]:
-        """Return the columns of prompts, completions and tools."""
+        """Return the columns of prompts, completions, tools and weights."""
         if not {PROMPT_FIELD, COMPLETION_FIELD} <= set(available):
             return []
-        return [PROMPT_FIELD, COMPLETION_FIELD, *([TOOLS_FIELD] if TOOLS_FIELD in available else [])]
+        return [PROMPT_FIELD, COMPLETION_FIELD, *_optional_columns(available)]
 
     def is_record(self, row: Any) -> bool:
         """Return whether a value is an object with a prompt and a completion."""
@@ -188,15 +194,14 @@ class PromptFormat:
             if self.template is None:
                 problem = "has lists of messages in {}, and the tokenizer has no chat template to render them"
                 raise RecordFormatError(problem, "set data.chat_template")
-            tools = _read_tools(row.get(TOOLS_FIELD))
-            return _render_completion(
-                self.template, _read_messages(prompt, needs_answer=False), _read_messages(completion), tools
-            )
+            before = _read_messages(prompt, needs_answer=False)
+            return _render_completion(self.template, before, _read_messages(completion), row)
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise RecordFormatError(
                 "has fields in {} that are not two texts or two lists of messages", "correct this record"
             )
-        return _join_texts(prompt, completion, "completion")
+        text = _join_texts(prompt, completion, "completion")
+        return replace(text, weights=_trained_weights([_read_weight(row, "a weight")]))
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ class PreferenceFormat:
         """Return the columns of prompts, answers and tools."""
         if not set(ANSWER_FIELDS) <= set(available):
             return []
-        return [name for name in (PROMPT_FIELD, *ANSWER_FIELDS, TOOLS_FIELD) if name in available]
+        return [name for name in (PROMPT_FIELD, *ANSWER_FIELDS) if name in available] + _optional_columns(available)
 
     def is_record(self, row: Any) -> bool:
         """Return whether a value is an object with two answers."""
@@ -233,15 +238,21 @@ class PreferenceFormat:
                 chosen, rejected = (answer.removeprefix(prompt) for answer in (chosen, rejected))
             texts = [_join_texts(prompt, answer, "answer") for answer in (chosen, rejected)]
         else:
-            tools = _read_tools(row.get(TOOLS_FIELD))
-            texts = [self._render(*messages, tools) for messages in _split_conversations(prompt, chosen, rejected)]
+            texts = [self._render(*messages, row) for messages in _split_conversations(prompt, chosen, rejected)]
+        if _read_weight(row, "a weight") != 1 or any(text.weights for text in texts):
+            problem = "has a weight other than 1 in {}, which pairs of answers do not have"
+            raise RecordFormatError(problem, "remove the weights, or leave out pairs")
         return replace(texts[0], rejected=texts[1])
 
-    def _render(self, prompt: list[Message], answer: list[Message], tools: Sequence[Any] | None) -> RecordText:
+    def _render(self, prompt: list[Message], answer: list[Message], row: dict[str, Any]) -> RecordText:
         if self.template is None:
             problem = "has lists of messages in {}, and the tokenizer has no chat template to render them"
             raise RecordFormatError(problem, "set data.chat_template")
-        return _render_completion(self.template, prompt, answer, tools)
+        return _render_completion(self.template, prompt, answer, row)
+
+
+def _optional_columns(available: Sequence[str]) -> list[str]:
+    return [name for name in (TOOLS_FIELD, WEIGHT_FIELD) if name in available]
 
 
 def _join_texts(prompt: str, answer: str, name: str) -> RecordText:
@@ -274,41 +285,62 @@ def _split_conversations(prompt: Any, chosen: Any, rejected: Any) -> list[tuple[
 
 
 def _render_completion(
-    template: ChatTemplate, prompt: list[Message], completion: list[Message], tools: Sequence[Any] | None
+    template: ChatTemplate, prompt: list[Message], completion: list[Message], row: dict[str, Any]
 ) -> RecordText:
-    """Render both, with the answers of the completion only."""
+    """Render both parts of a record, with the answers of the completion only."""
     if not any(message["role"] == ASSISTANT for message in completion):
         raise RecordFormatError("has a completion in {} without a message of the assistant", "correct this record")
-    rendered = _render(template, [*prompt, *completion], tools)
+    rendered = _render(template, [*prompt, *completion], row)
     # A template may have several answers for a message, or none.
-    length = len(common_beginning(rendered.text, template.render(prompt, tools)))
+    length = len(common_beginning(rendered.text, template.render(prompt, _read_tools(row.get(TOOLS_FIELD)))))
     answers = tuple(span for span in rendered.answers or () if span[0] >= length)
     if not answers:
         raise RecordFormatError("has a completion in {} that the chat template does not render", "use another template")
-    return RecordText(rendered.text, answers, is_rendered=True)
+    weights = None if rendered.weights is None else _trained_weights(rendered.weights[-len(answers) :])
+    return replace(rendered, answers=answers, weights=weights)
 
 
-def _render(template: ChatTemplate, messages: list[Message], tools: Sequence[Any] | None) -> RecordText:
+def _render(template: ChatTemplate, messages: list[Message], row: dict[str, Any]) -> RecordText:
+    """Render the messages of a record with its tools and its weight."""
     _check_roles(messages, template)
     try:
-        text, spans = template.render_answers(messages, tools)
+        text, spans = template.render_answers(messages, _read_tools(row.get(TOOLS_FIELD)))
     except ConversationError as error:
-        fix = "correct this conversation, or use a data.chat_template with {% generation %} around answers"
-        raise RecordFormatError(f"has a conversation in {{}} that {error}", fix) from None
-    return RecordText(text, _trained_spans(messages, spans), is_rendered=True)
-
-
-def _trained_spans(messages: Sequence[Message], spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the spans of answers without those whose message has the weight 0.
-
-    Source: OpenAI, "Fine-tuning", multi-turn chat examples."""
-    weights = [message.get(WEIGHT_FIELD, 1) for message in messages if message["role"] == ASSISTANT]
-    if all(weights):
-        return tuple(spans)
-    if len(weights) != len(spans):
+        raise RecordFormatError(f"has a conversation in {{}} that {error}", error.fix) from None
+    of_record = _read_weight(row, "a weight")
+    of_messages = [message.get(WEIGHT_FIELD, 1) for message in messages if message["role"] == ASSISTANT]
+    if all(weight == 1 for weight in of_messages):
+        return RecordText(text, tuple(spans), _trained_weights([of_record] * len(spans)), is_rendered=True)
+    if len(of_messages) != len(spans):
         problem = "has answers in {} with a weight, which the chat template does not keep apart"
         raise RecordFormatError(problem, "remove the weights, or use another template")
-    return tuple(span for span, weight in zip(spans, weights, strict=True) if weight)
+    answers = tuple(span for span, weight in zip(spans, of_messages, strict=True) if weight)
+    return RecordText(text, answers, _trained_weights([of_record * w for w in of_messages if w]), is_rendered=True)
+
+
+def _read_weight(holder: Mapping[str, Any], name: str) -> float:
+    """Return the weight of a record or a message, which `name` describes. Raises RecordFormatError if it has none."""
+    weight = holder.get(WEIGHT_FIELD)
+    if weight is None:
+        return 1
+    if isinstance(weight, int | float) and 0 <= weight <= MAX_WEIGHT:
+        return weight
+    raise _weight_error(f"has {name} {weight!r} in {{}}")
+
+
+def _trained_weights(weights: Sequence[float]) -> tuple[float, ...] | None:
+    """Return the weights of answers, rounded to those of token files; None if all are 1."""
+    if not all(weights):
+        raise RecordFormatError("has answers with the weight 0 only in {}: nothing to train on", "remove it")
+    if max(weights) > MAX_WEIGHT:
+        raise _weight_error(f"has weights in {{}} whose product is {max(weights):g}")
+    rounded = tuple(max(round(weight * WEIGHT_STEPS), 1) / WEIGHT_STEPS for weight in weights)
+    return rounded if any(weight != 1 for weight in rounded) else None
+
+
+def _weight_error(problem: str) -> RecordFormatError:
+    fix = "divide all weights by the same number, because only their ratios count"
+    return RecordFormatError(f"{problem}, which is not a number from 0 to {MAX_WEIGHT}", fix)
 
 
 def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
@@ -331,12 +363,7 @@ def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
             raise RecordFormatError(f"has a message {number} in {{}} without a role", fix)
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
             raise RecordFormatError(f"has a message {number} in {{}} without content", fix)
-        weight = message.get(WEIGHT_FIELD, 1)
-        if weight not in (0, 1):
-            problem = f"has a message {number} in {{}} with the weight {weight!r}, which is neither 0 nor 1"
-            raise RecordFormatError(
-                problem, "use 0 for answers that are not trained on; sources have weights of their own"
-            )
+        _read_weight(message, f"a message {number} with the weight")
         messages.append(message)
     answers = [message for message in messages if message["role"] == ASSISTANT]
     if needs_answer and answers and not any(message.get(WEIGHT_FIELD, 1) for message in answers):

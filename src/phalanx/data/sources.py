@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = "data.train"
 TEXT = TextFormat()
-RECIPE_VERSION = 5
+RECIPE_VERSION = 6
 """Part of the cache's key. Increase it when the same text would give other documents or tokens."""
 ARROW_MAGIC = b"ARROW1"
 BINARY_PROBE_BYTES = 8192
@@ -77,6 +77,8 @@ class Document:
     """Token ids that a file has in place of text; then the text is empty."""
     answers: tuple[Span, ...] | None = None
     """Characters of the text that are trained on; None: all."""
+    weights: tuple[float, ...] | None = None
+    """Factor of the loss of each answer; None: 1."""
     is_rendered: bool = False
     """True for the text of a chat template, in which special tokens are tokens, and which has its own end."""
     rejected: Document | None = None
@@ -458,7 +460,14 @@ def _record_document(source_file: SourceFile, number: int, row: Any, records: Re
 
 def _document_of_text(name: str, read: RecordText) -> Document:
     rejected = None if read.rejected is None else _document_of_text(name, read.rejected)
-    return Document(name, read.text, answers=read.answers, is_rendered=read.is_rendered, rejected=rejected)
+    return Document(
+        name,
+        read.text,
+        answers=read.answers,
+        weights=read.weights,
+        is_rendered=read.is_rendered,
+        rejected=rejected,
+    )
 
 
 def _record_error(

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.indexed_dataset import IndexedWriter, token_dtype
+from phalanx.data.packing import weighted_tokens
 from phalanx.data.pair_metadata import PAIR_SUFFIXES, write_pair_metadata
 from phalanx.data.sources import Document
 from phalanx.data.tokenizer import Tokenizer
@@ -64,8 +65,8 @@ def tokenize_documents(
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Yield each document with its ids, int32 [tokens], and the end token with `end`.
 
-    A chat template has its own end. Of conversations, tokens that are not trained on are ~id. A batch of `chunk`
-    characters is encoded at once."""
+    A chat template has its own end. Tokens of conversations are those of `data.packing.weighted_tokens`. A batch of
+    `chunk` characters is encoded at once."""
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for group in _group_documents(documents, chunk):
         pending.append((group, ENCODE_POOL.submit(_encode_group, group, tokenizer, end)))
@@ -168,15 +169,16 @@ def _encode_plain(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
 
 
 def _encode_answers(group: Sequence[Document], tokenizer: Tokenizer, is_rendered: bool) -> Iterator[np.ndarray]:
-    """Yield the ids of conversations, and ~id of the tokens that have no character of an answer."""
+    """Yield the tokens of conversations: those that have no character of an answer have the weight 0."""
     encoded = tokenizer.encode_with_offsets([document.text for document in group], is_rendered)
     for document, (ids, offsets) in zip(group, encoded, strict=True):
-        is_target = np.zeros(len(ids), bool)
-        for start, stop in document.answers or ():
-            is_target |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+        weights = np.zeros(len(ids))
+        answers = document.answers or ()
+        for (start, stop), weight in zip(answers, document.weights or [1] * len(answers), strict=True):
+            weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = weight
         # No token of its document predicts the first one.
-        is_target[:1] = False
-        yield np.where(is_target, ids, ~ids)
+        weights[:1] = 0
+        yield weighted_tokens(ids, weights)
 
 
 def _check_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Rows of whole documents, for conversations: no row cuts one, and padding fills what is left of a row.
 
 Of preferences, two consecutive documents, with the chosen and the rejected answer, are in one row.
-Tokens that are inputs only, such as the words of a user, are in the file as ~id, which is negative."""
+Tokens that are inputs only, such as the words of a user, are in the file as ~id, which is negative; targets may have
+weights (`data.packing.weighted_tokens`)."""
 
 from __future__ import annotations
 

@@ -98,21 +98,36 @@ class Kernels(NamedTuple):
 EAGER = Kernels(log_sum_exp, replace_by_gradient)
 
 
-class GroupedLosses(NamedTuple):
-    """Losses of tokens that are also summed by the group of each, such as the source of its text."""
+class LossTerms(NamedTuple):
+    """What is done with the losses of tokens before they are summed.
 
-    group_of_token: Tensor
-    """Group of each token, int64 [N]."""
-    sums: Tensor
+    Each has a weight, and those of a group, such as the source of their text, are also summed by themselves."""
+
+    group_of_token: Tensor | None = None
+    """Group of each token, int64 [N]; None: there are no groups."""
+    sums: Tensor | None = None
     """Sum of each group, to which losses are added."""
+    weight_of_token: Tensor | None = None
+    """Factor of the loss of each token, [N]; None: 1."""
 
-    def rows(self, rows: slice) -> GroupedLosses:
-        """Return the groups of some tokens, with the same sums."""
-        return self._replace(group_of_token=self.group_of_token[rows])
+    def rows(self, rows: slice) -> LossTerms:
+        """Return the terms of some tokens, with the same sums."""
+        group, sums, weight = self
+        return LossTerms(group if group is None else group[rows], sums, weight if weight is None else weight[rows])
 
-    def add(self, loss_N: Tensor) -> None:
-        """Add the losses of the tokens."""
-        self.sums.index_add_(0, self.group_of_token, loss_N.to(self.sums.dtype))
+    def weigh(self, loss_N: Tensor) -> Tensor:
+        """Return the losses of the tokens times their weights, and add them to the sums of their groups."""
+        if self.weight_of_token is not None:
+            loss_N = loss_N * self.weight_of_token.to(loss_N.dtype)
+        if self.group_of_token is not None and self.sums is not None:
+            self.sums.index_add_(0, self.group_of_token, loss_N.detach().to(self.sums.dtype))
+        return loss_N
+
+    def weigh_gradient(self, gradient_NV: Tensor) -> None:
+        """Multiply the gradients of the losses of tokens by their weights, in place."""
+        if self.weight_of_token is not None:
+            for gradient, weight in row_chunks(_rows_per_chunk(gradient_NV), gradient_NV, self.weight_of_token):
+                gradient.mul_(weight[:, None])
 
 
 @cache
@@ -158,7 +173,7 @@ def in_place_cross_entropy(
     logits_BTV: Tensor,
     targets_BT: Tensor,
     ignored: int,
-    groups: GroupedLosses | None = None,
+    terms: LossTerms | None = None,
     tp: TensorParallelProtocol | None = None,
     kernels: Kernels = EAGER,
     scale: LossScale = UNSCALED,
@@ -172,7 +187,7 @@ def in_place_cross_entropy(
     logits_NV = logits_BTV.flatten(0, 1)
     return cast(
         Tensor,
-        _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale, softcap, groups),
+        _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale, softcap, terms),
     )
 
 
@@ -187,12 +202,12 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         kernels: Kernels,
         scale: LossScale,
         softcap: float | None,
-        groups: GroupedLosses | None,
+        terms: LossTerms | None,
     ) -> Tensor:
         # It becomes a gradient, which must not keep the graph alive.
         x_NV = logits_NV.detach()
         needs_gradient = ctx.needs_input_grad[0]
-        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None, softcap, groups)
+        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None, softcap, terms)
         if needs_gradient:
             ctx.save_for_backward(x_NV)
             ctx.scale = scale
@@ -211,14 +226,16 @@ def sum_losses(
     kernels: Kernels,
     scale: LossScale | None,
     softcap: float | None = None,
-    groups: GroupedLosses | None = None,
+    terms: LossTerms | None = None,
 ) -> Tensor:
     """Return the loss of rows of logits, and replace the logits by their gradient unless `scale` is None.
 
     The other arguments are those of `in_place_cross_entropy`."""
     loss_N = losses_of_rows(x_NV, target_N, ignored, tp, kernels, scale, softcap)[0]
-    if groups is not None:
-        groups.add(loss_N)
+    if terms is not None:
+        loss_N = terms.weigh(loss_N)
+        if scale is not None:
+            terms.weigh_gradient(x_NV)
     return loss_N.sum()
 
 

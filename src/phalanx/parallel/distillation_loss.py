@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.chunks import row_chunks
-from phalanx.parallel.cross_entropy import GroupedLosses, LossScale, replace_by_capped
+from phalanx.parallel.cross_entropy import LossScale, LossTerms, replace_by_capped
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import loss_chunk_rows
 
@@ -60,7 +60,7 @@ def sum_distillation_losses(
     tp: TensorParallelProtocol | None,
     scale: LossScale | None,
     softcap: float | None,
-    groups: GroupedLosses | None = None,
+    terms: LossTerms | None = None,
 ) -> Tensor:
     """Return the loss of rows of logits x, given the teacher's y, and add to `teacher.divergences`.
 
@@ -102,10 +102,14 @@ def sum_distillation_losses(
         logs_3N = logs_3N.masked_fill(is_ignored_N, torch.inf)
         column_N = column_N.masked_fill(is_ignored_N, -1)
         _replace_by_gradient(x_NV, y_NV, maxima_2N, logs_3N, column_N, rows, teacher, scale.factor, softcap)
-    teacher.divergences.append(divergence_N.masked_fill_(is_ignored_N, 0).sum())
+    divergence_N = divergence_N.masked_fill_(is_ignored_N, 0)
     loss_N = loss_N.masked_fill_(is_ignored_N, 0)
-    if groups is not None:
-        groups.add(loss_N)
+    if terms is not None:
+        loss_N = terms.weigh(loss_N)
+        divergence_N = terms._replace(sums=None).weigh(divergence_N)
+        if scale is not None:
+            terms.weigh_gradient(x_NV)
+    teacher.divergences.append(divergence_N.sum())
     return loss_N.sum()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import HeadFunction
-from phalanx.parallel.cross_entropy import EAGER, UNSCALED, GroupedLosses, Kernels, LossScale, sum_losses
+from phalanx.parallel.cross_entropy import EAGER, UNSCALED, Kernels, LossScale, LossTerms, sum_losses
 from phalanx.parallel.data.zero_parameters import needs_fp32_sum
 from phalanx.parallel.distillation_loss import TeacherHead, sum_distillation_losses
 from phalanx.parallel.protocols import TensorParallelProtocol
@@ -48,7 +48,7 @@ class ChunkedLoss:
     """Cap of the logits."""
 
     def __call__(
-        self, targets_BT: Tensor, ignored: int, groups: GroupedLosses | None = None, teacher: TeacherHead | None = None
+        self, targets_BT: Tensor, ignored: int, terms: LossTerms | None = None, teacher: TeacherHead | None = None
     ) -> HeadFunction | None:
         """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
 
@@ -60,7 +60,7 @@ class ChunkedLoss:
         if chunks is None:
             return None
         # Inside `forward` gradients are never enabled, and a trained matrix requires them in an evaluation too.
-        options = self, chunks, ignored, groups, teacher, torch.is_grad_enabled()
+        options = self, chunks, ignored, terms, teacher, torch.is_grad_enabled()
         return cast(HeadFunction, partial(_LinearCrossEntropy.apply, *options))
 
     def chunks(self, targets_BT: Tensor) -> Sequence[Tensor] | None:
@@ -98,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss: ChunkedLoss,
         targets: Sequence[Tensor],
         ignored: int,
-        groups: GroupedLosses | None,
+        terms: LossTerms | None,
         teacher: TeacherHead | None,
         needs_gradients: bool,
         x_BTD: Tensor,
@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype) if is_trained else None
             gradients = HeadGradients(torch.empty_like(x).flatten(0, 1), grad_weight)
         with torch.autocast(x.device.type, enabled=False):
-            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, groups, teacher, gradients)
+            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, terms, teacher, gradients)
         if gradients is not None:
             grad_x = gradients.x.view_as(x)
             if loss.tp is not None:
@@ -138,7 +138,7 @@ def _sum_chunks(
     weight_VD: Tensor,
     targets: Sequence[Tensor],
     ignored: int,
-    groups: GroupedLosses | None,
+    terms: LossTerms | None,
     teacher: TeacherHead | None,
     gradients: HeadGradients | None,
 ) -> Tensor:
@@ -151,7 +151,7 @@ def _sum_chunks(
         rows = slice(start, start + len(target))
         start = rows.stop
         logits = F.linear(x_ND[rows], weight_VD)
-        of_chunk = None if groups is None else groups.rows(rows)
+        of_chunk = None if terms is None else terms.rows(rows)
         if teacher is None or taught_ND is None:
             total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale, loss.softcap, of_chunk)
         else:

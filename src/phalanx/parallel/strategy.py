@@ -22,7 +22,7 @@ from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.cross_entropy import UNSCALED, GroupedLosses
+from phalanx.parallel.cross_entropy import UNSCALED, LossTerms
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
@@ -103,15 +103,15 @@ class Strategy:
         Why: `docs/design/decisions/two-meanings-of-bf16.md`."""
         self.backward_scale = UNSCALED
         """Factor of the loss in backward passes, which makes gradients sums over ranks."""
-        self.cross_entropy: Callable[[Tensor, Tensor, int, GroupedLosses | None], Tensor] = cross_entropy
-        """Function of the logits [B, T, V], or this rank's columns, the targets, the target to ignore, and groups.
+        self.cross_entropy: Callable[[Tensor, Tensor, int, LossTerms | None], Tensor] = cross_entropy
+        """Function of the logits [B, T, V], or this rank's columns, the targets, the target to ignore, and terms.
 
-        It returns their loss, summed, and adds it to the sums of the groups of tokens, if there are any. The logits of
-        a transformer are overwritten."""
+        It returns their loss, weighted and summed, also by group, as the terms say. The logits of a transformer are
+        overwritten."""
         self.uncapped_logits: HeadFunction | None = None
         """The head whose logits `cross_entropy` caps; None: it is the model's own head."""
         self.head_loss: HeadLoss = no_head_loss
-        """Function of the targets, the target to ignore, and groups: their loss without all logits in memory.
+        """Function of the targets, the target to ignore, and terms: their loss without all logits in memory.
 
         None: all logits fit (`cross_entropy`), unless there is a teacher, the fourth argument."""
         self.token_losses: Callable[[Tensor, Tensor, int], Tensor] = token_losses
@@ -328,7 +328,7 @@ class Strategy:
 HeadLoss = Callable[..., HeadFunction | None]
 
 
-def no_head_loss(targets_BT: Tensor, ignored: int, groups: GroupedLosses | None, teacher: object = None) -> None:
+def no_head_loss(targets_BT: Tensor, ignored: int, terms: LossTerms | None, teacher: object = None) -> None:
     """Return that no function computes the loss from the head's input: all logits fit."""
 
 
@@ -336,11 +336,10 @@ def no_head_token_losses(targets_BT: Tensor, ignored: int) -> None:
     """Return that no function computes losses from the head's input: all logits fit."""
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int, groups: GroupedLosses | None = None) -> Tensor:
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int, terms: LossTerms | None = None) -> Tensor:
     """Return the negative log-likelihood of the targets other than `ignored` in nats, summed, at least in fp32."""
     logits = at_least_fp32(logits_BTV.flatten(0, 1))
-    if groups is None:
+    if terms is None:
         return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")
     loss_N = F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="none")
-    groups.add(loss_N.detach())
-    return loss_N.sum()
+    return terms.weigh(loss_N).sum()

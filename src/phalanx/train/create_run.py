@@ -18,6 +18,7 @@ from phalanx.data.bad_records import BAD_RECORDS_FILE, describe_bad_records
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import StepLoader, TokenLoader
 from phalanx.data.mixture_loader import MixtureLoader, describe_mixtures
+from phalanx.data.packing import MAX_IDS, has_weights
 from phalanx.data.pair_metadata import has_whole_documents
 from phalanx.data.phased_loader import open_phases, open_token_files
 from phalanx.data.prepare import PreparedData, prepare
@@ -278,6 +279,8 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, world_size: int, manifes
     tokenizer = load_tokenizer(prepared.tokenizer)
     num_tokens = tokenizer.vocab
     check_vocab_size(run, num_tokens)
+    if num_tokens > MAX_IDS:
+        raise UserError("data.tokenizer", run.data.tokenizer, f"has more than {MAX_IDS:,} tokens", "use another one")
     check_teacher(run, tokenizer)
     if manifest is None and not run.model.from_hf and num_tokens < MIN_USED_VOCABULARY * run.model.vocab_size:
         unused = f"the tokenizer has {num_tokens:,} tokens, and the model rows for {run.model.vocab_size:,}"
@@ -308,6 +311,7 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, world_size: int, manifes
             loaders[phase.first_step] = open_token_files(phase.run, train, sources, sequences)
         return loaders[phase.first_step]
 
+    _check_weights(run, sources if train is None else [train])
     loader = open_phases(run_phases, open_phase)
     if manifest is not None:
         _resume_loader(loader, run, prepared, manifest)
@@ -323,6 +327,15 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, world_size: int, manifes
             mixture.check_epochs(phase.end)
     for line in describe_mixtures(mixtures, step):
         _log_note(line)
+
+
+def _check_weights(run: RunSpec, datasets: Sequence[IndexedDataset]) -> None:
+    """Raise UserError if answers have weights, and the loss is the user's, which sums over targets itself."""
+    loss = run.training.loss
+    for dataset in filter(has_whole_documents, datasets) if loss is not None else ():
+        if loss is not None and any(has_weights(dataset.document(number)) for number in range(len(dataset))):
+            problem = "cannot be combined with conversations that have weights other than 0 and 1"
+            raise UserError("training.loss", loss.class_path, problem, "remove the weights, or training.loss")
 
 
 def _check_held_out_conversations(run: RunSpec, prepared: PreparedData, run_phases: Sequence[Phase]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.data.loader import rank_rows
-from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead
+from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds, tokens_ahead, weights_ahead
 from phalanx.data.preference_pairs import NO_ANSWER
 from phalanx.model.dropout import dropping, token_keys
 from phalanx.model.init import DrawnWeights, Weights
@@ -23,7 +23,7 @@ from phalanx.model.transformer import Ahead, Transformer, cap_logits
 from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
-from phalanx.parallel.cross_entropy import GroupedLosses
+from phalanx.parallel.cross_entropy import LossTerms
 from phalanx.parallel.distillation_loss import TeacherHead
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
@@ -74,8 +74,10 @@ class MicroBatch:
     """Tokens that the layers for multi-token prediction read (`data.packing.tokens_ahead`), [layers, B, T]."""
     targets_ahead: Tensor | None = None
     """Their targets, [layers, B, T]."""
-    groups: GroupedLosses | None = None
-    """Sources of the tokens in a mixture, and the sums of their losses."""
+    weights_ahead: Tensor | None = None
+    """The weights of these targets, [layers, B, T]; None: 1."""
+    terms: LossTerms | None = None
+    """Sources of the tokens in a mixture with the sums of their losses, and weights of the tokens."""
     pairs: MicroPairs | None = None
     """The pairs of answers, if the rows have preferences."""
     token_keys: Tensor | None = None
@@ -86,6 +88,13 @@ class MicroBatch:
     """Output of the teacher, which in a pipeline is computed before the step."""
     divergences: list[Tensor] = field(default_factory=list, init=False)
     """Sums of KL(teacher || student), once they have been computed. Copies of a micro-batch have none."""
+
+    @property
+    def target_counts(self) -> Tensor:
+        """How much each target counts in the mean, [B, T]: its weight, or 1, and 0 where there is none."""
+        is_target = self.targets != IGNORE_INDEX
+        weights = None if self.terms is None else self.terms.weight_of_token
+        return is_target if weights is None else is_target * weights.view_as(is_target)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -204,11 +213,15 @@ class Learner:
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             ahead: list[Tensor | None] = [self._to_device(x[:, rows][..., local_indices]) for x in all_ahead]
             ahead = ahead or [None, None]
+            weights = None if batch.weights is None else batch.weights[rows]
+            of_ahead = None
+            if weights is not None and mtp:
+                of_ahead = self._to_device(weights_ahead(weights, mtp.layers)[..., local_indices])
             sources = None if batch.sources is None else batch.sources[rows]
-            groups = self.group_by_source(sources, tokens.shape[1])
+            terms = self.loss_terms(sources, None if weights is None else weights[:, local_indices], tokens.shape[1])
             pairs = self._pairs_of_rows(batch, rows, reference)
             keys = None if step is None else self._token_keys(step, rows, batch.tokens.shape)
-            micros.append(MicroBatch(tokens, targets, documents, ahead[0], ahead[1], groups, pairs, keys))
+            micros.append(MicroBatch(tokens, targets, documents, ahead[0], ahead[1], of_ahead, terms, pairs, keys))
         return micros
 
     def _token_keys(self, step: int, rows: slice, shape: tuple[int, int]) -> Tensor | None:
@@ -236,15 +249,20 @@ class Learner:
             loss_weight=pairs.targets_per_pair,
         )
 
-    def group_by_source(self, sources: np.ndarray | None, num_local_tokens: int) -> GroupedLosses | None:
-        """Return the groups in which losses are also summed: the sources of rows, [B]; None if there is one source.
+    def loss_terms(
+        self, sources: np.ndarray | None, weights: np.ndarray | None, num_local_tokens: int
+    ) -> LossTerms | None:
+        """Return the terms of losses from the sources of rows, [B], and the weights of this rank's tokens, [B, T].
 
-        Only the target tokens of this rank are counted. The user's loss is a sum, of which sources have no share."""
-        if sources is None or self.loss is not None:
+        None of both: None. Only the target tokens of this rank are counted. The user's loss is a sum, without terms."""
+        if (sources is None and weights is None) or self.loss is not None:
             return None
+        weight_of_token = None if weights is None else self._to_device(weights.flatten())
+        if sources is None:
+            return LossTerms(weight_of_token=weight_of_token)
         source_of_token = self._to_device(np.repeat(sources, num_local_tokens))
         sums = torch.zeros(len(self.run.data.source), dtype=torch.float64, device=self.device)
-        return GroupedLosses(source_of_token, sums)
+        return LossTerms(source_of_token, sums, weight_of_token)
 
     def _to_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -262,11 +280,12 @@ class Learner:
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
-            counted = (micro.targets != IGNORE_INDEX) * self.strategy.has_loss
-            sums.tokens.add_(counted.sum())
-            if micro.groups is not None:
-                sums.source_losses.add_(micro.groups.sums)
-                sums.source_targets.index_add_(0, micro.groups.group_of_token, counted.flatten().double())
+            counts = micro.target_counts * self.strategy.has_loss
+            sums.tokens.add_(counts.sum())
+            terms = micro.terms
+            if terms is not None and terms.group_of_token is not None and terms.sums is not None:
+                sums.source_losses.add_(terms.sums)
+                sums.source_targets.index_add_(0, terms.group_of_token, counts.flatten().double())
             sums.loss.add_(loss)
             sums.auxiliary_loss.add_(auxiliary)
             if micro.pairs is not None and micro.pairs.results:
@@ -305,8 +324,10 @@ class Learner:
         if mtp is not None:
             assert micro.tokens_ahead is not None
             assert micro.targets_ahead is not None
-            weight = mtp.loss_coef / mtp.layers
-            losses = [partial(self._mtp_loss, micro, targets, weight) for targets in micro.targets_ahead]
+            weights = [None] * mtp.layers if micro.weights_ahead is None else micro.weights_ahead
+            terms = [None if weight is None else LossTerms(weight_of_token=weight.flatten()) for weight in weights]
+            targets_and_terms = zip(micro.targets_ahead, terms, strict=True)
+            losses = [partial(self._mtp_loss, micro, *both, mtp.loss_coef / mtp.layers) for both in targets_and_terms]
             ahead = Ahead(micro.tokens_ahead, losses)
         if self.loss is None:
             return self.compute_held_out_loss(model, micro, ahead)
@@ -318,11 +339,11 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy and the auxiliary loss, summed over tokens, even if training uses another loss."""
         data_parallel = self.strategy.data_parallel
-        head = data_parallel.head_loss(micro.targets, IGNORE_INDEX, micro.groups)
+        head = data_parallel.head_loss(micro.targets, IGNORE_INDEX, micro.terms)
         if head is not None:
             return self._run_model(model, micro, head=head, ahead=ahead)
         logits, auxiliary = self._run_model(model, micro, head=data_parallel.uncapped_logits, ahead=ahead)
-        return data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX, micro.groups), auxiliary
+        return data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX, micro.terms), auxiliary
 
     def compute_distillation_loss(
         self, model: Callable[..., Any], micro: MicroBatch, teacher: Teacher
@@ -330,7 +351,7 @@ class Learner:
         """Return the loss of distillation and the auxiliary loss, summed over tokens; add to `micro.divergences`."""
         (taught,) = micro.taught or teacher.outputs(micro)
         taught = replace(taught, divergences=[])  # a rehearsal of a pipeline has added to the list before
-        head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX, micro.groups, taught)
+        head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX, micro.terms, taught)
         losses = self._run_model(model, micro, head=head)
         micro.divergences.extend(taught.divergences)
         return losses
@@ -371,17 +392,25 @@ class Learner:
         sums = sums.index_add(0, micro.pairs.answer_of_token.flatten(), losses_BT.flatten().double())
         return -sums[:num_answers], auxiliary
 
-    def _mtp_loss(self, micro: MicroBatch, targets: Tensor, weight: float, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+    def _mtp_loss(
+        self,
+        micro: MicroBatch,
+        targets: Tensor,
+        terms: LossTerms | None,
+        weight: float,
+        x_BTD: Tensor,
+        weight_VD: Tensor,
+    ) -> Tensor:
         """Return the weighted loss of a layer for multi-token prediction, whose output is the head's input."""
         data_parallel = self.strategy.data_parallel
-        head = None if self.loss else data_parallel.head_loss(targets, IGNORE_INDEX, None)
+        head = None if self.loss else data_parallel.head_loss(targets, IGNORE_INDEX, terms)
         if head is not None:
             loss = head(x_BTD, weight_VD)
         else:
             logits = cast(Transformer, self.module).logits(x_BTD, weight_VD)
             with torch.autocast(self.device.type, enabled=False):
                 if self.loss is None:
-                    loss = data_parallel.cross_entropy(logits, targets, IGNORE_INDEX, None)
+                    loss = data_parallel.cross_entropy(logits, targets, IGNORE_INDEX, terms)
                 else:
                     loss = self.loss(cap_logits(logits, self.run.model.logits_softcap), targets, IGNORE_INDEX)
         micro.mtp_losses.append(loss.detach())

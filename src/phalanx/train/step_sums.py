@@ -19,7 +19,7 @@ class StepSums:
     The fields are views of one fp64 vector: adding to a field changes `packed`, which ranks sum in one collective."""
 
     tokens: Tensor
-    """Number of targets: tokens whose target is not ignored."""
+    """Number of targets, each counted by its weight: tokens whose target is not ignored."""
     loss: Tensor
     """Loss, summed over tokens."""
     auxiliary_loss: Tensor

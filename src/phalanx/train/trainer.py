@@ -125,7 +125,7 @@ class Trainer(Learner):
         self.tokens = 0
         """Number of tokens computed in training, over all ranks."""
         self.targets = 0
-        """Number of targets trained on: tokens without those whose target is ignored."""
+        """Number of targets trained on, each counted by its weight: tokens without those whose target is ignored."""
         self.skipped = 0
         """Number of steps whose gradient was not finite."""
         self.reference: ReferenceLogProbs | None = None
@@ -395,10 +395,10 @@ class Trainer(Learner):
         """Return the record of a launched step, and count its tokens, its targets, and a step that was skipped."""
         host_sums, norm = results.on_host.wait()
         sums = self.unpack_sums(host_sums)
-        targets = int(sums.tokens)
+        targets = float(sums.tokens)
         tokens = results.tokens
         self.tokens += tokens
-        self.targets += targets
+        self.targets += round(targets)
         self.skipped += not math.isfinite(float(norm))
         self.has_pending_saves = bool(sums.pending_saves)
         record: MetricsRecord = {

@@ -211,9 +211,9 @@ def _make_micro_batches(learner: Learner) -> Iterator[MicroBatch]:
         masked = Documents.whole_rows(end - begin, sequence, learner.device) if run.data.mask_documents else None
         ahead = torch.empty(run.model.num_prediction_layers, *ids.shape, device=learner.device).long()
         sources = np.zeros(end - begin, np.int64) if run.data.source else None
-        groups = learner.group_by_source(sources, num_local_tokens)
+        terms = learner.loss_terms(sources, None, num_local_tokens)
         pairs = None if run.preference is None else _one_pair_per_row(ids)
-        yield MicroBatch(ids, targets, masked, ahead, ahead, groups, pairs)
+        yield MicroBatch(ids, targets, masked, ahead, ahead, terms=terms, pairs=pairs)
 
 
 def _one_pair_per_row(ids: torch.Tensor) -> MicroPairs:
