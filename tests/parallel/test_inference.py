@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from phalanx.model.generation import generate_batch
+from phalanx.model.generation import Predictor, generate_batch
 from phalanx.model.sampling import Sampling
 from phalanx.parallel.apply import apply_layout
 from phalanx.parallel.inference import SharedModel
 from phalanx.parallel.mesh import build_mesh
+from phalanx.spec import chunks
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.testing import rank_pool
@@ -38,16 +41,29 @@ LAYOUTS = {
 }
 PROMPTS = [torch.arange(length) * 7 % 250 for length in (3, 21, 9)]
 GREEDY = Sampling(temperature=0)
+VOCAB = 250
 RANDOM = Sampling(temperature=2.0, top_p=0.95, repetition_penalty=1.2)
 
 
-def tokens_and_logits(model):
-    """Return greedy tokens, drawn ones, and logits."""
+def tokens_and_scores(predictor, targets):
+    """Return greedy tokens, drawn ones, and the scores of tokens in a smaller vocabulary, a few at a time."""
     tokens = [
-        generate_batch(model, PROMPTS, 16, sampling, torch.Generator().manual_seed(5)) for sampling in (GREEDY, RANDOM)
+        generate_batch(predictor, PROMPTS, 16, sampling, torch.Generator().manual_seed(5))
+        for sampling in (GREEDY, RANDOM)
     ]
-    logits = model.logits if isinstance(model, SharedModel) else lambda ids: model(ids)[0]
-    return *tokens, logits(PROMPTS[1][None]).detach()
+    ids = PROMPTS[1].view(1, -1)
+    places = torch.zeros(19, dtype=torch.long), torch.arange(2, 21)
+    with patch.object(chunks, "LOGITS_CHUNK_BYTES", 5 * 257 * 4):
+        return *tokens, predictor.score_targets(ids, places, targets, VOCAB)
+
+
+def plain_scores(model):
+    """Return targets, of which every third is the most likely one, and their scores from all logits."""
+    logits = model(PROMPTS[1][None])[0][0, 2:, :VOCAB].detach()
+    best = logits.argmax(1)
+    targets = torch.where(torch.arange(19) % 3 == 0, best, torch.arange(19) * 13 % VOCAB)
+    log_probs = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
+    return targets, torch.stack([log_probs, (best == targets).double()], dim=1)
 
 
 def shared_by(table, layout, world_size=None):
@@ -58,23 +74,26 @@ def shared_by(table, layout, world_size=None):
     return apply_layout(ModelSpec(**table), layout, mesh, torch.device("cpu"), random_weight, "fp64", layers=layers)
 
 
-def run_in_ranks(table, layout):
-    """Return `tokens_and_logits` of this rank, and the numbers of positions in the passes of its first block."""
+def run_in_ranks(table, layout, targets):
+    """Return `tokens_and_scores` of this rank, and the numbers of positions in the passes of its first block."""
     strategy = shared_by(table, layout)
     positions = []
     first_block = next(iter(strategy.module.blocks.children()))
     first_block.register_forward_pre_hook(lambda _, inputs: positions.append(inputs[0].shape[1]))
-    return *tokens_and_logits(SharedModel(strategy)), positions
+    return *tokens_and_scores(SharedModel(strategy), targets), positions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_in_ranks_equal_those_of_one_process(model, layout):
     table = MODELS[model]
-    greedy, drawn, logits = tokens_and_logits(shared_by(table, Layout(), 1).module)
+    module = shared_by(table, Layout(), 1).module
+    targets, expected = plain_scores(module)
+    greedy, drawn, scores = tokens_and_scores(Predictor(module), targets)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-12)
     assert len({token for row in greedy for token in row}) > 3
-    for in_ranks in rank_pool(4).run(run_in_ranks, table, LAYOUTS[layout]):
+    for in_ranks in rank_pool(4).run(run_in_ranks, table, LAYOUTS[layout], targets):
         assert in_ranks[:2] == (greedy, drawn)
-        torch.testing.assert_close(in_ranks[2], logits, rtol=0, atol=1e-10)
-        # The pass of the prompts is followed by passes of one position, twice; then come the logits.
+        torch.testing.assert_close(in_ranks[2], scores, rtol=0, atol=1e-10)
+        # The pass of the prompts is followed by passes of one position, twice; then come the scores.
         assert in_ranks[3] == [*(2 * [21, *(15 * [1])]), 21]

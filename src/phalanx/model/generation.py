@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.sampling import Sampling, sample_tokens
 from phalanx.model.token_cache import TokenCache, can_cache
 from phalanx.model.transformer import HeadFunction, Transformer, cap_logits
+from phalanx.spec.chunks import logits_chunk_rows
 
 Model = Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]
 Choose = Callable[[Tensor], Tensor]
 """Function of the logits of next tokens, [B, V], that returns a token of each row, int64 [B]."""
+Places = tuple[Tensor, Tensor]
+"""Rows and positions of some tokens, int64 [N] each."""
 
 
 class Predictor:
@@ -35,6 +40,14 @@ class Predictor:
             return choose(self.transformer(tokens_BT, head=head_of_last(self.transformer, last_B))[0])
         return choose(_rows_at(logits_of(self.model, tokens_BT), last_B))
 
+    @torch.no_grad()
+    def score_targets(self, tokens_BT: Tensor, places: Places, target_N: Tensor, vocab: int) -> Tensor:
+        """Return the scores of tokens that follow those at N places, [N, 2], as `head_of_targets` does."""
+        if self.transformer is not None:
+            head = head_of_targets(self.transformer, places, target_N, vocab)
+            return self.transformer(tokens_BT, head=head)[0]
+        return _score_targets(logits_of(self.model, tokens_BT)[places], target_N, vocab)
+
 
 def head_of_last(model: Transformer, last_B: Tensor) -> HeadFunction:
     """Return the function of the head that computes the logits after one token of each row, [B, V]."""
@@ -43,6 +56,56 @@ def head_of_last(model: Transformer, last_B: Tensor) -> HeadFunction:
         return cap_logits(model.logits(_rows_at(x_BTD, last_B), weight_VD), model.spec.logits_softcap)
 
     return head
+
+
+def head_of_targets(
+    model: Transformer,
+    places: Places,
+    target_N: Tensor,
+    vocab: int,
+    first_id: int = 0,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> HeadFunction:
+    """Return the function of the head that scores the token after each of N places, [N, 2], in chunks of tokens.
+
+    A score is the log-probability of the target among the first `vocab` ids, and 1 if it is the most likely of them,
+    else 0. Of logits whose columns are shared by ranks, these begin with `first_id` here, and `gather` concatenates the
+    numbers of all ranks along the last axis."""
+
+    def head(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        x_ND = x_BTD[places]
+        # Of all columns, so that ranks with fewer ones have equal chunks.
+        rows = logits_chunk_rows(len(x_ND), model.spec.vocab_size, itemsize=4)
+        scores = []
+        for x, target in zip(x_ND.split(rows), target_N.split(rows), strict=True):
+            logits = cap_logits(model.logits(x[None], weight_VD)[0], model.spec.logits_softcap)
+            scores.append(_score_targets(logits, target, vocab, first_id, gather))
+            # Free these logits before those of the next chunk are computed.
+            del logits
+        return torch.cat(scores)
+
+    return head
+
+
+def _score_targets(
+    logits_NV: Tensor,
+    target_N: Tensor,
+    vocab: int,
+    first_id: int = 0,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the scores of `head_of_targets` from the logits, which are overwritten."""
+    logits_NV = at_least_fp32(logits_NV)
+    logits_NV[:, max(0, vocab - first_id) :] = -math.inf
+    column_N = target_N - first_id
+    is_elsewhere = (column_N < 0) | (column_N >= logits_NV.shape[1])
+    of_target_N = logits_NV.gather(1, column_N.masked_fill(is_elsewhere, 0)[:, None])[:, 0]
+    best_N, best_column_N = logits_NV.max(1)
+    parts = [logits_NV.logsumexp(1), of_target_N.masked_fill(is_elsewhere, -math.inf), best_N, best_column_N + first_id]
+    parts_4N1 = torch.stack([part.to(logits_NV.dtype) for part in parts])[..., None]
+    logsumexp_NR, of_target_NR, best_NR, best_id_NR = parts_4N1 if gather is None else gather(parts_4N1)
+    best_id_N = best_id_NR.gather(1, best_NR.argmax(1, keepdim=True))[:, 0]
+    return torch.stack([of_target_NR.amax(1) - logsumexp_NR.logsumexp(1), best_id_N == target_N], dim=1)
 
 
 def _rows_at(x_BTD: Tensor, last_B: Tensor) -> Tensor:

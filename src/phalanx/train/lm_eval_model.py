@@ -5,8 +5,7 @@ parallelism score different rows, and exchange the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lm_eval
@@ -16,15 +15,16 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.data.chat_template import ConversationError
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.model.generation import logits_of, stream_tokens
+from phalanx.model.generation import Predictor, stream_tokens
 from phalanx.model.sampling import Sampling
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.inference import SharedModel
 from phalanx.parallel.mesh import Mesh
+from phalanx.spec.base import did_you_mean
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
@@ -33,9 +33,6 @@ from phalanx.train.checkpoint.load_model import TrainedWeights
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
-
-Logits = Callable[[Tensor], Tensor]
-"""Function of token ids [B, T] that returns the logits [B, T, V] on every rank."""
 
 FEWSHOT_SEED = 1234
 """Seed of the examples before questions, as lm-eval has it by default."""
@@ -46,25 +43,23 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        logits: Logits,
+        predictor: Predictor,
         tokenizer: Tokenizer,
         context: int,
         batch_size: int = 8,
         device: torch.device | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
-        generates_with: Any = None,
     ) -> None:
-        """Score with a function of logits of at most `context` tokens. `generates_with` generates in its place."""
+        """Score and generate with a predictor of texts of at most `context` tokens."""
         super().__init__()
-        self.logits = logits
+        self.predictor = predictor
         self.own_tokenizer = tokenizer
         self.context = context
         self.batch_size = batch_size
         self.on_device = device or torch.device("cpu")
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self.generates_with = generates_with or logits
 
     @property
     def eot_token_id(self) -> int:
@@ -128,16 +123,20 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
         self, rows: Sequence[tuple[list[int], int]], numbers: Sequence[int]
     ) -> dict[int, tuple[float, bool]]:
         inputs = [torch.tensor(rows[number][0][:-1], device=self.on_device) for number in numbers]
+        counts = [rows[number][1] for number in numbers]
+        targets = torch.tensor([token for number in numbers for token in rows[number][0][-rows[number][1] :]])
+        row = torch.arange(len(numbers)).repeat_interleave(torch.tensor(counts))
+        position = torch.cat(
+            [torch.arange(len(own) - count, len(own)) for own, count in zip(inputs, counts, strict=True)]
+        )
         # Padding is later than all tokens of its row, which do not see it.
-        logits = self.logits(nn.utils.rnn.pad_sequence(inputs, batch_first=True))
-        scores = {}
-        for row, number in enumerate(numbers):
-            tokens, count = rows[number]
-            targets = torch.tensor(tokens[-count:], device=logits.device)
-            own = logits[row, len(tokens) - 1 - count : len(tokens) - 1, : self.own_tokenizer.vocab]
-            log_probabilities = own.float().log_softmax(-1).gather(1, targets[:, None])
-            scores[number] = (float(log_probabilities.sum()), bool((own.argmax(-1) == targets).all()))
-        return scores
+        tokens_BT = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
+        places = row.to(self.on_device), position.to(self.on_device)
+        scores_N2 = self.predictor.score_targets(
+            tokens_BT, places, targets.to(self.on_device), self.own_tokenizer.vocab
+        )
+        of_rows = zip(numbers, scores_N2.cpu().split(counts), strict=True)
+        return {number: (float(scores[:, 0].sum()), bool(scores[:, 1].all())) for number, scores in of_rows}
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's context."""
@@ -174,7 +173,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
         generator = torch.Generator(self.on_device).manual_seed(0)
         tokens = torch.tensor(prompt, device=self.on_device)
         vocab = self.own_tokenizer.vocab
-        stream = stream_tokens(self.generates_with, [tokens], sampling, generator, self.context, vocab)
+        stream = stream_tokens(self.predictor, [tokens], sampling, generator, self.context, vocab)
         new: list[int] = []
         text = ""
         for _, token in zip(range(limit), stream, strict=False):
@@ -191,9 +190,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
 
 def model_in_one_process(found: TrainedWeights, tokenizer: Tokenizer, batch_size: int) -> LmEvalModel:
     """Return the model of a checkpoint on the CPU, in fp32."""
-    module = found.load_module()
-    logits = partial(logits_of, module)
-    return LmEvalModel(logits, tokenizer, found.run.model.max_seq_len, batch_size, generates_with=module)
+    return LmEvalModel(Predictor(found.load_module()), tokenizer, found.run.model.max_seq_len, batch_size)
 
 
 def model_in_ranks(
@@ -217,7 +214,7 @@ def _shared_lm_eval_model(
     shared: SharedModel, mesh: Mesh, tokenizer: Tokenizer, context: int, batch_size: int, device: torch.device
 ) -> LmEvalModel:
     share = (device, mesh.dp_rank, mesh.dims.dp_size)
-    return LmEvalModel(shared.logits, tokenizer, context, batch_size, *share, generates_with=shared)
+    return LmEvalModel(shared, tokenizer, context, batch_size, *share)
 
 
 def check_scored_run(run: RunSpec) -> None:
@@ -269,5 +266,6 @@ def find_tasks(tasks: Sequence[str], include_path: str | None) -> TaskManager:
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         fix = "see `lm-eval ls tasks`, or give the folder of its file with --include-path"
+        fix = did_you_mean(unknown[0], manager.all_tasks, fix)
         raise UserError("--tasks", unknown[0], "is not a task of lm-eval", fix)
     return manager

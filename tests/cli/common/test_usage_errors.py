@@ -44,6 +44,14 @@ from tests.helpers import cli_runner
         ),
         (("memory", "a.toml", "b.toml"), r"memory got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
         (("--bogus",), "option = '--bogus' is not known"),
+        (
+            ("init", "run.toml", "--task", "preetrain"),
+            "--task = 'preetrain' is not known\n  fix: did you mean 'pretrain'",
+        ),
+        (
+            ("init", "run.toml", "--task", "chat"),
+            "--task = 'chat' is not known\n  fix: use one of: continue, dpo, lora, pretrain, sft",
+        ),
         (("memory",), r"^RUN\.toml\|MODEL is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
         (
             ("launch", "run.toml"),

@@ -84,26 +84,28 @@ def test_schedule_sends_each_message_to_rank_of_adjacent_stage() -> None:
                 assert to == schedule.rank_of[stage + 1 if kind == "F" else stage - 1]
 
 
-def evaluate_and_compute_logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the evaluation, and the logits of some tokens."""
+def evaluate_and_score(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the evaluation, and the scores of some tokens."""
     trainer = make_trainer(run)
     record = trainer.evaluate()
-    return record, SharedModel(trainer.strategy).logits(torch.arange(48).view(2, 24))
+    places = torch.arange(2).repeat_interleave(23), torch.arange(23).repeat(2)
+    targets = torch.arange(48).view(2, 24)[:, 1:].flatten()
+    return record, SharedModel(trainer.strategy).score_targets(torch.arange(48).view(2, 24), places, targets, 257)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("model", [FOUR_LAYERS, {**MOE, "num_layers": 4}], ids=["dense", "moe"])
-def test_pipeline_evaluation_and_logits_equal_single_process(
+def test_pipeline_evaluation_and_scores_equal_single_process(
     model: Any, schedule: str, text: Path, tmp_path: Path
 ) -> None:
-    expected, expected_logits = evaluate_and_compute_logits(small_run(text, tmp_path, {"model": model}))
+    expected, expected_scores = evaluate_and_score(small_run(text, tmp_path, {"model": model}))
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     for record, out in rank_pool(4).run(
-        evaluate_and_compute_logits, small_run(text, tmp_path / "split", {"model": model, **layout})
+        evaluate_and_score, small_run(text, tmp_path / "split", {"model": model, **layout})
     ):
         assert record["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-12)
         assert record["held_out_tokens"] == expected["held_out_tokens"]
-        torch.testing.assert_close(out.double(), expected_logits.double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(out.double(), expected_scores.double(), rtol=1e-6, atol=1e-7)
 
 
 def test_stage_modules_partition_full_model_parameter_names() -> None:

@@ -86,6 +86,9 @@ def to_user_error(error: Any) -> UserError:
             return UserError(name, None, "is missing", fix=f"write: {usage}{option}")
         # typer provides the value, or the message contains it.
         value = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
+        _, is_choice, choices = error.message.partition(" is not one of ")
+        if is_choice:
+            return _unknown_name_error(name, str(value), re.findall(r"'([^']*)'", choices))
         return UserError(name, value, _describe_problem(error.message), fix=number_fix(name, value) or hint)
     requested = error.message.partition("'")[2].partition("'")[0]
     commands = getattr(error.ctx.command, "commands", None)
