@@ -25,11 +25,20 @@ from phalanx.parallel.linear_cross_entropy import ChunkedLoss
 from phalanx.plan.predicted_vs_measured import PARTS, WORKING, compare_with_prediction
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec
+from phalanx.spec.files.teacher import keep_teacher, teacher_run, with_kept_teacher
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.create_run import create_run
-from tests.helpers.small_runs import DENSE, Table, find_examples, make_trainer, measure_steady_step, small_run
+from tests.helpers.cli_runner import command_json
+from tests.helpers.small_runs import (
+    DENSE,
+    Table,
+    find_examples,
+    make_trainer,
+    measure_steady_step,
+    small_run,
+)
 from tests.model.huggingface.test_checkpoint_traps import EAGER, fp32_as_fp64, fp64_by_default
 from tests.parity.test_distillation import make_teacher
 
@@ -223,6 +232,33 @@ def test_wrong_teachers_are_refused(change: Any, documents: Path, teacher: Path,
     message = change(changed)
     with pytest.raises(UserError, match=rf"distillation\.teacher = .*{message}"):
         create_run(numbered_run(documents, tmp_path, changed), 1, resume=False)
+
+
+def test_predictions_of_a_finished_student_do_not_need_its_teacher(
+    documents: Path, teacher: Path, tmp_path: Path
+) -> None:
+    moved = Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    run = numbered_run(documents, tmp_path, moved, **{"training.steps": 4})
+    directory = phalanx.train_run(run, nproc=1, quiet=True).run_dir
+    before = command_json("report", directory)["runs"][0]
+    assert before["comparison"]
+    shutil.rmtree(moved)
+    assert command_json("report", directory)["runs"][0] == before
+
+
+def test_description_of_a_teacher_of_hugging_face_is_kept(
+    documents: Path, tmp_path: Path, hf_models: dict[str, tuple[Any, Path]]
+) -> None:
+    moved = Path(shutil.copytree(hf_models["teacher"][1], tmp_path / "teacher"))
+    run = numbered_run(documents, tmp_path, moved)
+    expected = teacher_run(run)
+    (tmp_path / "run").mkdir()
+    keep_teacher(run, tmp_path / "run")
+    shutil.rmtree(moved)
+    kept = teacher_run(with_kept_teacher(run, tmp_path / "run"))
+    assert expected is not None
+    assert kept is not None
+    assert kept.model == expected.model.model_copy(update={"from_hf": kept.model.from_hf})
 
 
 def test_teacher_without_tokenizer_is_refused(

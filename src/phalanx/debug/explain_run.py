@@ -38,6 +38,7 @@ from phalanx.runs.lock import is_running
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
+from phalanx.spec.files.teacher import with_kept_teacher
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -83,6 +84,7 @@ def explain_run(directory: Path) -> Explanation:
     Raises UserError if the directory is not a run directory.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
+    run = with_kept_teacher(run, directory)
     records = RunRecords.read(directory)
     try:
         sizes = parallel_dims(run.layout, records.world_size)

@@ -99,9 +99,7 @@ EAGER = Kernels(log_sum_exp, replace_by_gradient)
 
 
 class LossTerms(NamedTuple):
-    """What is done with the losses of tokens before they are summed.
-
-    Each has a weight, and those of a group, such as the source of their text, are also summed by themselves."""
+    """Weights of the losses of tokens, and sums by the group of each, such as the source of its text."""
 
     group_of_token: Tensor | None = None
     """Group of each token, int64 [N]; None: there are no groups."""

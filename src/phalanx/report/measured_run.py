@@ -20,6 +20,7 @@ from phalanx.runs.measured import measured_file, read_measured_since
 from phalanx.runs.metrics import METRICS_FILE, decode_metrics, peak_from_mfu
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.teacher import with_kept_teacher
 from phalanx.spec.phases import phase_at, phases_of
 
 
@@ -40,7 +41,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         measured = read_measured_since(directory, 0, world_size=0, problems=[]).get(0, {})
         if not measured:
             raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
-    phase = phase_at(phases_of(load_run(directory / RUN_FILE, environment={})), records[-1]["step"] - 1)
+    run = with_kept_teacher(load_run(directory / RUN_FILE, environment={}), directory)
+    phase = phase_at(phases_of(run), records[-1]["step"] - 1)
     run = phase.run
     of_phase = [record for record in records if record["step"] > phase.first_step]
     steady = _select_steady_records(directory, of_phase, measured_step=measured.get("step"))

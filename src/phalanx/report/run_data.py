@@ -32,6 +32,7 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
+from phalanx.spec.files.teacher import with_kept_teacher
 from phalanx.spec.phases import describe_phases, phase_at, phases_of
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.result_tables import data_frame, html_table
@@ -247,6 +248,7 @@ def _read_run_file(directory: Path, world_size: int, problems: list[str]) -> Run
     reason = "is not valid in this version"
     try:
         run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
+        run = with_kept_teacher(run, directory)
         if run.layout.pp > 1:
             reason = "names a schedule that does not exist"
             representative_schedule(run.layout)

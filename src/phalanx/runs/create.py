@@ -8,6 +8,7 @@ RUN_DIR/tokenizer.json
 RUN_DIR/bad_records.jsonl the broken records of the data that were skipped, if any
 RUN_DIR/tokenizer_config.json   its end token, if it is not one that `phalanx.data.tokenizer` knows
 RUN_DIR/from_hf/          the files of `model.from_hf` that `phalanx export` copies: all but the weights
+RUN_DIR/teacher/          the run file or config.json of `distillation.teacher`
 
 Other modules of this package define the other files: `metrics` (metrics.jsonl, tensorboard/, wandb.id), `checkpoints`,
 `step_records` (trace/), `measured`, `events`, `hang_dumps` (hangs/, failures/), `lock` and `swarm_records`. Only
@@ -39,6 +40,7 @@ from phalanx.spec.files.load import hf_config_file, load_run
 from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import MARKER_FILE
 from phalanx.spec.files.tables import RUN_FILE as RUN_FILE
+from phalanx.spec.files.teacher import keep_teacher
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
@@ -169,6 +171,7 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
         if (config := Path(prepared.tokenizer).with_name(TOKENIZER_CONFIG_FILE)).is_file():
             replace_file(directory / TOKENIZER_CONFIG_FILE, config.read_text(encoding="utf-8"))
         keep_hf_files(run, directory)
+        keep_teacher(run, directory)
         remove_dumps_from_rank(directory, 0)
     except OSError as error:
         raise directory_not_writable(directory, error) from None

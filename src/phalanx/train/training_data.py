@@ -122,7 +122,7 @@ def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     from phalanx.model.huggingface.hub_weights import local_weights
 
     config = read_config(local_weights(run.model.from_hf))
-    return with_adapter(weights, open_peft_adapter(run.adapter.from_peft, run.model, config))
+    return with_adapter(weights, open_peft_adapter(run.adapter.from_peft, run.model, config, weights))
 
 
 def _initial_model(run: RunSpec) -> Weights | None:

@@ -54,6 +54,44 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=24,
         head_dim=8,
     ),
+    "qwen3_moe with a dense layer": lambda: transformers.Qwen3MoeConfig(
+        **COMMON,
+        **SIZES,
+        experts_implementation="eager",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=8,
+        mlp_only_layers=[0],
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **COMMON,
+        **{**SIZES, "num_key_value_heads": 4},
+        experts_implementation="eager",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **COMMON,
+        **SIZES,
+        experts_implementation="eager",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        head_dim=8,
+    ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **COMMON,
         **SIZES,
@@ -64,6 +102,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=40,
     ),
 }
+DENSE_LAYERS = ["qwen3_moe with a dense layer", "deepseek_v3", "glm4_moe"]
+"""Models with experts in some layers, and with names of experts in the others."""
 ADAPTER = AdapterSpec(rank=3, alpha=6.0)
 RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
 DORA = AdapterSpec(rank=3, alpha=6.0, dora=True)
@@ -147,11 +187,26 @@ def test_losses_gradients_and_trained_adapters_equal_those_of_peft(adapter: Adap
                 torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
 
 
-CHANGES = {"adapters": {}, "and norms": {"train": ("norm.*", "blocks.1.attention_norm.*")}, "dora": {"dora": True}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "adapters": {},
+    "and norms": {"train": ("norm.*", "blocks.1.attention_norm.*")},
+    "and experts": {"targets": ("wq", "gate", "up", "down", "experts.gate", "experts.up", "experts.down")},
+    "dora": {"dora": True},
+}
 
 
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *(
+            (kind, changes)
+            for kind in CONFIGS
+            if kind not in DENSE_LAYERS
+            for changes in ("adapters", "and norms", "dora")
+        ),
+        *((kind, changes) for kind in DENSE_LAYERS for changes in ("adapters", "and experts")),
+    ],
+)
 def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(kind: str, changes: str, tmp_path: Path) -> None:
     base, folder = make_base(kind, tmp_path)
     adapter = RSLORA.replace(**CHANGES[changes])
@@ -196,7 +251,7 @@ def test_losses_and_gradients_of_experts_equal_those_of_peft(kind: str, adapter:
     assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
 
 
-def test_magnitudes_of_a_part_of_a_module_are_exported_but_not_read_back(tmp_path: Path) -> None:
+def test_magnitudes_of_a_part_of_a_module_are_exported_and_read_back(tmp_path: Path) -> None:
     base, folder = make_base("phi3", tmp_path)
     adapter = DORA.replace(targets=("wq",))
     spec, model = make_model(folder, adapter)
@@ -206,8 +261,17 @@ def test_magnitudes_of_a_part_of_a_module_are_exported_but_not_read_back(tmp_pat
     other = peft.PeftModel.from_pretrained(base, directory, autocast_adapter_dtype=False)
     # The norms of the other rows have the precision of the file.
     torch.testing.assert_close(logits_of(other), model(TOKENS)[0], rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match=r"has magnitudes of blocks\.0\.attention\.wk\.weight too"):
-        open_peft_adapter(directory, spec, read_config(folder))
+    weights = open_hf_weights(folder, spec.without_tuning)
+    _, read = make_model(
+        folder, adapter, lambda spec: open_peft_adapter(directory, spec, read_config(folder), base=weights)
+    )
+    assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.model.layers.0.self_attn.qkv_proj.lora_magnitude_vector"][-1] *= 1.1
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"has magnitudes of blocks\.0\.attention\.wv\.weight too"):
+        open_peft_adapter(directory, spec, read_config(folder), base=weights)
 
 
 MERGED = [(kind, adapter) for kind in CONFIGS for adapter in (ADAPTER, DORA)] + [("qwen3_moe", EXPERTS)]
@@ -219,8 +283,7 @@ def test_merged_export_gives_equal_logits_in_transformers(kind: str, adapter: Ad
     spec, model = make_model(folder, adapter)
     randomize(model)
     logits, _ = model(TOKENS)
-    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    export_hf(spec.without_tuning, merge_adapters(spec, tensors), tmp_path / "merged", source=folder)
+    export_hf(spec.without_tuning, merge_adapters(spec, model.state_dict()), tmp_path / "merged", source=folder)
     with fp64_by_default():
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64, **EAGER)
     torch.testing.assert_close(logits_of(merged), logits, rtol=1e-4, atol=1e-5)
@@ -266,6 +329,17 @@ def test_experts_that_a_checkpoint_transposes_are_exported_merged_only(tmp_path:
     model = Transformer(spec)
     with pytest.raises(UserError, match=r"(?s)adapts experts, for which.*gpt_oss are not known.*use --to hf"):
         export_peft(spec, dict(model.named_parameters()), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", DENSE_LAYERS)
+def test_magnitudes_of_dense_layers_that_peft_takes_for_experts_are_exported_merged_only(
+    kind: str, tmp_path: Path
+) -> None:
+    _, folder = make_base(kind, tmp_path)
+    spec, model = make_model(folder, DORA)
+    with pytest.raises(UserError, match=r"(?s)adapter\.dora.*model\.layers\.0\.mlp\.gate_proj in.*use --to hf"):
+        export_peft(spec, dict(model.named_parameters()), tmp_path / "adapter", source=folder)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_head_that_peft_saves_is_trained_too(tmp_path: Path) -> None:

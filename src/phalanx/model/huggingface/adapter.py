@@ -24,7 +24,7 @@ from phalanx.model.huggingface.checkpoint import ADAPTER_FILE, read_json
 from phalanx.model.huggingface.export import IndexedTensor, stored_pieces, stored_shape
 from phalanx.model.huggingface.safetensors_file import FileTensor, write_safetensors
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
-from phalanx.model.init import Part, PartialWeights
+from phalanx.model.init import Part, PartialWeights, Weights
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.families.family import Family, Rows
@@ -41,6 +41,18 @@ FIELD = "adapter.from_peft"
 TARGETS_FIX = "set adapter.targets to the products that it adapts"
 EXPERT_STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of transformers' stacks of the matrices of experts."""
+# fmt: off
+CONVERTED_FAMILIES = {
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe",
+    "qwen3_moe", "qwen3_next", "solar_open",
+}
+# fmt: on
+"""Families in which peft takes target modules with `CONVERTED_MODULES` for experts, also in dense layers, and targets
+stacks of experts in their place (peft 0.21, `utils.transformers_weight_conversion._convert_peft_config_moe`)."""
+CONVERTED_MODULES = (".gate_proj", ".up_proj", ".down_proj")
+MAGNITUDE_TOLERANCE = 1e-3
+"""Relative difference between the norms of weights in bf16 and in fp32 that counts as none."""
 REFUSED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -127,7 +139,8 @@ def export_peft(
         source: Directory with the config.json of the adapted model; by default that of an exported one.
 
     Raises:
-        UserError: the directory exists and is not empty, or no Hugging Face architecture has the model's shape.
+        UserError: the directory exists and is not empty, no Hugging Face architecture has the model's shape, or peft
+            has no form for the adapter.
         OSError: the files cannot be written.
     """
     adapter = spec.tuning.adapter
@@ -136,20 +149,21 @@ def export_peft(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")
     config = read_config(source) if source else hf_config(spec.without_tuning)
-    modules = _adapted_modules(family_of(config), spec)
+    family = family_of(config)
+    modules = _adapted_modules(family, spec)
+    table = _adapter_config(adapter, modules, family.model_type, base=spec.from_hf or "")
     files: dict[str, FileTensor] = {}
     for module, (stored, names) in modules.items():
         factors = _stored_factors(stored, names, spec, tensors)
         for key, factor in zip(_stored_keys(adapter, module, modules), factors, strict=True):
             files[key] = FileTensor(TORCH_DTYPES[dtype], factor.shape, partial(iter, [factor]))
-    saved = _saved_tensors(family_of(config), spec)
+    saved = _saved_tensors(family, spec)
     shapes = parameter_shapes(spec.without_tuning)
     for hf_name, stored in saved.items():
         pieces = partial(stored_pieces, stored, tensors)
         files[f"{PREFIX}{hf_name}"] = FileTensor(TORCH_DTYPES[dtype], stored_shape(stored, shapes), pieces)
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / WEIGHTS_FILE, files)
-    table = _adapter_config(adapter, modules, base=spec.from_hf or "")
     table["modules_to_save"] = list(dict.fromkeys(name.rpartition(".")[0] for name in saved)) or None
     (directory / ADAPTER_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
@@ -233,9 +247,21 @@ def _stored_keys(adapter: AdapterSpec, module: str, modules: Mapping[str, tuple[
 
 
 def _adapter_config(
-    adapter: AdapterSpec, modules: Mapping[str, tuple[TensorSource, list[str]]], base: str
+    adapter: AdapterSpec, modules: Mapping[str, tuple[TensorSource, list[str]]], model_type: str, base: str
 ) -> dict[str, Any]:
-    """Return the adapter_config.json of some modules."""
+    """Return the adapter_config.json of some modules.
+
+    Raises UserError for magnitudes of a module that peft can only adapt as a parameter."""
+    # Named by their parameters, matrices of dense layers remain what they are.
+    as_parameters = [
+        module
+        for module, (stored, _) in modules.items()
+        if not stored.rows.stacked and model_type in CONVERTED_FAMILIES and module.endswith(CONVERTED_MODULES)
+    ]
+    if as_parameters and adapter.dora:
+        problem = f"cannot be combined with an adapter of {as_parameters[0]} in a directory for peft"
+        raise UserError("adapter.dora", True, problem, "use --to hf, which merges adapters")
+    stacks = [module for module, (stored, _) in modules.items() if stored.rows.stacked]
     counts = {module: len(names) for module, (_, names) in modules.items()}
     # Of a module with several blocks, the rank is a multiple, and the scale the same.
     ranks = {module: count * adapter.rank for module, count in counts.items() if count > 1}
@@ -253,8 +279,8 @@ def _adapter_config(
         "fan_in_fan_out": any(stored.rows.transposed for stored, _ in modules.values()),
         "init_lora_weights": True,
         "inference_mode": True,
-        "target_modules": [module for module, (stored, _) in modules.items() if not stored.rows.stacked],
-        "target_parameters": [module for module, (stored, _) in modules.items() if stored.rows.stacked] or None,
+        "target_modules": [module for module in modules if module not in {*stacks, *as_parameters}],
+        "target_parameters": [*(f"{module}.weight" for module in as_parameters), *stacks] or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
     }
@@ -263,13 +289,16 @@ def _adapter_config(
 # -- import ------------------------------------------------------------------------------------------------------------
 
 
-def open_peft_adapter(directory: str | Path, spec: ModelSpec, config: dict[str, Any] | None = None) -> PartialWeights:
+def open_peft_adapter(
+    directory: str | Path, spec: ModelSpec, config: dict[str, Any] | None = None, base: Weights | None = None
+) -> PartialWeights:
     """Return a function that reads the model's adapters, and what is trained with them, from a directory of peft.
 
     Args:
         directory: Directory with adapter_config.json and safetensors.
         spec: Model with adapters.
         config: The config.json of the adapted model; by default that of an exported one.
+        base: Weights of the adapted model, which DoRA needs if a part of a module has no adapter.
 
     Raises:
         UserError: At once, if the adapters of the directory are not those of the model, or other than LoRA.
@@ -309,7 +338,7 @@ def open_peft_adapter(directory: str | Path, spec: ModelSpec, config: dict[str, 
                 factors |= _loaded_stacks(spec, stored, names, a, b, where=module)
                 continue
             factors |= dict(_loaded_factors(spec, stored, names, a, b, where=module))
-            factors |= dict(_loaded_magnitudes(spec, stored, names, *magnitudes, where=module))
+            factors |= dict(_loaded_magnitudes(spec, stored, names, *magnitudes, where=module, base=base))
         for hf_name, stored in _saved_tensors(family, spec).items():
             if f"{PREFIX}{hf_name}" in unread:
                 unread.remove(f"{PREFIX}{hf_name}")
@@ -394,17 +423,22 @@ def _loaded_factors(
 
 
 def _loaded_magnitudes(
-    spec: ModelSpec, stored: TensorSource, names: Sequence[str], *magnitudes: Tensor, where: str
+    spec: ModelSpec, stored: TensorSource, names: Sequence[str], *magnitudes: Tensor, where: str, base: Weights | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the magnitudes of the products of a module, if it has any."""
+    """Yield the magnitudes of the products of a module, if it has any.
+
+    Those of a product without an adapter are the norms of its rows, as an export has them."""
     shapes = model_parameters(spec)
     for vector in magnitudes:
         rows = stored.loaded_rows(vector, slice(0, len(vector))).split([shapes[name].shape[0] for name in stored.names])
         for name, own in zip(stored.names, rows, strict=True):
-            if name not in names:
+            if name in names:
+                yield adapters_by_weight(spec)[name][2], own
+                continue
+            norms = None if base is None else base(name, torch.Size(shapes[name].shape)).double().norm(dim=1)
+            if norms is None or not torch.allclose(own.double(), norms, rtol=MAGNITUDE_TOLERANCE):
                 problem = f"has magnitudes of {name} too, which adapter.targets leaves out"
                 raise UserError(FIELD, where, problem, TARGETS_FIX)
-            yield adapters_by_weight(spec)[name][2], own
 
 
 def _loaded_stacks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.tuning import TuningSpec
 
 FIELD = "distillation.teacher"
+TEACHER_DIR = "teacher"
+"""Folder of a run directory with the description of the teacher's model."""
 
 
 def teacher_run(run: RunSpec) -> RunSpec | None:
@@ -64,6 +67,26 @@ def resolved_teacher(resolved: ResolvedRun) -> ResolvedRun | None:
     """Return the teacher of a run on the same ranks; None without distillation."""
     teacher = teacher_run(resolved.run)
     return None if teacher is None else ResolvedRun(teacher, resolved.world_size)
+
+
+def keep_teacher(run: RunSpec, directory: Path) -> None:
+    """Copy the description of a run's teacher to the run directory, so that predictions do not need the teacher."""
+    if run.distillation is None:
+        return
+    teacher = Path(run.distillation.teacher).expanduser()
+    name = RUN_FILE if is_run_directory(teacher) else CONFIG_FILE
+    folder = directory / TEACHER_DIR
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    shutil.copyfile(teacher / name, folder / name)
+
+
+def with_kept_teacher(run: RunSpec, directory: Path) -> RunSpec:
+    """Return the run of a directory with the teacher that `keep_teacher` has described there."""
+    folder = directory / TEACHER_DIR
+    if run.distillation is None or not folder.is_dir():
+        return run
+    return run.replace(distillation=run.distillation.replace(teacher=str(folder)))
 
 
 def is_run_directory(directory: Path) -> bool:
