@@ -207,10 +207,10 @@ def test_callback_scores_model_while_it_trains(
 
 
 def test_unknown_tasks_and_impossible_layouts_are_refused(trained: Path, tasks: Path) -> None:
-    with pytest.raises(UserError, match="--tasks = 'wrods' is not a task of lm-eval\n  fix: see"):
+    with pytest.raises(UserError, match="--tasks = 'wrods' is not a task of lm-eval\n  fix: did you mean 'words'"):
         command_output("evaluate", trained, "--tasks", "wrods", "--include-path", tasks)
-    with pytest.raises(UserError, match="--tasks = 'word' is not a task of lm-eval\n  fix: did you mean 'words'"):
-        command_output("evaluate", trained, "--tasks", "word", "--include-path", tasks)
+    with pytest.raises(UserError, match="--tasks = 'xqzy' is not a task of lm-eval\n  fix: see `lm-eval ls tasks`"):
+        command_output("evaluate", trained, "--tasks", "xqzy", "--include-path", tasks)
     with pytest.raises(UserError, match="--chat needs a chat template"):
         command_output("evaluate", trained, "--tasks", "words", "--include-path", tasks, "--chat")
     with pytest.raises(UserError, match="--tasks = 'wrods' is not a task of lm-eval"):

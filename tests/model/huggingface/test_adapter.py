@@ -190,6 +190,7 @@ def test_losses_gradients_and_trained_adapters_equal_those_of_peft(adapter: Adap
 CHANGES: dict[str, dict[str, Any]] = {
     "adapters": {},
     "and norms": {"train": ("norm.*", "blocks.1.attention_norm.*")},
+    "with dropout": {"dropout": 0.5},
     "and experts": {"targets": ("wq", "gate", "up", "down", "experts.gate", "experts.up", "experts.down")},
     "dora": {"dora": True},
 }
@@ -204,7 +205,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             if kind not in DENSE_LAYERS
             for changes in ("adapters", "and norms", "dora")
         ),
-        *((kind, changes) for kind in DENSE_LAYERS for changes in ("adapters", "and experts")),
+        *((kind, changes) for kind in DENSE_LAYERS for changes in ("with dropout", "and experts")),
     ],
 )
 def test_exported_adapter_gives_equal_logits_in_peft_and_is_read_back(kind: str, changes: str, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""`phalanx evaluate`: scores of a checkpoint by lm-eval's tasks."""
+"""`phalanx evaluate`: held-out losses of a checkpoint, or its scores by lm-eval's tasks."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -11,7 +11,10 @@ from phalanx.cli.common.options import Json, Overrides, Step, TrainedRun, Trust
 from phalanx.cli.common.ranks import Ranks, is_first_rank, layout_of_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from phalanx.data.tokenizer import Tokenizer
+    from phalanx.runs.checkpoints import NamedStep
     from phalanx.spec.layout import Layout
     from phalanx.train.checkpoint.load_model import TrainedWeights
     from phalanx.train.lm_eval_model import LmEvalModel
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 
 def evaluate(
     run: TrainedRun,
-    tasks: Annotated[str, Option(help="Tasks of lm-eval, with commas.", metavar="NAMES")],
+    tasks: Annotated[
+        str | None, Option(help="Tasks of lm-eval, with commas; default: held-out losses.", metavar="NAMES")
+    ] = None,
     include_path: Annotated[
         str | None, Option(help="Folder with files of tasks. They may name Python functions, which run.")
     ] = None,
@@ -35,12 +40,15 @@ def evaluate(
     trust: Trust = None,
     json_: Json = False,
 ) -> None:
-    """Score a checkpoint by tasks of EleutherAI's lm-eval, and record the scores in the run directory.
+    """Print the held-out loss and perplexity of a checkpoint by source, or score it by tasks of EleutherAI's lm-eval.
 
-    The model is scored as it is trained, in fp32, without an export. With --nproc or under torchrun it is shared by
-    ranks: by ZeRO-3, or the layout that --set names. Reports show the scores.
+    Losses are those of held-out sets by name, or of the held-out part of each source, as in training. Scores are
+    recorded in the run directory, and reports show them; the model is scored in fp32, without an export. With --nproc
+    or under torchrun, ranks share the model: by ZeRO-3, or the layout that --set names.
 
     Examples:
+
+        phalanx evaluate runs/first --step 100
 
         phalanx evaluate runs/first --tasks hellaswag,arc_easy --limit 200
 
@@ -50,6 +58,15 @@ def evaluate(
 
         phalanx evaluate runs/tuned --tasks gsm8k --chat --step best
     """
+    if tasks is None:
+        options = {
+            "--include-path": include_path,
+            "--num-fewshot": num_fewshot,
+            "--limit": limit,
+            "--chat": chat or None,
+        }
+        _print_held_out(run, options, nproc, set_, step, bool(trust), json_)
+        return
     from phalanx.spec.extras import missing_package
 
     try:
@@ -82,6 +99,40 @@ def evaluate(
     from phalanx.spec.terminal import Terminal
 
     Terminal().print(scores_table(group_scores(read_scores(found.directory))))
+
+
+def _print_held_out(
+    run: Path,
+    options: dict[str, Any],
+    nproc: int | None,
+    set_: list[str] | None,
+    step: NamedStep,
+    trust: bool,
+    json_: bool,
+) -> None:
+    """Print the held-out losses of a checkpoint. Raises UserError for `options` of tasks."""
+    import torch
+
+    from phalanx.launch.process import init_distributed
+    from phalanx.spec.base import require
+    from phalanx.train.checkpoint.load_model import find_trained_weights
+    from phalanx.train.held_out import check_held_out, evaluate_held_out
+
+    for option, value in options.items():
+        require(value is None, option, value, "has no effect on held-out losses", "add --tasks, or remove it")
+    found = find_trained_weights(run, step, trust=trust)
+    check_held_out(found)
+    layout = layout_of_ranks(found, nproc, set_)
+    record = evaluate_held_out(found, layout, torch.device("cpu") if layout is None else init_distributed())
+    if not is_first_rank():
+        return
+    if json_:
+        print(json.dumps({**record, "step": found.step}))
+        return
+    from phalanx.cli.views.scores import held_out_table
+    from phalanx.spec.terminal import Terminal
+
+    Terminal().print(held_out_table(record, found.step))
 
 
 def _open_model(found: TrainedWeights, tokenizer: Tokenizer, layout: Layout | None, batch_size: int) -> LmEvalModel:

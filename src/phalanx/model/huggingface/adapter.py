@@ -272,7 +272,8 @@ def _adapter_config(
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "lora_dropout": adapter.dropout,
+        # peft refuses parameters with dropout, which only training in peft would have.
+        "lora_dropout": 0.0 if as_parameters else adapter.dropout,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
         "bias": "none",
