@@ -12,7 +12,7 @@ from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.exact.scalar_reductions import scalar_reduction_traffic
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import Traffic
-from phalanx.plan.predicted_vs_measured import STATE
+from phalanx.plan.predicted_vs_measured import STATE, TEACHER
 from phalanx.spec.communication_groups import Group, group_ranks
 from phalanx.spec.parallel_dims import pipeline_stage_groups, uses_model_parallelism
 from phalanx.spec.parameter_shapes import trained_shapes
@@ -129,7 +129,7 @@ def _compare_memory(resolved: ResolvedRun, traced: dict[str, Any]) -> Iterator[P
     if resolved.run.cluster.uses_cuda:
         resolved = replace(resolved, run=resolved.run.on_device("cpu"))
     planned, is_fullest = _find_planned_memory(resolved, traced["rank"])
-    for part in (*STATE, "total"):
+    for part in (*STATE, TEACHER, "total"):
         planned_bytes = getattr(planned, part)
         traced_bytes = traced["peak_bytes" if part == "total" else "held_bytes"].get(part, 0)
         tolerance = 0.0

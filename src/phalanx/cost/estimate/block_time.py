@@ -15,6 +15,7 @@ from phalanx.cost.estimate.kernel_time import memory_pass_seconds
 from phalanx.cost.estimate.sublayer_time import (
     PassSeconds,
     SublayerTimes,
+    adapter_times,
     attention_times,
     expert_exchange_seconds,
     expert_times,
@@ -25,6 +26,8 @@ from phalanx.cost.kinds import CODES, Column, select_choice
 
 ATTENTION_PRODUCTS = 4
 NORMS_PER_BLOCK = 2
+ADAPTER_OPERATIONS = 4
+"""Operations of an adapter in the forward pass: two products, its scale and the sum."""
 CAST_OPERATIONS = 12
 """Operations of a cast to float8 that is not compiled (`model.fp8.cast_rows`)."""
 
@@ -84,12 +87,12 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, 
 
     Experts are evenly loaded. They take no time in a model without experts.
     """
-    attention = attention_times(constants, jobs)
+    shared = attention_times(constants, jobs), adapter_times(constants, jobs)
     expert_exchange = expert_exchange_seconds(constants, jobs)
     return (
-        _estimate_block_time(constants, jobs, attention, mlp_times(constants, jobs), np.zeros(1), extra_operations=0),
+        _estimate_block_time(constants, jobs, *shared, mlp_times(constants, jobs), np.zeros(1), extra_operations=0),
         _estimate_block_time(
-            constants, jobs, attention, expert_times(constants, jobs), expert_exchange, extra_operations=20
+            constants, jobs, *shared, expert_times(constants, jobs), expert_exchange, extra_operations=20
         ),
     )
 
@@ -98,6 +101,7 @@ def _estimate_block_time(
     constants: TimeConstants,
     jobs: JobTable,
     attention: SublayerTimes,
+    adapters: SublayerTimes,
     mlp: SublayerTimes,
     expert_exchange: Column,
     extra_operations: int,
@@ -113,12 +117,13 @@ def _estimate_block_time(
     """
     fusion_factor = np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0))
     num_casts = 2 * (ATTENTION_PRODUCTS + jobs.mlp_matrices) * jobs.casts_to_fp8 * (jobs.compiled == 0)
-    num_operations = constants.operations * fusion_factor + 4 * (jobs.tp > 1) + CAST_OPERATIONS * num_casts
-    device = _device_seconds(constants, jobs, attention, mlp, num_operations * constants.gap_seconds / 2)
+    num_unfused = constants.operations + ADAPTER_OPERATIONS * jobs.adapted_products
+    num_operations = num_unfused * fusion_factor + 4 * (jobs.tp > 1) + CAST_OPERATIONS * num_casts
+    device = _device_seconds(constants, jobs, attention, adapters, mlp, num_operations * constants.gap_seconds / 2)
     launch_factor = constants.of_generation("launch", jobs.hardware_generation, oldest=1.0)
     host_forward = (num_operations + extra_operations) * constants.launch_seconds * launch_factor
     host_backward = host_forward * (1.5 + _recomputes_full_blocks(jobs))
-    weight_grad = _weight_grad_seconds(jobs, attention, mlp)
+    weight_grad = _weight_grad_seconds(jobs, attention, adapters, mlp)
     exchange = _exposed_exchange_seconds(constants, jobs, attention.core.forward, weight_grad, expert_exchange)
     forward = smooth_max(device.forward + exchange.forward, host_forward)
     backward = smooth_max(device.backward + exchange.backward, host_backward)
@@ -131,26 +136,35 @@ def _estimate_block_time(
     )
 
 
-def _weight_grad_seconds(jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes) -> Column:
+def _weight_grad_seconds(
+    jobs: JobTable, attention: SublayerTimes, adapters: SublayerTimes, mlp: SublayerTimes
+) -> Column:
     """Return the seconds of the gradients of a block's weights, of which a run may freeze some."""
-    return jobs.weight_gradient_share * (attention.weight_grad + mlp.weight_grad)
+    return jobs.weight_gradient_share * (attention.weight_grad + mlp.weight_grad) + adapters.weight_grad
 
 
 def _device_seconds(
-    constants: TimeConstants, jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, gap_seconds: Column
+    constants: TimeConstants,
+    jobs: JobTable,
+    attention: SublayerTimes,
+    adapters: SublayerTimes,
+    mlp: SublayerTimes,
+    gap_seconds: Column,
 ) -> PassSeconds:
     """Return the seconds of a block's operations on the device, in backward including recomputation."""
     pass_seconds = attention.memory_passes + mlp.memory_passes
-    forward = attention.forward + mlp.forward + attention.core.forward + pass_seconds + gap_seconds
+    products = attention.forward + adapters.forward + mlp.forward
+    forward = products + attention.core.forward + pass_seconds + gap_seconds
     backward = (
         attention.input_grad
+        + adapters.input_grad
         + mlp.input_grad
-        + _weight_grad_seconds(jobs, attention, mlp)
+        + _weight_grad_seconds(jobs, attention, adapters, mlp)
         + attention.core.backward
         + pass_seconds * constants.backward_passes
         + 2 * gap_seconds
     )
-    repeated_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
+    repeated_products = SELECTIVE_MATMUL_FRACTION * products
     norm_seconds = memory_pass_seconds(constants, jobs, 2 * block_input_bytes(jobs)) + constants.gap_seconds
     recomputed = select_choice(
         jobs.recompute,

@@ -79,7 +79,19 @@ class JobTable:
     trained_share: Column
     """Share of `parameters` that have gradients and optimizer state."""
     weight_gradient_share: Column
-    """FLOPs of the gradients of weights in blocks, as a share of those if all were trained."""
+    """FLOPs of the gradients of weights in blocks, as a share of those if all were trained, without adapters."""
+    head_gradient_share: Column
+    """1 if the head's matrix has a gradient, else 0."""
+    adapter_rank: Column
+    """Rank of the adapters of products; 0 without."""
+    adapted_products: Column
+    """Products of a block that have adapters. This and the following columns are means over blocks."""
+    adapted_inputs: Column
+    """Numbers that these products read for a token: those of all its experts."""
+    adapted_outputs: Column
+    """Numbers that they write for a token."""
+    magnitude_weights: Column
+    """Elements of their weights, if the norms of rows are trained (DoRA); else 0."""
     expert_parameters: Column
     """Number of `parameters` in routed experts."""
     sequence: Column

@@ -177,10 +177,12 @@ def _estimate_head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
     loss = gather + memory_pass_seconds(constants, jobs, read_bytes)
     matrix_bytes = jobs.gradient_bytes * jobs.vocab / jobs.tp * jobs.width
     sums = (jobs.loss_chunks - 1) * memory_pass_seconds(constants, jobs, 2 * matrix_bytes)
+    gradients = product + jobs.head_gradient_share * product
     is_chunked = jobs.loss_chunks > 1
+    chunked = product + gradients + loss + jobs.head_gradient_share * sums
     return StageTime(
-        forward=jobs.predictions * np.where(is_chunked, 3 * product + loss + sums, product + 0.4 * loss),
-        backward=jobs.predictions * np.where(is_chunked, 0.0, 2 * product + 0.6 * loss),
+        forward=jobs.predictions * np.where(is_chunked, chunked, product + 0.4 * loss),
+        backward=jobs.predictions * np.where(is_chunked, 0.0, gradients + 0.6 * loss),
         weight_grad=np.zeros(1),
     )
 

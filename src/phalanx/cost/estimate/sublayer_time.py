@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from phalanx.cost.estimate.collective_time import expert_all_to_all_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
-from phalanx.cost.estimate.kernel_time import LinearSeconds, attention_seconds, linear_seconds, memory_pass_seconds
+from phalanx.cost.estimate.kernel_time import (
+    LinearSeconds,
+    attention_seconds,
+    linear_seconds,
+    matmul_seconds,
+    memory_pass_seconds,
+)
 from phalanx.cost.kinds import Column
 
 
@@ -83,6 +89,43 @@ def expert_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     route_passes = token_copies * jobs.width * constants.route_passes
     pass_bytes = jobs.compute_dtype_bytes * (inner_passes + route_passes)
     return SublayerTimes(*_add_layer_seconds(routed, shared), memory_pass_seconds(constants, jobs, pass_bytes))
+
+
+def adapter_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
+    """Return the times of the low-rank adapters of a block: y + s B A x of each adapted product, y = W x.
+
+    Products with a rank of some tens read or write many numbers for few operations, so the roofline of `matmul_seconds`
+    gives them the time of their memory accesses. The sum of outputs, and in the backward pass that of the gradients of
+    x, reads two tensors and writes one. With DoRA (arXiv 2402.09353), outputs are scaled once more, and the norms of
+    rows need a pass over W for its squares, and one for W A^T (`model.products.adapted_row_norms`).
+    """
+    count = np.maximum(jobs.adapted_products, 1)
+    rank = jobs.adapter_rank
+    inputs = jobs.adapted_inputs / jobs.tp
+    outputs = jobs.adapted_outputs / jobs.tp
+
+    def product_seconds(m: Column, n: Column, k: Column) -> Column:
+        return jobs.adapted_products * matmul_seconds(constants, jobs, m, n, k, linear=False)
+
+    def pass_seconds(numbers: Column) -> Column:
+        return memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * numbers)
+
+    x, y = inputs / count, outputs / count
+    tokens = jobs.tokens
+    fraction = _remaining_pass_fraction(constants, jobs)
+    has_magnitudes = jobs.magnitude_weights > 0
+    norms = pass_seconds(2 * jobs.magnitude_weights / jobs.tp)
+    return SublayerTimes(
+        forward=product_seconds(tokens, rank, x)
+        + product_seconds(tokens, y, rank)
+        + pass_seconds(fraction * tokens * outputs * (3 + 2 * has_magnitudes))
+        + norms,
+        input_grad=product_seconds(tokens, rank, y)
+        + product_seconds(tokens, x, rank)
+        + pass_seconds(fraction * tokens * (3 * inputs + 3 * outputs * has_magnitudes)),
+        weight_grad=product_seconds(rank, x, tokens) + product_seconds(y, rank, tokens),
+        memory_passes=np.zeros(1),
+    )
 
 
 def _add_layer_seconds(

@@ -28,7 +28,8 @@ from phalanx.spec.layers import expert_layers, layer_specs
 from phalanx.spec.model import ModelSpec, MoESpec
 from phalanx.spec.parts.attended_keys import attended_fraction
 from phalanx.spec.parts.block import Block, blocks, mixer_branch
-from phalanx.spec.parts.flops import backward_product_flops, core_flops, product_flops
+from phalanx.spec.parts.flops import core_flops, linear_flops
+from phalanx.spec.parts.model import is_head_trained
 from phalanx.spec.pipeline_schedules import V_SCHEDULES
 
 
@@ -52,17 +53,33 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "shared_ffn": _shared_width(moe, spec) if moe else 0,
         "parameters": count.total - count.carried,
         "trained_share": count.trained / (count.total - count.carried),
-        "weight_gradient_share": _weight_gradient_share(spec),
+        **_tuning_columns(spec),
         "expert_parameters": count.experts,
         "sequence": sequence,
     }
 
 
-def _weight_gradient_share(spec: ModelSpec) -> float:
-    """Return the FLOPs of the gradients of weights in blocks, as a share of those if all were trained."""
-    parts = [branch.part for block in blocks(spec) for branch in block]
-    forward = sum(map(product_flops, parts))
-    return (sum(map(backward_product_flops, parts)) - forward) / forward
+def _tuning_columns(spec: ModelSpec) -> JobRow:
+    """Return the columns of what is frozen, and of adapters."""
+    linears = [linear for block in blocks(spec) for branch in block for linear in branch.part.linears]
+    flops = {linear.is_trained: 0.0 for linear in linears}
+    for linear in linears:
+        flops[linear.is_trained] += 0 if linear.adapts else linear_flops(linear)
+    # Of each adapter, A reads what the adapted product reads, and B writes what it writes.
+    a, b = ([linear for linear in linears if linear.adapts][index::2] for index in (0, 1))
+    adapter = spec.tuning.adapter
+    magnitude_weights = 0.0
+    if adapter and adapter.dora:
+        magnitude_weights = sum(read.reads[0].width * written.writes.width for read, written in zip(a, b, strict=True))
+    return {
+        "weight_gradient_share": flops.get(True, 0.0) / sum(flops.values()),
+        "head_gradient_share": float(is_head_trained(spec)),
+        "adapter_rank": adapter.rank if adapter else 0,
+        "adapted_products": len(a) / spec.num_blocks,
+        "adapted_inputs": sum(linear.reads[0].copies * linear.reads[0].width for linear in a) / spec.num_blocks,
+        "adapted_outputs": sum(linear.reads[0].copies * linear.writes.width for linear in b) / spec.num_blocks,
+        "magnitude_weights": magnitude_weights / spec.num_blocks,
+    }
 
 
 def _shared_width(moe: MoESpec, spec: ModelSpec) -> float:
@@ -82,6 +99,7 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
     rows = []
     for sizes, layers in kinds.items():
         routed = sum(layer.moe is not None for layer in layers)
+        attention = sum(count_parameters(layer.without_tuning).attention for layer in layers)
         rows.append(
             {
                 "kind_share": len(layers) / spec.num_blocks,
@@ -91,7 +109,8 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
                 "kv_heads": sizes.kv_heads,
                 "head_dim": sizes.head_dim,
                 "value_dim": sizes.value_dim,
-                "attention_parameters": sum(count_parameters(layer).attention for layer in layers) / len(layers),
+                "attention_parameters": sum(count_parameters(layer.without_tuning).attention for layer in layers)
+                / len(layers),
                 "ffn": sizes.ffn,
                 "attended_fraction": attended_fraction(layers, sequence) + sizes.scanned_fraction,
             }

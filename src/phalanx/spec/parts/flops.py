@@ -10,17 +10,18 @@ from phalanx.spec.parts.scan_segments import mean_chunk
 
 def product_flops(part: Part) -> float:
     """Return the FLOPs of the products on one token: 2 per weight that it uses (arXiv 2001.08361, section 2.1)."""
-    return sum(2.0 * linear.matrix.numbers * _used_share(linear) for linear in part.linears)
+    return sum(map(linear_flops, part.linears))
 
 
 def backward_product_flops(part: Part) -> float:
     """Return the FLOPs of the products' gradients on one token: of inputs, and of the weights that are trained."""
-    return sum(2.0 * linear.matrix.numbers * _used_share(linear) * (1 + linear.is_trained) for linear in part.linears)
+    return sum(linear_flops(linear) * (1 + linear.is_trained) for linear in part.linears)
 
 
-def _used_share(linear: Linear) -> float:
-    """Return the share of a product's weights that a token uses: top_k of the experts."""
-    return linear.reads[0].copies / linear.matrix.shape[0] if isinstance(linear, GroupedLinear) else 1.0
+def linear_flops(linear: Linear) -> float:
+    """Return the FLOPs of a product on one token, which uses the weights of top_k of the experts, if there are any."""
+    used_share = linear.reads[0].copies / linear.matrix.shape[0] if isinstance(linear, GroupedLinear) else 1.0
+    return 2.0 * linear.matrix.numbers * used_share
 
 
 def core_flops(part: Part, seq_len: int, causal: bool = True) -> float:
