@@ -155,6 +155,7 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(8, pp=4, tp=2, schedule="zb-h1", **BF16),
     dry_run_case(8, MOE, pp=2, ep=2, data_parallel="zero1"),
     dry_run_case(2, data_parallel="zero3", **FROZEN),
+    dry_run_case(2, data_parallel="zero3", **BF16, **ADAPTER),
     dry_run_case(2, MOE, data_parallel="zero2", **ADAPTER),
     dry_run_case(4, tp=2, data_parallel="zero3", **ADAPTER),
     dry_run_case(2, pp=2, schedule="zb-h1", **ADAPTER),

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_and_evaluate, train_until
 
@@ -99,3 +102,30 @@ def test_frozen_parameters_keep_their_values_and_have_no_state_after_a_resumed_r
         assert value.equal(initial[name]) == (name in frozen), name
     (optimizer,) = resumed.optimizers
     assert len(optimizer.state) == len(resumed.strategy.trainable_parameters)
+
+
+def test_zero3_keeps_frozen_parameters_in_precision_of_products(documents: Path, tmp_path: Path) -> None:
+    """The first loss is that of a run with fp32 copies, which are gathered in bf16. A run in fp32 may resume."""
+    changes = {"model": MODELS["dense"], "training.precision": "bf16", "layout.data_parallel": "zero3"}
+    unfrozen, run = (
+        small_run(documents, tmp_path / name, {**changes, "training.freeze": freeze, "training.steps": 1})
+        for name, freeze in (("unfrozen", []), ("frozen", SCATTERED))
+    )
+    expected, results = (rank_pool(2).run(train_and_save, each) for each in (unfrozen, run))
+    assert [loss for loss, _ in results] == [loss for loss, _ in expected]
+    assert [dtypes for _, dtypes in results] == 2 * [{"torch.bfloat16"}]
+    resumed = make_trainer(run.replace(layout=Layout(), training=run.training.replace(precision="fp32")))
+    initial = {name: value.detach().clone() for name, value in resumed.strategy.frozen_parameters.items()}
+    resumed.resume()
+    for name, value in resumed.strategy.frozen_parameters.items():
+        assert value.dtype == torch.float32
+        assert value.equal(initial[name].bfloat16().float()), name
+
+
+def train_and_save(run: RunSpec) -> tuple[float, set[str]]:
+    """Return the loss of the last step, and the dtypes of frozen parameters."""
+    trainer = make_trainer(run)
+    *_, (loss, _) = train_until(trainer, run.training.steps)
+    trainer.save()
+    trainer.checkpointer.wait()
+    return loss, {str(parameter.dtype) for parameter in trainer.strategy.frozen_parameters.values()}

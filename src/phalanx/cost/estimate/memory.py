@@ -170,8 +170,7 @@ def _state_bytes(constants: MemoryConstants, jobs: JobTable, blocks: Column) -> 
 def frozen_bytes(jobs: JobTable) -> Column:
     """Return the bytes of the weights of a frozen model, which ZeRO-3 shards, on a rank without a pipeline."""
     shards = np.where(jobs.zero_stage >= 3, jobs.shard_group_size, 1.0)
-    number_bytes = np.where(jobs.zero_stage >= 3, jobs.parameter_bytes, jobs.compute_dtype_bytes)
-    return number_bytes * jobs.parameters / jobs.tp / shards
+    return jobs.compute_dtype_bytes * jobs.parameters / jobs.tp / shards
 
 
 def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:

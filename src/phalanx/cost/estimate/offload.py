@@ -42,10 +42,16 @@ def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
     Frozen parameters have only the first."""
     is_offloaded = jobs.offload > 0
     return (
-        np.where(is_offloaded & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
+        np.where(is_offloaded & (jobs.zero_stage >= 3), 0.0, _weight_bytes(jobs)),
         np.where(is_offloaded & (jobs.zero_stage >= 2), 0.0, jobs.trained_share * jobs.gradient_bytes),
         np.where(is_offloaded, 0.0, jobs.trained_share * jobs.state_bytes),
     )
+
+
+def _weight_bytes(jobs: JobTable) -> Column:
+    """Return the mean bytes per parameter of a rank's weights: ZeRO has frozen ones in the precision of products."""
+    frozen_bytes = np.where(jobs.zero_stage >= 1, jobs.compute_dtype_bytes, jobs.parameter_bytes)
+    return jobs.trained_share * jobs.parameter_bytes + (1 - jobs.trained_share) * frozen_bytes
 
 
 def host_bytes(jobs: JobTable) -> Column:
@@ -62,7 +68,7 @@ def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
     """Return the seconds to copy a rank's share of `parameters` to the device before a ZeRO-3 gather."""
     return np.where(
         (jobs.offload > 0) & (jobs.zero_stage >= 3),
-        parameters * jobs.parameter_bytes / _pinned_bytes_per_second(jobs),
+        parameters * _weight_bytes(jobs) / _pinned_bytes_per_second(jobs),
         0.0,
     )
 

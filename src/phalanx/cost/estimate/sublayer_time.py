@@ -110,7 +110,8 @@ def adapter_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     def pass_seconds(numbers: Column) -> Column:
         return memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * numbers)
 
-    x, y = inputs / count, outputs / count
+    x = inputs / count
+    y = outputs / count
     tokens = jobs.tokens
     fraction = _remaining_pass_fraction(constants, jobs)
     has_magnitudes = jobs.magnitude_weights > 0

@@ -11,7 +11,7 @@ from phalanx.cost.exact.model_state import (
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.program.rank_tensors import RankTensors
-from phalanx.spec.layout import FSDP_STRATEGIES, ZERO_STRATEGIES
+from phalanx.spec.layout import FSDP_STRATEGIES, SHARDED_STRATEGIES, ZERO_STRATEGIES
 from phalanx.spec.parameter_shapes import Shapes, is_muon_parameter, num_elements
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.resolved_run import ResolvedRun
@@ -56,9 +56,9 @@ def _trained_by_shards(rank: RankTensors) -> tuple[tuple[Shapes, int], ...]:
 def frozen_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     """Return the bytes of a rank's frozen parameters, of which only ZeRO-3 has shards.
 
-    ZeRO-1 and 2 have them in the precision of their computation."""
+    ZeRO has them in the precision of their computation."""
     is_sharded = resolved.strategy in FSDP_STRATEGIES
-    size = (COMPUTE_BYTES if resolved.strategy in ZERO_STRATEGIES else STATE_BYTES)[resolved.run.training.precision]
+    size = (COMPUTE_BYTES if resolved.strategy in SHARDED_STRATEGIES else STATE_BYTES)[resolved.run.training.precision]
     shapes = rank.all
     return size * sum(
         max_shard_elements(shapes[name], rank.shards_of(name) if is_sharded else 1) for name in rank.frozen

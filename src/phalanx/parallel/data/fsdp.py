@@ -64,9 +64,13 @@ class FSDP(Strategy):
     ) -> None:
         """Shard a module into FSDP2 units, of which each block is one.
 
-        The mesh is one-dimensional (ZeRO-3), or replicate x shard (HSDP). Gathered parameters have `compute_dtype`;
-        gradients are reduced and state is stored in the parameters' own dtype. The trainer sums its scalars over
-        `group`. `expert_parameters` are sharded over `expert_mesh`, the ranks with the same experts."""
+        The mesh is one-dimensional (ZeRO-3), or replicate x shard (HSDP). Gathered parameters have `compute_dtype`, and
+        frozen ones always; gradients are reduced and state is stored in the parameters' own dtype. The trainer sums its
+        scalars over `group`. `expert_parameters` are sharded over `expert_mesh`, the ranks with the same experts."""
+        # Nothing updates frozen parameters, so they need no more digits than products read.
+        for parameter in module.parameters() if compute_dtype else ():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(compute_dtype)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.float32 if compute_dtype else None,

@@ -109,8 +109,7 @@ def _layer_columns(spec: ModelSpec, sequence: int) -> JobRow:
                 "kv_heads": sizes.kv_heads,
                 "head_dim": sizes.head_dim,
                 "value_dim": sizes.value_dim,
-                "attention_parameters": sum(count_parameters(layer.without_tuning).attention for layer in layers)
-                / len(layers),
+                "attention_parameters": attention / len(layers),
                 "ffn": sizes.ffn,
                 "attended_fraction": attended_fraction(layers, sequence) + sizes.scanned_fraction,
             }
