@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from phalanx.data.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.huggingface.tokenizer import outdated_tokenizer_files
 from phalanx.spec.errors import UserError
+from phalanx.testing.processes import run_python
 from phalanx.train.create_run import create_run
 from tests.helpers.cli_runner import command_output
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
@@ -51,6 +53,15 @@ def say(directory: Path, text: str) -> str:
 def test_chat_answers_as_trained_and_ends_with_the_turn(talker: Path) -> None:
     assert say(talker, "ping\n") == "pong\n"
     assert say(talker, "ping\n/new\nping\n/quit\nping\n") == "pong\npong\n"
+
+
+def test_chat_in_ranks_reads_and_prints_on_the_first(talker: Path, tmp_path: Path) -> None:
+    (tmp_path / "messages.txt").write_text("ping\n/new\nping\n")
+    command = [sys.executable, "-m", "phalanx", "chat", str(talker), "--temperature", "0", "--tokens", "20"]
+    command += ["--nproc", "2", "--set", "layout.tp=2"]
+    with open(tmp_path / "messages.txt") as messages:
+        done = run_python(command, stdin=messages, timeout=300, text=True)
+    assert (done.returncode, done.stdout) == (0, "pong\npong\n"), done.stderr
 
 
 def test_export_has_the_template_of_the_run(talker: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typer import Option
 
 from phalanx.cli.common.options import (
     MinP,
+    Overrides,
     RepetitionPenalty,
     Seed,
     Step,
@@ -19,11 +20,13 @@ from phalanx.cli.common.options import (
     TrainedRun,
     Trust,
 )
+from phalanx.cli.common.ranks import Ranks, is_first_rank, layout_of_ranks
 
 if TYPE_CHECKING:
     from phalanx.data.chat_template import ChatTemplate
     from phalanx.data.tokenizer import Tokenizer
 
+DAY_SECONDS = 24 * 3600.0
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -37,13 +40,16 @@ def chat(
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = 0,
+    nproc: Ranks = None,
+    set_: Overrides = None,
     step: Step = None,
     trust: Trust = None,
 ) -> None:
     """Talk to a checkpoint of a run that was trained on conversations.
 
     Each line is a message; /new begins another conversation, and Ctrl-D or /quit ends. The tokenizer's chat template
-    renders the conversation, as in training.
+    renders the conversation, as in training. With --nproc or under torchrun, ranks share the model: by ZeRO-3, or the
+    layout that --set names.
 
     Examples:
 
@@ -52,6 +58,8 @@ def chat(
         phalanx chat runs/tuned --system "Answer in one word." --temperature 0
 
         echo "What is 2 + 2?" | phalanx chat runs/tuned
+
+        phalanx chat runs/large --nproc 8 --set layout.tp=8
     """
     from itertools import islice
 
@@ -59,13 +67,16 @@ def chat(
 
     from phalanx.data.chat_template import ConversationError
     from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.launch.process import init_distributed
     from phalanx.model.generation import stream_tokens
     from phalanx.model.sampling import Sampling
+    from phalanx.parallel.comm.objects import broadcast_from_rank0
     from phalanx.spec.errors import UserError
-    from phalanx.train.checkpoint.load_model import load_trained_model
+    from phalanx.train.checkpoint.load_in_ranks import load_in_ranks
+    from phalanx.train.checkpoint.load_model import find_trained_weights
 
-    trained = load_trained_model(run, step, trust=bool(trust))
-    tokenizer = load_tokenizer(trained.tokenizer_file)
+    found = find_trained_weights(run, step, trust=bool(trust))
+    tokenizer = load_tokenizer(found.tokenizer_file)
     template = tokenizer.chat
     if template is None:
         fix = 'train with data.format = "chat", or use phalanx generate'
@@ -74,11 +85,15 @@ def chat(
         ending = ending_of_answers(template, tokenizer.end_text)
     except ConversationError:
         ending = ""
+    layout = layout_of_ranks(found, nproc, set_)
+    # The other ranks wait while a person thinks.
+    device = torch.device("cpu") if layout is None else init_distributed(timeout_seconds=DAY_SECONDS)
+    model = found.load_module() if layout is None else load_in_ranks(found, layout, device)[0]
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     generator = torch.Generator().manual_seed(seed)
     first: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
-    while (text := _read_message()) is not None:
+    while (text := broadcast_from_rank0(_read_message)) is not None:
         if text == "/new":
             messages = list(first)
             continue
@@ -88,14 +103,15 @@ def chat(
         except ConversationError as error:
             raise UserError("RUN_DIR", str(run), f"has a conversation that {error}", "change the messages") from None
         ((ids, _),) = tokenizer.encode_with_offsets([rendered], has_special=True)
-        context = trained.run.training.seq_len
-        stream = stream_tokens(trained.module, [torch.from_numpy(ids)], sampling, generator, context, tokenizer.vocab)
+        context = found.run.training.seq_len
+        prompt = torch.from_numpy(ids).to(device)
+        stream = stream_tokens(model, [prompt], sampling, generator, context, tokenizer.vocab)
         new = (int(tokens_B[0]) for tokens_B in islice(stream, tokens))
         answer = ""
         for piece in answer_pieces(tokenizer, ending, new):
             answer += piece
-            print(piece, end="", flush=True)
-        print()
+            _print(piece)
+        _print("\n")
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -123,6 +139,11 @@ def answer_pieces(tokenizer: Tokenizer, ending: str, new: Iterable[int]) -> Iter
         printed = len(visible)
         if is_end:
             return
+
+
+def _print(text: str) -> None:
+    if is_first_rank():
+        print(text, end="", flush=True)
 
 
 def _read_message() -> str | None:
