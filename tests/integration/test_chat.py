@@ -15,8 +15,11 @@ import torch
 
 from phalanx.data.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from phalanx.data.checked_loader import CheckedLoader
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader
 from phalanx.data.packing import token_ids
+from phalanx.data.pair_metadata import recorded_kind
+from phalanx.data.prepare import prepare
 from phalanx.spec import chunks
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -163,6 +166,24 @@ def test_weights_of_answers_cannot_be_combined_with_a_loss_of_the_user(documents
 
 def abs_ids(tokens: Any) -> list[int]:
     return token_ids(np.array(tokens)).tolist()
+
+
+@pytest.mark.parametrize("field", ["held_out", "source's set", "other set"])
+def test_held_out_text_of_a_mixture_needs_no_chat_template(field: str, documents: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("held-out words " * 100)
+    text = [str(tmp_path / "text.txt")]
+    changes: dict[str, dict[str, Any]] = {
+        "held_out": {"data.held_out": text},
+        "source's set": {"data.held_out_sets": {"code": text}},
+        "other set": {"data.held_out_sets": {"words": text}},
+    }
+    prepared = prepare(chat_run(documents, tmp_path, changes[field]).data)
+    assert recorded_kind(IndexedDataset(prepared.held_out)) == "text"
+
+
+def test_conversations_are_held_out_beside_a_dataset_of_the_user(documents: Path, tmp_path: Path) -> None:
+    run = weighted_run(documents, tmp_path, weight, {"data.dataset": {"class": "my_data:Rows"}})
+    assert recorded_kind(IndexedDataset(prepare(run.data).held_out)) == "chat"
 
 
 @pytest.mark.parametrize(

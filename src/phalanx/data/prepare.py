@@ -24,6 +24,7 @@ from phalanx.data.source_checks import (
     parts_of_mixture,
     records_of,
     require_template,
+    template_of,
 )
 from phalanx.data.sources import (
     RECIPE_VERSION,
@@ -112,7 +113,11 @@ def _prepare_held_out_set(data: DataSpec, name: str, progress: Progress | None) 
     field = f"data.held_out_sets.{name}"
     like = data_of_set(data, name)
     data = data.replace(
-        format=like.format, text_key=like.text_key, chat_template=like.chat_template, source=[], train=sources
+        format=like.format,
+        text_key=like.text_key,
+        chat_template=template_of(like, like.format),
+        source=[],
+        train=sources,
     )
     pairs = indexed_prefixes(sources, field)
     if len(pairs) == 1:
@@ -148,7 +153,10 @@ def _prepare_mixture(data: DataSpec, progress: Progress | None) -> PreparedData:
         if data.held_out:
             _write_sources(data, data.held_out, "data.held_out", tokenizer, folder / "held_out", progress)
 
-    held_out_text = [data.replace(train=data.held_out, source=[], held_out=[])] if data.held_out else []
+    held_out_text = []
+    if data.held_out:
+        template = template_of(data, data.format)
+        held_out_text = [data.replace(train=data.held_out, chat_template=template, source=[], held_out=[])]
     key = _hash_key([_cache_key(part) for part in [*parts, *held_out_text]])
     folder = _fill_cache(data, key, write_common_files)
     tokenizer = str(folder / "tokenizer.json")
@@ -259,7 +267,7 @@ def _write_cache_folder(data: DataSpec, folder: Path, field: str, progress: Prog
         text = documents(data.train, records_of(data), field, BadRecords(data.max_bad_records))
         selected = (document for document in text if _is_held_out(data, document))
         first_selected = islice(selected, STREAMING_HELD_OUT_DOCUMENTS)
-        (counts,) = write_indexed_pairs(first_selected, tokenizer, [held_out], progress=progress)
+        (counts,) = write_indexed_pairs(first_selected, tokenizer, [held_out], kind=data.format, progress=progress)
         if not counts.documents:
             problem = "is not set, and data.train has too few documents to hold one out"
             raise UserError("data.held_out", None, problem, "set data.held_out")

@@ -34,7 +34,7 @@ from phalanx.data.tokenizer import Tokenizer, chat_template, tokenizer_without_t
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.local_paths import is_url
-from phalanx.spec.mixture import SourceSpec, TooLong
+from phalanx.spec.mixture import RecordKind, SourceSpec, TooLong
 from phalanx.spec.run import DataSpec
 
 MAX_FULL_CHECK_TOKENS = 20_000_000
@@ -81,7 +81,7 @@ def parts_of_mixture(data: DataSpec) -> list[DataSpec]:
             train=_add_config_and_split(source, number),
             format=source.format or data.format,
             text_key=source.text_key or data.text_key,
-            chat_template=None if (source.format or data.format) == "text" else data.chat_template,
+            chat_template=template_of(data, source.format or data.format),
             too_long=source.too_long or data.too_long,
             max_bad_records=data.max_bad_records if source.max_bad_records is None else source.max_bad_records,
             source=[],
@@ -90,6 +90,11 @@ def parts_of_mixture(data: DataSpec) -> list[DataSpec]:
         )
         for number, source in enumerate(data.source)
     ]
+
+
+def template_of(data: DataSpec, kind: RecordKind) -> str | None:
+    """Return the template of `data` for records of a kind: text has none."""
+    return None if kind == "text" else data.chat_template
 
 
 def _add_config_and_split(source: SourceSpec, number: int) -> list[str]:
