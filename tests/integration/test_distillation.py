@@ -24,7 +24,7 @@ from phalanx.parallel.distillation_loss import TeacherHead
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss
 from phalanx.plan.predicted_vs_measured import PARTS, WORKING, compare_with_prediction
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model_spec
+from phalanx.spec.files.load import load_model_spec, load_run
 from phalanx.spec.files.teacher import keep_teacher, teacher_run, with_kept_teacher
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
@@ -38,6 +38,7 @@ from tests.helpers.small_runs import (
     make_trainer,
     measure_steady_step,
     small_run,
+    train_until,
 )
 from tests.model.huggingface.test_checkpoint_traps import EAGER, fp32_as_fp64, fp64_by_default
 from tests.parity.test_distillation import make_teacher
@@ -259,6 +260,32 @@ def test_description_of_a_teacher_of_hugging_face_is_kept(
     assert expected is not None
     assert kept is not None
     assert kept.model == expected.model.model_copy(update={"from_hf": kept.model.from_hf})
+
+
+def test_run_records_checkpoint_of_its_teacher_and_keeps_it(documents: Path, teacher: Path, tmp_path: Path) -> None:
+    trained = Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    run = numbered_run(documents, tmp_path, trained)
+    file = create_run(run, 1, resume=False) / "run.toml"
+    assert load_run(file, environment={}).distillation.step == 0
+    learner = make_trainer(load_run(trained / "run.toml", environment={}).replace(output_dir=str(tmp_path)))
+    train_until(learner, 1)
+    learner.save()
+    learner.checkpointer.wait()
+    create_run(run, 1, resume=True)
+    assert load_run(file, environment={}).distillation.step == 0
+    create_run(run.replace(name="later"), 1, resume=False)
+    assert load_run(tmp_path / "later" / "run.toml", environment={}).distillation.step == 1
+    shutil.rmtree(trained / "checkpoints" / "step-00000000")
+    with pytest.raises(UserError, match=r"distillation\.step = 0 is not a checkpoint of (.|\n)*use one of 1"):
+        create_run(run, 1, resume=True)
+
+
+def test_step_of_a_teacher_without_checkpoints_is_refused(
+    documents: Path, tmp_path: Path, hf_models: dict[str, tuple[Any, Path]]
+) -> None:
+    run = numbered_run(documents, tmp_path, hf_models["teacher"][1], **{"distillation.step": 3})
+    with pytest.raises(UserError, match=r"distillation\.step = 3 has no effect"):
+        create_run(run, 1, resume=False)
 
 
 def test_teacher_without_tokenizer_is_refused(

@@ -21,6 +21,8 @@ class DistillationSpec(Spec):
     teacher: LocalPath = Field(examples=["runs/teacher"])
     """Run directory, or directory of a Hugging Face model with safetensors, whose vocabulary and tokenizer are those of
     the run."""
+    step: int | None = Field(None, ge=0)
+    """Step of the teacher's checkpoint, by default the newest one when the run starts; a resumed run keeps it."""
     temperature: float = Field(1.0, gt=0)
     """Divisor of the logits of both: higher ones give unlikely tokens more weight."""
     weight: float = Field(0.5, gt=0, le=1)

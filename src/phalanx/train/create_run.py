@@ -52,7 +52,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 from phalanx.train.optim.optimizers import learning_rate_ratio
 from phalanx.train.profiling.peak_flops import fastest_precision
-from phalanx.train.teacher import check_teacher
+from phalanx.train.teacher import with_checked_teacher
 from phalanx.train.time_budget import with_decided_steps
 
 logger = logging.getLogger(__name__)
@@ -71,12 +71,15 @@ def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
 def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     """Return a run with the faster precision, and without compilation if it cannot work, where the file leaves it open.
 
-    A resumed run keeps the choices of its first start: its precision, and the steps of `training.seconds`."""
+    A resumed run keeps the choices of its first start: its precision, the steps of `training.seconds`, and the
+    checkpoint of its teacher."""
     file = run_directory(run) / RUN_FILE
     recorded_run = None
     if resume and file.exists():
         with suppress(UserError):
             recorded_run = load_run(file, environment={})
+    if recorded_run is not None:
+        run = _with_recorded_teacher(run, recorded_run)
     if recorded_run is not None and run.training.seconds is not None and recorded_run.training.has_decided_steps:
         steps = recorded_run.training.steps
         _log_note(f"training.seconds applies to new runs only; this run keeps the {steps} steps of its first start")
@@ -89,6 +92,16 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     precision = recorded_run.training.precision if recorded_run else fastest_precision(torch.device(select_device(run)))
     training = run.training.replace(precision=precision, auto_precision=False)
     return run.replace(training=training)
+
+
+def _with_recorded_teacher(run: RunSpec, recorded: RunSpec) -> RunSpec:
+    """Return a run with the checkpoint of its teacher that a recorded run has, if it names none."""
+    distillation = with_absolute_paths(run).distillation
+    if distillation is None or distillation.step is not None or run.distillation is None:
+        return run
+    if recorded.distillation is None or recorded.distillation.teacher != distillation.teacher:
+        return run
+    return run.replace(distillation=run.distillation.replace(step=recorded.distillation.step))
 
 
 def find_c_compiler() -> str | None:
@@ -130,7 +143,7 @@ def check_and_prepare(
 ) -> tuple[RunSpec, PreparedData]:
     """Check a run that may resume, from `step` if given, and prepare its data. Raises UserError if it cannot work.
 
-    The result has the steps of `training.epochs`."""
+    The result has the steps of `training.epochs`, and the step of a teacher's checkpoint."""
     preflight(ResolvedRun(run, world_size), resume, step)
     saved_checkpoints = checkpoints(run_directory(run) / CHECKPOINTS_DIR, step) if resume else []
     if not saved_checkpoints:
@@ -146,8 +159,9 @@ def check_and_prepare(
         _log_note(f"{describe_bad_records(prepared.bad_records)} ({BAD_RECORDS_FILE} of the run lists them)")
     manifest = latest_manifest(saved_checkpoints) if saved_checkpoints else None
     decided = _decide_epochs(run, prepared, world_size, manifest)
+    _check_tokens(with_absolute_paths(decided), prepared, world_size, manifest)
+    decided = with_checked_teacher(decided, load_tokenizer(prepared.tokenizer))
     run = with_absolute_paths(decided)
-    _check_tokens(run, prepared, world_size, manifest)
     if manifest is not None:
         if run.preference is not None:
             require_reference(run_directory(run))
@@ -281,7 +295,6 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, world_size: int, manifes
     check_vocab_size(run, num_tokens)
     if num_tokens > MAX_IDS:
         raise UserError("data.tokenizer", run.data.tokenizer, f"has more than {MAX_IDS:,} tokens", "use another one")
-    check_teacher(run, tokenizer)
     if manifest is None and not run.model.from_hf and num_tokens < MIN_USED_VOCABULARY * run.model.vocab_size:
         unused = f"the tokenizer has {num_tokens:,} tokens, and the model rows for {run.model.vocab_size:,}"
         _log_note(f"{unused}: set model.vocab_size = {num_tokens} for a smaller model")

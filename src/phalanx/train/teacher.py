@@ -98,30 +98,44 @@ def teacher_weights(run: RunSpec) -> Weights | None:
     teacher = teacher_run(run)
     if teacher is None or run.distillation is None:
         return None
-    directory = Path(run.distillation.teacher).expanduser()
+    return _open_teacher(teacher, run.distillation)[0]
+
+
+def _open_teacher(teacher: RunSpec, distillation: DistillationSpec) -> tuple[Weights, int | None]:
+    """Return the weights of a teacher, and the step of its checkpoint, if it is a run directory."""
+    directory = Path(distillation.teacher).expanduser()
+    if distillation.step is not None and not is_run_directory(directory):
+        problem = f"has no effect, because {directory} is not a run directory"
+        raise UserError("distillation.step", distillation.step, problem, "remove it")
     try:
         if not is_run_directory(directory):
             from phalanx.model.huggingface.checkpoint import open_hf_weights
 
-            return open_hf_weights(directory, teacher.model.without_tuning)
+            return open_hf_weights(directory, teacher.model.without_tuning), None
         from phalanx.train.checkpoint.load_model import find_trained_weights
 
-        tensors = find_trained_weights(directory).tensors()
+        found = find_trained_weights(directory, distillation.step)
+        tensors = found.tensors()
     except UserError as error:
+        if error.field == "--step":
+            raise UserError("distillation.step", distillation.step, error.problem, error.fix) from None
         raise UserError(FIELD, str(directory), f"has no usable weights: {error.problem}", error.fix) from None
 
     def read_part(name: str, shape: torch.Size, part: Part) -> Tensor:
         return tensors[name][part[0]][(slice(None), *part[1:])] if part else tensors[name][...]
 
-    return PartialWeights(read_part)
+    return PartialWeights(read_part), found.step
 
 
-def check_teacher(run: RunSpec, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a run's teacher has no weights, or another tokenizer than the run."""
-    if run.distillation is None:
-        return
+def with_checked_teacher(run: RunSpec, tokenizer: Tokenizer) -> RunSpec:
+    """Return a run with the step of its teacher's checkpoint, so that all ranks read the same one.
+
+    Raises UserError if the teacher has no weights, or another tokenizer than the run."""
+    teacher = teacher_run(run)
+    if teacher is None or run.distillation is None:
+        return run
     directory = Path(run.distillation.teacher).expanduser()
-    teacher_weights(run)
+    _, step = _open_teacher(teacher, run.distillation)
     file = directory / TOKENIZER_FILE
     if not file.is_file():
         problem = f"has no {TOKENIZER_FILE}, so that its tokens cannot be compared with those of the run"
@@ -134,3 +148,4 @@ def check_teacher(run: RunSpec, tokenizer: Tokenizer) -> None:
     if fingerprint != tokenizer.fingerprint():
         problem = "has another tokenizer than the run: its probabilities would be those of other tokens"
         raise UserError(FIELD, str(directory), problem, f"set data.tokenizer = {str(file)!r}")
+    return run.replace(distillation=run.distillation.replace(step=step))
