@@ -95,6 +95,8 @@ SGD = {"optimizer.name": "sgd"}
 MUON = {"optimizer.name": "muon"}
 FROZEN: Table = {"training.freeze": ["embedding.*", "blocks.0.*", "*norm.weight"]}
 ADAPTER: Table = {"adapter.rank": 8, "adapter.alpha": 16.0}
+NF4: Table = {"adapter.base_dtype": "nf4"}
+QUANTIZED: Table = {**MOE, "hidden_size": 128, "moe": {**MOE["moe"], "expert_ffn_size": 128}}
 LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "norms", "selective", "full", "offload")],
     dry_run_case(1, activation_checkpointing="full", recomputed_blocks=1),
@@ -159,4 +161,5 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(2, MOE, data_parallel="zero2", **ADAPTER),
     dry_run_case(4, tp=2, data_parallel="zero3", **ADAPTER),
     dry_run_case(2, pp=2, schedule="zb-h1", **ADAPTER),
+    dry_run_case(4, QUANTIZED, tp=2, data_parallel="zero3", **ADAPTER, **NF4),
 ]

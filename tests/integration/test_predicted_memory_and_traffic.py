@@ -40,6 +40,8 @@ MODELS = {
     },
     "moe": {**MOE, "hidden_size": 64, "vocab_size": 1024},
 }
+MODELS["wide"] = {**MODELS["dense"], "hidden_size": 128}
+MODELS["wide moe"] = {**MODELS["moe"], "hidden_size": 128, "moe": {**MOE["moe"], "expert_ffn_size": 128}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     **{
@@ -111,6 +113,7 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
 
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
+NF4 = {**ADAPTER, "base_dtype": "nf4"}
 EXPERTS = {**ADAPTER, "targets": ["experts.gate", "experts.up", "experts.down"]}
 FROZEN_RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "moe", {"training.freeze": ["*norm*"]}),
@@ -145,6 +148,12 @@ FROZEN_RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "magnitudes-tp": (2, "dense", {"adapter": {**ADAPTER, "dora": True}, "layout.tp": 2}),
     "experts-ep-zero3": (4, "moe", {"adapter": EXPERTS, "layout.ep": 2, "layout.data_parallel": "zero3"}),
     "experts-tp": (2, "moe", {"adapter": EXPERTS, "layout.tp": 2}),
+    "nf4": (1, "wide moe", {"adapter": NF4}),
+    "nf4-zero1": (2, "wide", {"adapter": NF4, "layout.data_parallel": "zero1"}),
+    "nf4-zero3": (4, "wide moe", {"adapter": NF4, "layout.data_parallel": "zero3"}),
+    "nf4-server": (2, "wide", {"adapter": NF4, "layout.data_parallel": "parameter_server"}),
+    "nf4-tp": (2, "wide moe", {"adapter": NF4, "layout.tp": 2}),
+    "nf4-ep-zero3": (4, "wide moe", {"adapter": NF4, "layout.ep": 2, "layout.data_parallel": "zero3"}),
     "adapters-cp": (2, "dense", {"adapter": ADAPTER, "layout.cp": 2, "layout.data_parallel": "zero2"}),
 }
 """Ranks, model and changes of runs that train a part of the model."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from phalanx.model.nf4 import dequantize
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -28,11 +30,14 @@ ADAPTER: Table = {"rank": 3, "alpha": 6.0}
 SOME: Table = {"rank": 4, "alpha": 8.0, "targets": ["wq", "wo", "mlp.down"], "rslora": True, "dropout": 0.2}
 DORA: Table = {"rank": 3, "alpha": 6.0, "dora": True, "dropout": 0.3}
 EXPERTS: Table = {**ADAPTER, "targets": ["experts.gate", "experts.up", "experts.down", "router.gate", "wo"]}
+NF4: Table = {**ADAPTER, "base_dtype": "nf4"}
 MODELS: dict[str, Table] = {
     "dense": {**DENSE, "num_layers": 4},
     "moe": {**MOE, "num_layers": 4},
     "dials": DIALS,
     "latent": LATENT,
+    "wide": {**DENSE, "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 128},
+    "wide moe": {**MOE, "num_layers": 4, "hidden_size": 128, "moe": {**MOE["moe"], "expert_ffn_size": 128}},
     "three heads": {**DENSE, "num_layers": 2, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36},
 }
 CASES: dict[str, tuple[int, str, Table, Table]] = {
@@ -108,6 +113,28 @@ CASES: dict[str, tuple[int, str, Table, Table]] = {
         EXPERTS,
         {"layout.pp": 2, "layout.cp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
     ),
+    "nf4-ddp": (2, "wide moe", NF4, {}),
+    "nf4-zero2-full": (
+        2,
+        "wide",
+        NF4,
+        {"layout.data_parallel": "zero2", "layout.activation_checkpointing": "full"},
+    ),
+    "nf4-zero3": (2, "wide moe", {**NF4, "train": ["head.*"]}, {"layout.data_parallel": "zero3"}),
+    "nf4-server": (2, "wide", NF4, {"layout.data_parallel": "parameter_server"}),
+    "nf4-dora-tp-zero1": (4, "wide", {**NF4, "dora": True}, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "nf4-experts-ep-tp-zero3": (
+        4,
+        "wide moe",
+        {**EXPERTS, "base_dtype": "nf4"},
+        {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero3"},
+    ),
+    "nf4-zb-h1-cp": (
+        4,
+        "wide moe",
+        NF4,
+        {"layout.pp": 2, "layout.cp": 2, "layout.schedule": "zb-h1", "layout.micro_batch_size": 1},
+    ),
     "experts-zb-h1-tp": (
         4,
         "moe",
@@ -138,8 +165,26 @@ def test_layout_with_adapters_equals_single_process(case: str, documents: Path, 
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
-def test_run_resumes_in_another_layout_with_its_adapters_and_refuses_others(documents: Path, tmp_path: Path) -> None:
-    changes: Table = {"model": MODELS["dense"], "adapter": ADAPTER, "training.steps": 3, "checkpoint": {"every": 1}}
+@pytest.mark.parametrize("dora", [False, True])
+def test_quantized_matrices_are_those_of_their_numbers(dora: bool, documents: Path, tmp_path: Path) -> None:
+    changes: Table = {"model": MODELS["wide moe"], "adapter": {**NF4, "dora": dora}, "training.steps": STEPS}
+    run = small_run(documents, tmp_path, changes)
+    assert run.adapter
+    quantized = make_trainer(run)
+    other = make_trainer(run.replace(name="other", adapter=run.adapter.replace(base_dtype=None)))
+    for name, parameter in other.strategy.stored_parameters.items():
+        own = quantized.strategy.stored_parameters[name].detach()
+        parameter.data.copy_(own if own.is_floating_point() else dequantize(own, torch.float64))
+    assert train_until(quantized, STEPS) == [pytest.approx(step, rel=1e-10) for step in train_until(other, STEPS)]
+    for name, parameter in quantized.strategy.trainable_parameters.items():
+        torch.testing.assert_close(parameter, other.strategy.trainable_parameters[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("model", "adapter"), [("dense", ADAPTER), ("wide moe", NF4)])
+def test_run_resumes_in_another_layout_with_its_adapters_and_refuses_others(
+    model: str, adapter: Table, documents: Path, tmp_path: Path
+) -> None:
+    changes: Table = {"model": MODELS[model], "adapter": adapter, "training.steps": 3, "checkpoint": {"every": 1}}
     run = small_run(documents, tmp_path, changes)
     expected = train_until(make_trainer(run.replace(name="straight")), 3)
     first = make_trainer(run)
@@ -149,7 +194,7 @@ def test_run_resumes_in_another_layout_with_its_adapters_and_refuses_others(docu
     sharded = run.replace(layout={"data_parallel": "zero3", "tp": 2})
     for records in rank_pool(4).run(resume_and_train, sharded):
         assert records == [pytest.approx(step, rel=1e-10) for step in expected[1:]]
-    other = run.replace(adapter={"rank": 3, "alpha": 7.0})
+    other = run.replace(adapter={**adapter, "alpha": 7.0})
     with pytest.raises(UserError, match=r"adapter.alpha = 7.0 differs from the checkpoint's value 6.0"):
         make_trainer(other).resume()
 

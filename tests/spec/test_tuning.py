@@ -12,6 +12,8 @@ from phalanx.spec.parts.model import model_parameters, num_forward_only_blocks
 from phalanx.spec.run import RunSpec
 from tests.helpers.small_runs import DENSE, MOE
 
+WIDE = {**DENSE, "hidden_size": 64, "ffn_hidden_size": 128}
+
 
 def frozen_run(freeze: list[str], **tables: Any) -> RunSpec:
     return run_from_table({"model": DENSE, "training": {"freeze": freeze}, **tables})
@@ -59,6 +61,13 @@ def test_wrong_pattern_is_refused(freeze: list[str], tables: dict[str, Any], mes
         ({"targets": ["experts.up"], "dora": True}, {"model": MOE}, "adapter.dora.*no effect on routed experts"),
         ({"targets": ["experts.up"], "dropout": 0.1}, {"model": MOE}, "adapter.dropout.*no effect on routed experts"),
         ({"dropout": 1.0}, {}, "adapter.dropout.*less than 1"),
+        ({"base_dtype": "int4"}, {}, "adapter.base_dtype"),
+        ({"base_dtype": "nf4"}, {}, r"blocks of 64 numbers, but the rows of blocks\.0\.attention\.wq\.weight have 32"),
+        (
+            {"base_dtype": "nf4", "train": ["blocks.1.*"]},
+            {"model": WIDE},
+            r"has no effect on blocks\.1\.attention\.wq\.weight, which adapter.train contains",
+        ),
         ({"from_peft": "folder"}, {}, "(?s)needs the model that it adapts.*set model.from_hf"),
         ({}, {"swarm": {}}, r"adapter.rank.*is not supported with a swarm"),
     ],
@@ -78,6 +87,17 @@ def test_adapters_of_all_products_leave_everything_else_frozen() -> None:
         f"blocks.{layer}.{name}_lora_{letter}.weight" for layer in range(2) for name in products for letter in "AB"
     ]
     assert trained == set(names)
+
+
+def test_matrices_of_blocks_but_for_routers_are_quantized() -> None:
+    adapter = {"rank": 2, "alpha": 4.0, "targets": ["wq"], "base_dtype": "nf4"}
+    moe = {**WIDE, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}
+    parameters = model_parameters(run_from_table({"model": moe, "adapter": adapter}).model)
+    quantized = {name.removeprefix("blocks.1."): each for name, each in parameters.items() if each.is_quantized}
+    leaves = ["attention.wq.weight", "attention.wk.weight", "attention.wv.weight", "attention.wo.weight"]
+    leaves += [f"mlp.experts.{name}" for name in ("gate", "up", "down")]
+    assert [name for name in quantized if not name.startswith("blocks.")] == leaves
+    assert quantized["mlp.experts.up"].stored_shape == (4, 64, 36)
 
 
 def test_magnitudes_are_trained_beside_their_adapters() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.model.nf4 import dequantize, numbers_of_bytes, quantize, shape_of_numbers
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.model import carried_tensors, model_parameters
 from phalanx.spec.tuning import MAGNITUDE_SUFFIX, is_adapter_parameter
@@ -71,6 +72,12 @@ def part_of_weight(weights: Weights, name: str, shape: torch.Size, part: Part) -
     return weights(name, shape)[part]
 
 
+def quantized_part(weights: Weights, name: str, shape: torch.Size, part: Part) -> Tensor:
+    """Return the bytes of a part of a parameter, of which `shape` and `part` count bytes."""
+    columns = slice(numbers_of_bytes(part[-1].start), numbers_of_bytes(part[-1].stop))
+    return quantize(part_of_weight(weights, name, shape_of_numbers(shape), (*part[:-1], columns)))
+
+
 def with_adapter(weights: Weights, adapter: Weights) -> PartialWeights:
     """Return the weights of a model, with those of adapters from elsewhere, and what is trained with these."""
     names = adapter.names if isinstance(adapter, PartialWeights) else ()
@@ -87,8 +94,11 @@ def with_adapter(weights: Weights, adapter: Weights) -> PartialWeights:
 def row_norms(spec: ModelSpec, weights: Weights, name: str, part: Part) -> Tensor:
     """Return the norms of some rows of the matrix whose magnitudes a parameter has, in fp64."""
     matrix = name.replace(MAGNITUDE_SUFFIX, "")
-    shape = torch.Size(model_parameters(spec)[matrix].shape)
+    parameter = model_parameters(spec)[matrix]
+    shape = torch.Size(parameter.shape)
     rows = part_of_weight(weights, matrix, shape, (*part, slice(0, shape[1])))
+    if parameter.is_quantized:
+        rows = dequantize(quantize(rows), torch.float32)
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 

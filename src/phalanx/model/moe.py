@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
 from phalanx.model.mlp import MLP
+from phalanx.model.nf4 import shape_of_numbers
 from phalanx.model.part import PartModule
 from phalanx.model.products import (
     IDENTITY,
@@ -234,7 +235,9 @@ class Experts(PartModule):
         """Return the product of activation(inputs) and a matrix of each row's expert, with that of its adapter."""
         dtype = inputs[0].dtype
         product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
-        out = activated_product(product, activation, getattr(self, name).to(dtype), *inputs)
+        weight = getattr(self, name)
+        weight = weight.to(dtype) if weight.is_floating_point() else weight
+        out = activated_product(product, activation, weight, *inputs)
         if name not in self.adapter_scales:
             return out
         product = replace(product, linear=grouped_linear)
@@ -284,7 +287,8 @@ def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     bytes."""
     has_fp32 = x.device.type == "cpu" and not torch.compiler.is_compiling()
     dtypes = (torch.bfloat16, torch.float32) if has_fp32 else (torch.bfloat16,)
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    shape = weight.shape if weight.is_floating_point() else shape_of_numbers(weight.shape)
+    aligned = all(size * x.element_size() % 16 == 0 for size in shape[1:])
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
 
 

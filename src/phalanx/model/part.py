@@ -17,7 +17,7 @@ from phalanx.model.embedding import Embedding
 from phalanx.model.norm import identity, make_norm
 from phalanx.model.products import Adapter, Magnitudes, ProductLinear, TensorTuple
 from phalanx.model.sequence_context import SequenceContext
-from phalanx.spec.parts.operations import GroupedLinear, Linear, LookUp, Magnitude, Norm, Operation, Part
+from phalanx.spec.parts.operations import GroupedLinear, Linear, LookUp, Magnitude, Norm, Operation, Parameter, Part
 
 Multiply = Callable[..., TensorTuple]
 """Function of a tensor and the layers that read it; returns their outputs."""
@@ -43,6 +43,13 @@ def modules_declaring(model: nn.Module, kind: type[Operation]) -> Iterator[Any]:
             yield module
 
 
+def empty_parameter(parameter: Parameter) -> nn.Parameter:
+    """Return a parameter as it is stored: a quantized one in bytes."""
+    if not parameter.is_quantized:
+        return nn.Parameter(torch.empty(parameter.shape))
+    return nn.Parameter(torch.empty(parameter.stored_shape, dtype=torch.uint8), requires_grad=False)
+
+
 class PartModule(nn.Module):
     """Module of a part, with the declared parameters."""
 
@@ -63,7 +70,10 @@ class PartModule(nn.Module):
         for operation in part.modules:
             if isinstance(operation, Linear) and operation.name:
                 (rows, columns) = operation.matrix.shape
-                self.add_module(operation.name, ProductLinear(columns, rows, "bias" in operation.parameters))
+                layer = ProductLinear(columns, rows, "bias" in operation.parameters)
+                if operation.matrix.is_quantized:
+                    layer.weight = empty_parameter(operation.matrix)
+                self.add_module(operation.name, layer)
             elif isinstance(operation, Norm):
                 self.add_module(operation.name, make_norm(operation))
             elif isinstance(operation, Magnitude):
@@ -72,7 +82,7 @@ class PartModule(nn.Module):
                 self.add_module(operation.name, Embedding(*operation.parameters["weight"].shape))
             else:
                 for name, parameter in operation.parameters.items():
-                    self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+                    self.register_parameter(name, empty_parameter(parameter))
         for name, adapter in part.adapters.items():
             if isinstance(adapter[0], GroupedLinear):
                 continue

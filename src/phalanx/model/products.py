@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from phalanx.model.chunks import cached_rows
 from phalanx.model.dropout import Drop, Dropout
 from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.nf4 import dense
 from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.parts.operations import Part
 
@@ -348,7 +349,7 @@ class ProductLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the layer."""
-        if self.product is not LINEAR:
+        if self.product is not LINEAR or not self.weight.is_floating_point():
             return activated_linear(self, IDENTITY, input)
         output = super().forward(input)
         return output if self.adapter is None else self.adapter.add(self, output, self.adapter.forward(IDENTITY, input))
@@ -400,9 +401,9 @@ def adapted_row_norms(layer: ProductLinear, adapter: Adapter) -> Tensor:
 
     Its square is |W_i|^2 + 2 s B_i (W_i A^T)^T + s^2 B_i A A^T B_i^T, for which B A, as large as W, is not computed.
     Ranks with some columns of the rows sum the squares."""
-    weight = layer.weight
     a = at_least_fp32(adapter.a.weight) * adapter.scale
     b = at_least_fp32(adapter.b.weight)
+    weight = dense(layer.weight, a.dtype)
     squares = b.new_empty(len(weight))
     for rows, square in cached_rows(weight, squares[:, None]):
         torch.sum(at_least_fp32(rows).square(), 1, keepdim=True, out=square)
@@ -449,14 +450,15 @@ def activated_product(
 ) -> Tensor:
     """Return activation(inputs) W^T + b, in the dtype of autocast if it is enabled.
 
-    The inputs of the activation are saved for the backward pass. They have the rows of the output, but for trained
-    numbers of its formula, which are vectors and keep their precision."""
+    The inputs of the activation are saved for the backward pass, and W, if quantized, as it is. They have the rows of
+    the output, but for trained numbers of the formula, which are vectors and keep their precision."""
     weight, *operands = autocast_operands(weight, *(x for x in inputs if x.ndim > 1))
     operands += [x for x in inputs if x.ndim == 1]
     if bias is not None:
         (bias,) = autocast_operands(bias)
     if not torch.is_grad_enabled():
-        return product.forward(activation.forward(*operands), weight, bias)
+        x = activation.forward(*operands)
+        return product.forward(x, dense(weight, x.dtype), bias)
     return cast(Tensor, _ActivatedProduct.apply(product, activation, weight, bias, *operands))
 
 
@@ -469,11 +471,12 @@ def activated_linear(layer: ProductLinear, activation: Activation, *inputs: Tens
 
 
 def autocast_operands(*tensors: Tensor) -> TensorTuple:
-    """Cast the operands of a product as autocast does."""
+    """Cast the operands of a product as autocast does, but for quantized ones."""
     device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 class _ActivatedProduct(torch.autograd.Function):
@@ -486,7 +489,8 @@ class _ActivatedProduct(torch.autograd.Function):
         ctx.weight_edge = product.weight_edge(weight)
         is_input_needed = ctx.needs_input_grad[2] or activation is not IDENTITY
         ctx.save_for_backward(weight, *(inputs if is_input_needed else (None,)))
-        return product.forward(activation.forward(*inputs), weight, bias)
+        x = activation.forward(*inputs)
+        return product.forward(x, dense(weight, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -502,4 +506,10 @@ class _ActivatedProduct(torch.autograd.Function):
             )
         # Unless the weight's gradient is deferred, the peak has one tensor less.
         del x
-        return None, None, grad_weight, grad_bias, *activation_vjp(product.input_gradient(gradient, weight))
+        return (
+            None,
+            None,
+            grad_weight,
+            grad_bias,
+            *activation_vjp(product.input_gradient(gradient, dense(weight, gradient.dtype))),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.model.init import DrawnWeights, Weights, part_of_weight
+from phalanx.model.init import DrawnWeights, Weights, part_of_weight, quantized_part
 from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
 from phalanx.parallel.module_tensors import named_buffers
 from phalanx.parallel.strategy import Strategy
@@ -33,4 +33,8 @@ def init_parameter(strategy: Strategy, name: str, weights: Weights) -> None:
     local_slices = tuple(
         slice(offset, offset + size) for size, offset in zip(*local_shape_and_offset(dtensor), strict=True)
     )
-    local_tensor(dtensor).copy_(part_of_weight(weights, name, dtensor.shape, local_slices))
+    local = local_tensor(dtensor)
+    if local.is_floating_point():
+        local.copy_(part_of_weight(weights, name, dtensor.shape, local_slices))
+    else:
+        local.copy_(quantized_part(weights, name, dtensor.shape, local_slices))

@@ -31,6 +31,8 @@ class FsdpUnit:
     shapes: Shapes
     frozen: frozenset[str] = frozenset()
     """Names of those that are gathered only."""
+    quantized: frozenset[str] = frozenset()
+    """Names of those whose elements are bytes."""
     has_backward: bool = True
     """False if nothing up to this unit is trained."""
     parent: str | None = None
@@ -67,20 +69,29 @@ class FsdpUnit:
         """Elements of the gradients of all ranks together, with padding."""
         return self.owned_gradients * self.ranks
 
-    @cached_property
-    def gathered(self) -> int:
-        """Elements of all ranks together, with padding."""
-        return self.owned * self.ranks
+    def owned_bytes(self, size: int) -> int:
+        """Return the bytes of what a rank owns, with padding, where an element has `size` bytes unless quantized."""
+        return sum(
+            (1 if name in self.quantized else size) * max_shard_elements(shape, self.ranks)
+            for name, shape in self.shapes.items()
+        )
+
+    def gathered_bytes(self, size: int) -> int:
+        """Return the bytes of all ranks together, as `owned_bytes`."""
+        return self.owned_bytes(size) * self.ranks
 
     @cached_property
     def gradients(self) -> int:
         """Elements of the gradients, without padding."""
         return sum(map(num_elements, self.trained.values()))
 
-    @cached_property
-    def stacks(self) -> list[int]:
-        """Elements of each stack of matrices whose rows are sharded; FSDP2 copies it to and from the order of ranks."""
-        return [num_elements(self.shapes[name]) for name in self._stack_names]
+    def stack_bytes(self, size: int) -> int:
+        """Return the bytes of stacks of matrices whose rows are sharded, as `owned_bytes`.
+
+        FSDP2 copies them to and from the order of ranks."""
+        return sum(
+            (1 if name in self.quantized else size) * num_elements(self.shapes[name]) for name in self._stack_names
+        )
 
     @cached_property
     def trained_stacks(self) -> list[int]:
@@ -147,7 +158,9 @@ def fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:
         unit_name = unit_of(name)
         parts = unit_name.split(".")
         has_backward = parts[0] != "blocks" or int(parts[1]) >= rank.num_forward_only_blocks
-        make_unit = partial(FsdpUnit, shapes={}, frozen=rank.frozen, has_backward=has_backward)
+        make_unit = partial(
+            FsdpUnit, shapes={}, frozen=rank.frozen, quantized=rank.quantized, has_backward=has_backward
+        )
         units.setdefault(unit_name, make_unit(name=unit_name, ranks=rank.shards))
         if name in rank.expert:
             parent, unit_name = unit_name, expert_unit_name(name)

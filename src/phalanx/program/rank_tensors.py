@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from phalanx.program.pipeline_split import layers_per_stage
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
-from phalanx.spec.parameter_shapes import Shapes, parameter_shapes, strip_block_index
+from phalanx.spec.parameter_shapes import Shapes, num_elements, strip_block_index
 from phalanx.spec.parts.model import carried_tensors, model_parameters, num_forward_only_blocks
-from phalanx.spec.parts.operations import Shape
+from phalanx.spec.parts.operations import NF4_BLOCK, NF4_BLOCK_BYTES, Shape
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import TensorSharding, parameter_shardings, rows_on_rank
@@ -31,6 +31,8 @@ class RankTensors:
     """Names of all tensors of `dense` and `expert`, in the model's order."""
     frozen: frozenset[str] = frozenset()
     """Names of those that are not trained."""
+    quantized: frozenset[str] = frozenset()
+    """Names of those frozen ones that are stored in bytes, which their shapes count."""
     num_forward_only_blocks: int = 0
     """Number of blocks, the first ones, without a backward pass."""
     carried: Shapes = field(default_factory=dict)
@@ -57,6 +59,16 @@ class RankTensors:
         """Return the number of ranks that shard the rows of a tensor."""
         return self.expert_shards if name in self.expert else self.shards
 
+    def matrix_numbers(self, name: str) -> int:
+        """Return the numbers of a matrix, or of one of a stack."""
+        shape = self.expert[name] if name in self.expert else self.dense[name]
+        elements = num_elements(shape[-2:])
+        return elements // NF4_BLOCK_BYTES * NF4_BLOCK if name in self.quantized else elements
+
+    def itemsize(self, name: str, size: int) -> int:
+        """Return the bytes of an element of a tensor, where those of other tensors have `size`."""
+        return 1 if name in self.quantized else size
+
     @property
     def signature(self) -> tuple[object, ...]:
         """Key that is equal for ranks of one model and layout that differ in block indices only."""
@@ -65,6 +77,7 @@ class RankTensors:
             tuple(map(strip_block_index, self.expert)),
             tuple(map(strip_block_index, self.carried)),
             tuple(strip_block_index(name) for name in self.names if name in self.frozen),
+            bool(self.quantized),
             self.embedding_copy,
         )
 
@@ -81,14 +94,16 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
     dims = resolved.dims
     num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
     expert_replicas = dims.expert_dp_size // num_copies
-    full_shapes = parameter_shapes(spec)
     shardings = parameter_shardings(spec, layout)
+    parameters = model_parameters(spec)
     shapes = {
-        name: local_shape(layout, sharding, full_shapes[name], tp_rank=tp_rank) for name, sharding in shardings.items()
+        name: local_shape(layout, sharding, parameters[name].stored_shape, tp_rank=tp_rank)
+        for name, sharding in shardings.items()
     }
     expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
     carried = {name: tensor.shape for name, tensor in carried_tensors(spec).items()}
-    frozen = frozenset(name for name, parameter in model_parameters(spec).items() if parameter.is_frozen)
+    frozen = frozenset(name for name, parameter in parameters.items() if parameter.is_frozen)
+    quantized = frozenset(name for name, parameter in parameters.items() if parameter.is_quantized)
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
@@ -97,6 +112,7 @@ def rank_tensors(resolved: ResolvedRun, tp_rank: int = 0) -> list[RankTensors]:
             expert={name: shapes[name] for name in names if name in expert_names},
             expert_shards=expert_shards,
             frozen=frozen.intersection(names),
+            quantized=quantized.intersection(names),
             num_forward_only_blocks=num_forward_only_blocks(spec, has_pipeline=layout.pp > 1),
             carried={name: carried[name] for name in names if name in carried},
             names=tuple(name for name in names if name in shapes),

@@ -112,7 +112,7 @@ SHAPE_FIELDS = (
     "mixer",
     "branches",
 )
-ADAPTER_FIELDS = ("rank", "alpha", "targets", "rslora", "dora")
+ADAPTER_FIELDS = ("rank", "alpha", "targets", "rslora", "dora", "base_dtype")
 EXPERT_SHAPE_FIELDS = (
     "num_experts",
     "top_k",

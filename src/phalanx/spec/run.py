@@ -25,7 +25,14 @@ from phalanx.spec.precision import Precision
 from phalanx.spec.preference import PreferenceSpec, check_preference
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SwarmSpec, check_swarm_run
-from phalanx.spec.tuning import AdapterSpec, TuningSpec, check_adapter, check_freeze, check_patterns
+from phalanx.spec.tuning import (
+    AdapterSpec,
+    TuningSpec,
+    check_adapter,
+    check_base_dtype,
+    check_freeze,
+    check_patterns,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 """Token at the end of a document, in every tokenizer file that Phalanx writes."""
@@ -553,6 +560,7 @@ def _check_tuning(run: RunSpec) -> None:
         of_experts = [name for name, linear in products.items() if isinstance(linear, GroupedLinear)]
         check_adapter(adapter, list(products), of_experts)
         check_patterns("adapter.train", adapter.train, names)
+        check_base_dtype(adapter, model_parameters(run.model))
     check_freeze(freeze, names)
     if all(run.model.tuning.freezes(name) for name in names):
         problem = "matches all parameters that the run would train"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import Field
 
-from phalanx.spec.base import LocalPath, Spec, did_you_mean
+from phalanx.spec.base import LocalPath, Spec, did_you_mean, require
 from phalanx.spec.errors import UserError
+from phalanx.spec.parts.operations import NF4_BLOCK, Parameter
 
 ADAPTER_SUFFIXES = ("_lora_A", "_lora_B")
 """Ends of the names of an adapter's products, after that of the product that it adapts."""
@@ -34,6 +35,9 @@ class AdapterSpec(Spec):
     """Train the norm of each row of an adapted matrix apart from its direction (DoRA, arXiv 2402.09353)."""
     dropout: float = Field(0.0, ge=0, lt=1, examples=[0.05])
     """Share of the inputs of A that training sets to zero, drawn for each token and step (LoRA's released code)."""
+    base_dtype: Literal["nf4"] | None = Field(None, examples=["nf4"])
+    """"nf4": keep the frozen matrices of blocks in 4 bits (QLoRA, arXiv 2305.14314); by default in the precision of the
+    other parameters."""
 
     train: tuple[str, ...] = Field((), strict=False, examples=[["head.*", "*norm.weight"]])
     """Parameters of the model that are trained too, with wildcards as in `training.freeze` (`modules_to_save`)."""
@@ -89,6 +93,20 @@ def check_patterns(field: str, patterns: Sequence[str], names: Sequence[str]) ->
             fallback = f"use patterns of names such as {', '.join(names[:3])}"
             similar = did_you_mean(pattern, list(names), fallback)
             raise UserError(f"{field}[{index}]", pattern, "matches no parameter of the model", similar)
+
+
+def check_base_dtype(adapter: AdapterSpec, parameters: Mapping[str, Parameter]) -> None:
+    """Raise UserError if a matrix that would be quantized is trained, or its rows are no blocks."""
+    for name, parameter in parameters.items():
+        if not parameter.is_quantized:
+            continue
+        problem = f"has no effect on {name}, which adapter.train contains"
+        fix = "remove the pattern from adapter.train, or adapter.base_dtype"
+        require(parameter.is_frozen, "adapter.base_dtype", adapter.base_dtype, problem, fix)
+        columns = parameter.shape[-1]
+        problem = f"has blocks of {NF4_BLOCK} numbers, but the rows of {name} have {columns}"
+        fix = f"use a model whose widths are multiples of {NF4_BLOCK}, or remove adapter.base_dtype"
+        require(columns % NF4_BLOCK == 0, "adapter.base_dtype", adapter.base_dtype, problem, fix)
 
 
 def check_adapter(adapter: AdapterSpec, products: Sequence[str], of_experts: Collection[str]) -> None:

@@ -1,5 +1,6 @@
 import json
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -137,6 +138,16 @@ def fp8_run(model: Table, **layout: object) -> RunSpec:
 )
 def test_widths_of_16_per_rank_support_fp8(model: Table, layout: Table) -> None:
     check_divisibility(ResolvedRun(fp8_run(model, **layout), 2))
+
+
+@pytest.mark.parametrize(("tp", "is_refused"), [(2, False), (4, True)])
+def test_ranks_share_whole_blocks_of_quantized_matrices(tp: int, is_refused: bool) -> None:
+    model = {**DENSE, "hidden_size": 256, "num_kv_heads": 4, "ffn_hidden_size": 128}
+    adapter = {"rank": 2, "alpha": 4.0, "base_dtype": "nf4"}
+    run = run_from_table({"model": model, "adapter": adapter, "layout": {"tp": tp, "micro_batch_size": 1}})
+    message = r"blocks of 64 numbers, but blocks\.0\.mlp\.down\.weight has 128 columns for 4 ranks"
+    with pytest.raises(UserError, match=message) if is_refused else nullcontext():
+        check_layout(ResolvedRun(run, tp))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.model.huggingface.adapter import export_peft, merge_adapters, open_peft_adapter, read_config
+from phalanx.model.huggingface.adapter import (
+    export_peft,
+    in_floating_point,
+    merge_adapters,
+    open_peft_adapter,
+    read_config,
+)
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import DrawnWeights, with_adapter
@@ -40,6 +46,7 @@ SIZES = {
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, **SIZES),
+    "wide llama": lambda: transformers.LlamaConfig(**COMMON, **{**SIZES, "hidden_size": 64, "intermediate_size": 128}),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
@@ -105,6 +112,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 DENSE_LAYERS = ["qwen3_moe with a dense layer", "deepseek_v3", "glm4_moe"]
 """Models with experts in some layers, and with names of experts in the others."""
 ADAPTER = AdapterSpec(rank=3, alpha=6.0)
+NF4 = ADAPTER.replace(base_dtype="nf4")
 RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
 DORA = AdapterSpec(rank=3, alpha=6.0, dora=True)
 EXPERTS = AdapterSpec(rank=3, alpha=6.0, targets=("wq", "experts.gate", "experts.up", "experts.down"))
@@ -154,10 +162,26 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("adapter", [ADAPTER, RSLORA, DORA], ids=["lora", "rslora", "dora"])
+def read_model(folder: Path) -> Any:
+    """Return a model of transformers in fp64."""
+    with fp64_by_default():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [ADAPTER, RSLORA, DORA, NF4, NF4.replace(dora=True)],
+    ids=["lora", "rslora", "dora", "nf4", "nf4-dora"],
+)
 def test_losses_gradients_and_trained_adapters_equal_those_of_peft(adapter: AdapterSpec, tmp_path: Path) -> None:
-    base, folder = make_base("llama", tmp_path)
+    """The matrices of peft's model are those that 4 bits represent."""
+    base, folder = make_base("wide llama" if adapter.base_dtype else "llama", tmp_path)
     spec, model = make_model(folder, adapter)
+    if adapter.base_dtype:
+        tensors = in_floating_point(spec, {name: each.detach() for name, each in model.named_parameters()})
+        export_hf(spec.without_tuning, tensors, tmp_path / "rounded", source=folder)
+        rounded = read_model(tmp_path / "rounded").state_dict()
+        base.load_state_dict({name: each for name, each in rounded.items() if "_proj" in name}, strict=False)
     for parameter in trained(model):
         parameter.data.copy_(parameter.data.float())
     export_peft(spec, dict(model.named_parameters()), tmp_path / "adapter")
@@ -275,7 +299,8 @@ def test_magnitudes_of_a_part_of_a_module_are_exported_and_read_back(tmp_path: P
         open_peft_adapter(directory, spec, read_config(folder), base=weights)
 
 
-MERGED = [(kind, adapter) for kind in CONFIGS for adapter in (ADAPTER, DORA)] + [("qwen3_moe", EXPERTS)]
+MERGED = [(kind, adapter) for kind in CONFIGS for adapter in (ADAPTER, DORA)]
+MERGED += [("qwen3_moe", EXPERTS), ("wide llama", NF4)]
 
 
 @pytest.mark.parametrize(("kind", "adapter"), MERGED)
@@ -285,9 +310,7 @@ def test_merged_export_gives_equal_logits_in_transformers(kind: str, adapter: Ad
     randomize(model)
     logits, _ = model(TOKENS)
     export_hf(spec.without_tuning, merge_adapters(spec, model.state_dict()), tmp_path / "merged", source=folder)
-    with fp64_by_default():
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64, **EAGER)
-    torch.testing.assert_close(logits_of(merged), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of(read_model(tmp_path / "merged")), logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [ADAPTER, DORA], ids=["lora", "dora"])

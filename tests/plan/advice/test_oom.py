@@ -188,6 +188,7 @@ def test_diagnose_ranks_cheapest_sufficient_remedies_first(run, diagnosis):
         "bf16",
         "SGD",
         "LoRA",
+        "QLoRA",
         "more devices",
     }
 
@@ -209,7 +210,7 @@ def test_diagnose_uses_published_order_when_step_times_are_unknown():
     result = diagnose(make_run_with_memory_limit(7, training={"precision": "fp32"}))
     assert result.current_footprint.step_seconds is None
     order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.is_last_resort)]
-    assert order[-3:] == ["SGD", "LoRA", "more devices"]
+    assert order[-4:] == ["SGD", "LoRA", "QLoRA", "more devices"]
     for suffices in (True, False):
         names = [
             effect.remedy.name
@@ -238,6 +239,7 @@ def test_remedies_follow_published_guide_order():
         "offload to CPU memory",
         "SGD",
         "LoRA",
+        "QLoRA",
         "more devices",
     ]
     assert "+33% compute" in next(remedy.cost for remedy in REMEDIES if remedy.name == "recompute blocks")
@@ -272,6 +274,11 @@ def test_lora_remedy_keeps_state_of_adapters_only(tmp_path: Path) -> None:
     # In bf16, AdamW has 4 bytes for each of 3 numbers.
     num_trained = lora.new_footprint.memory.optimizer // 12
     assert lora.freed["optimizer"] == 12 * (count_parameters(spec).total - num_trained)
+    quantized = effects_by_name(evaluate_single_remedies(run))["QLoRA"]
+    assert quantized.settings == (*lora.settings, "adapter.base_dtype=nf4")
+    count = count_parameters(spec)
+    # 2 bytes for a number become 36 for 64.
+    assert quantized.freed["parameters"] - lora.freed["parameters"] == count.block_matrices * (2 - 36 / 64)
     for other in (lora.new_footprint.run, make_llama3_8b_run()):
         assert effects_by_name(evaluate_single_remedies(other))["LoRA"].run is None
 

@@ -28,7 +28,7 @@ from phalanx.cost.exact.derive.temporary import (
     inner_gradient_bytes,
     scan_segment_bytes,
 )
-from phalanx.cost.exact.derive.weights import expert_gradients, gradient_numbers, part_gradients
+from phalanx.cost.exact.derive.weights import dequantized_bytes, expert_gradients, gradient_numbers, part_gradients
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.block import Block
 from phalanx.spec.parts.operations import (
@@ -195,20 +195,25 @@ def _dense_mlp_moments(part: Part, shape: ForwardShape, splits_backward: bool) -
     last = activated_linear(part)
     inner_gradients = inner_gradient_bytes(part, shape, splits_backward=splits_backward)
     if last.role == "copied":
-        return (BlockMoment(temporary=inner_gradients + shape.operand_bytes(part.input)),)
+        size = inner_gradients + shape.operand_bytes(part.input) + dequantized_bytes(part.linears, shape)
+        return (BlockMoment(temporary=size),)
     activation_inputs = sum(map(shape.operand_bytes, part.saved_inputs(last)))
     gathered_gradient = _all_tokens_bytes(part, shape)
-    first_weights = [gradient_numbers(linear, shape) for linear in part.linears if linear is not last]
+    first = [linear for linear in part.linears if linear is not last]
+    first_weights = [gradient_numbers(linear, shape) for linear in first]
     last_weights = gradient_numbers(last, shape)
     return (
         BlockMoment(
-            temporary=inner_gradients + fp8_cast_bytes(part, shape),
+            temporary=inner_gradients + fp8_cast_bytes(part, shape) + dequantized_bytes([last], shape),
             exchanged=gathered_gradient,
             own_weights=last_weights,
             block_weights=last_weights,
         ),
         BlockMoment(
-            temporary=inner_gradients - activation_inputs + _input_gradient_bytes(part, shape),
+            temporary=inner_gradients
+            - activation_inputs
+            + _input_gradient_bytes(part, shape)
+            + dequantized_bytes(first, shape),
             exchanged=_input_exchange_bytes(part, shape, splits_backward)
             + (gathered_gradient if splits_backward else 0),
             own_weights=sum(first_weights) if shape.tp > 1 else max(first_weights),
@@ -221,7 +226,7 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
     """Return the moments of the weighted sum of the outputs, of the last product, and of the first products."""
     if splits_backward:
         temporary = inner_gradient_bytes(part, shape, splits_backward=splits_backward) + fp8_cast_bytes(part, shape)
-        return (BlockMoment(temporary=temporary),)
+        return (BlockMoment(temporary=temporary + dequantized_bytes(part.linears, shape)),)
     last = activated_linear(part)
     row_bytes = shape.operand_bytes(last.writes)
     inner_bytes = activation_gradient_bytes(part, shape)
@@ -249,13 +254,17 @@ def _expert_moments(part: Part, shape: ForwardShape, splits_backward: bool) -> t
         *([BlockMoment(temporary=-freed_bytes, exchanged=3 * row_bytes)] if shape.layout.ep > 1 else []),
         BlockMoment(
             # The gradients of the rows have replaced the outputs.
-            temporary=inner_bytes + row_bytes - freed_bytes + fp8_cast_bytes(part, shape),
+            temporary=inner_bytes
+            + row_bytes
+            - freed_bytes
+            + fp8_cast_bytes(part, shape)
+            + dequantized_bytes([last], shape),
             own_weights=last_weights,
             block_weights=last_weights,
         ),
         BlockMoment(
             # The gradients of the activation's inputs have replaced these, and two of the rows the outputs.
-            temporary=2 * row_bytes - freed_bytes,
+            temporary=2 * row_bytes - freed_bytes + dequantized_bytes(part.linears, shape),
             own_weights=last_weights,
             block_weights=expert_gradients(part, shape),
         ),
@@ -270,7 +279,8 @@ def _attention_moments(
 ) -> tuple[BlockMoment, ...]:
     """Return the moments of the kernel of attention, or of another mixer, and of the products before it."""
     (core,) = attention.cores
-    first_weights = [gradient_numbers(linear, shape) for linear in attention.linears if linear.role == "column"]
+    first = [linear for linear in attention.linears if linear.role == "column"]
+    first_weights = [gradient_numbers(linear, shape) for linear in first]
     head_gradients = _head_gradient_bytes(core, shape)
     weights = part_gradients(attention, shape)
     gate_gradients, freed_after_kernel = _after_kernel_bytes(attention, core, shape)
@@ -296,6 +306,7 @@ def _attention_moments(
             + gate_gradients
             + _input_gradient_bytes(attention, shape)
             + input_bytes
+            + dequantized_bytes(first, shape)
             - saved_by[attention][attention.kind]
             - freed.saved,
             exchanged=_input_exchange_bytes(attention, shape, splits_backward=False),

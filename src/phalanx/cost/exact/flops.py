@@ -249,9 +249,8 @@ def _block_product_flops(
     attention = 0.0
     output = 0.0
     trained = 0.0
-    shapes = tensors.all
     for product in block_products(run, layers):
-        flops = 2 * product.tokens(run, tokens) * num_elements(shapes[product.name][-2:])
+        flops = 2 * product.tokens(run, tokens) * tensors.matrix_numbers(product.name)
         total += flops
         trained += flops if product.linear.is_trained else 0
         if product.part.kind == "attention":

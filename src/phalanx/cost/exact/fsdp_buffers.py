@@ -56,12 +56,12 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
 
     The full gradients of the micro-batches, which are part of the persistent memory, are freed unit after unit."""
     state_bytes = STATE_BYTES[precision]
-    gathered_bytes = COMPUTE_BYTES[precision] * sum(unit.gathered for unit in units)
+    gathered_bytes = sum(unit.gathered_bytes(COMPUTE_BYTES[precision]) for unit in units)
     peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes, moment="backward_start")]
     # Elements of the sums so far, minus those of the gradients that were freed.
     summed = 0
     for unit in units:
-        gathered_bytes -= COMPUTE_BYTES[precision] * unit.gathered
+        gathered_bytes -= unit.gathered_bytes(COMPUTE_BYTES[precision])
         summed += unit.owned_gradients - unit.gradients
         exchanged = _num_buffers(unit) * unit.reduced + unit.last_gradients
         size = gathered_bytes + state_bytes * (exchanged + summed)
@@ -137,10 +137,12 @@ class _CpuBackwardPass:
         """Yield the buffers in the loss and in the head, and in the blocks of a root that is the only unit.
 
         The gradients of a trained unit take more than the copy out of the buffer of its gather in the forward pass."""
-        copied = [
-            unit.gathered for unit in self.gathered.values() if unit.ranks > 1 and 2 * unit.reduced < unit.gathered
+        sizes = [
+            (unit.gathered_bytes(self.compute_bytes), self.compute_bytes * unit.reduced)
+            for unit in self.gathered.values()
+            if unit.ranks > 1
         ]
-        yield self._peak("after_block", self.compute_bytes * max(copied, default=0))
+        yield self._peak("after_block", max((gathered for gathered, sent in sizes if 2 * sent < gathered), default=0))
         yield self._peak("in_loss")
         self._prefetch(self.first)
         yield self._peak("in_head")
@@ -165,8 +167,8 @@ class _CpuBackwardPass:
         """Gather a unit before its backward pass, and then the next ones."""
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
-            copied_bytes = self.compute_bytes * unit.gathered if unit.ranks > 1 else 0
-            copied_bytes += self.compute_bytes * sum(unit.stacks)
+            copied_bytes = unit.gathered_bytes(self.compute_bytes) if unit.ranks > 1 else 0
+            copied_bytes += unit.stack_bytes(self.compute_bytes)
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
         self._prefetch(unit)
 
@@ -228,7 +230,7 @@ class _CpuBackwardPass:
 
     def _peak(self, moment: Moment, size: int = 0) -> CommBufferPeak:
         """Return a peak with `size` bytes in addition to gathered parameters, exchanges and a root's gradients."""
-        gathered_bytes = self.compute_bytes * sum(unit.gathered for unit in self.gathered.values())
+        gathered_bytes = sum(unit.gathered_bytes(self.compute_bytes) for unit in self.gathered.values())
         sums_bytes = self.sums if self.keeps_sums_apart else 0
         return CommBufferPeak(
             backward_fraction=self.backward_fraction,

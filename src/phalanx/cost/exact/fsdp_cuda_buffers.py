@@ -41,8 +41,8 @@ class CudaUnits:
         late = (self.root.trained[name] for name in late_parameters(self.root))
         return self.root.gradients - sum(map(num_elements, late))
 
-    def gathered_ahead(self, layout: Layout) -> int:
-        """Return the elements that are prefetched while a block computes: a (block + expert).
+    def gathered_ahead(self, layout: Layout, size: int) -> int:
+        """Return the bytes that are prefetched while a block computes: a (block + expert).
 
         With experts it is one block less, because their own gather is the first. The number `a` is
         `layout.fsdp_prefetch`, or all other blocks if they stay gathered."""
@@ -50,8 +50,9 @@ class CudaUnits:
         num_ahead = min(max(1, layout.fsdp_prefetch), num_blocks)
         if not layout.reshard_after_forward:
             num_ahead = max(num_ahead, num_blocks - 1)
-        ahead = num_ahead * (self.block.gathered + self.expert.gathered)
-        return ahead - (self.block.gathered if self.expert.owned else 0)
+        block = self.block.gathered_bytes(size)
+        ahead = num_ahead * (block + self.expert.gathered_bytes(size))
+        return ahead - (block if self.expert.owned else 0)
 
 
 def _largest(units: Sequence[FsdpUnit]) -> FsdpUnit:
@@ -80,22 +81,25 @@ def cuda_buffer_peaks(
         return state * (unit.reduced + unit.owned_gradients)
 
     # Prefetched parameters are on the gather stream, with the buffer of experts until it has been copied out.
-    ahead = compute * units.gathered_ahead(layout)
-    expert = compute * units.expert.gathered
-    kept = compute * (units.root.gathered + (0 if layout.reshard_after_forward else units.embedding.gathered))
-    start = kept + (ahead if layout.reshard_after_forward else compute * sum(unit.gathered for unit in units.blocks))
+    ahead = units.gathered_ahead(layout, compute)
+    expert = units.expert.gathered_bytes(compute)
+    kept = units.root.gathered_bytes(compute)
+    kept += 0 if layout.reshard_after_forward else units.embedding.gathered_bytes(compute)
+    of_blocks = sum(unit.gathered_bytes(compute) for unit in units.blocks)
+    start = kept + (ahead if layout.reshard_after_forward else of_blocks)
     # During the full backward pass, a root's parameters stay gathered, and the gradients of its head exist.
     root = kept + compute * units.root_head_gradient
-    gathered = root + compute * units.block.gathered + ahead + expert
+    of_block = units.block.gathered_bytes(compute)
+    gathered = root + of_block + ahead + expert
     block_sum = reduction(units.block)
     head_sum = reduction(units.head)
     # Stacks are copied in the order of ranks before the block computes, while the buffer of their gather exists.
-    stacks = compute * max(sum(unit.stacks) for unit in units.all)
-    stack_copy = stacks + (0 if expert else compute * units.block.gathered)
+    stacks = max(unit.stack_bytes(compute) for unit in units.all)
+    stack_copy = stacks + (0 if expert else of_block)
     largest_stack = max(max(unit.trained_stacks, default=0) for unit in units.all)
     largest_gradient = max((unit.gradients for unit in units.all if unit.is_in_blocks), default=0)
     gradients = compute * (largest_gradient + largest_stack)
-    between_blocks = root + compute * units.block.gathered + ahead + (reduction(units.expert) if expert else block_sum)
+    between_blocks = root + of_block + ahead + (reduction(units.expert) if expert else block_sum)
     # What the last micro-batch has sent last exists until the first reduction of this one.
     earlier_sum = state * units.last.reduced if accumulates else 0
     last_sum = compute * units.last.gradients + reduction(units.last)
@@ -121,7 +125,7 @@ def cuda_buffer_peaks(
     until_done = block / 2 if expert else block
     second_done = is_done(min(1.0, block + until_done), block_sum)
     end_bytes = max(second_done.bytes, between_blocks, last_sum)
-    head = compute * units.head.gathered
+    head = units.head.gathered_bytes(compute)
     first_sum = head_sum if head else earlier_sum
     return [
         CommBufferPeak(backward_fraction=0.0, bytes=start + head + earlier_sum, moment="backward_start"),
@@ -151,15 +155,16 @@ def fsdp_stream_buffers(resolved: ResolvedRun, rank: RankTensors) -> StreamBuffe
     """Return the peak bytes per stream."""
     run = resolved.run
     state_bytes = STATE_BYTES[run.training.precision]
+    compute_bytes = COMPUTE_BYTES[run.training.precision]
     units = CudaUnits(rank, run.layout)
     outside = _largest([units.root, units.embedding, units.head])
     block = units.block
     expert = units.expert
     # A unit outside blocks and a block, or experts of two blocks, and a shard. Buffers of experts and of blocks
     # alternate: half of one is lost between them.
-    experts_of_two_blocks = 2 * expert.gathered + expert.gathered // 2
-    gathered = max(outside.gathered, experts_of_two_blocks, block.gathered) + block.gathered
-    copied_shard = max(block.owned, expert.owned)
+    outside_bytes, block_bytes, expert_bytes = (unit.gathered_bytes(compute_bytes) for unit in (outside, block, expert))
+    gathered_bytes = max(outside_bytes, 2 * expert_bytes + expert_bytes // 2, block_bytes) + block_bytes
+    copied_shard = max(unit.owned_bytes(compute_bytes) for unit in (block, expert))
     # A step's gradients, and one unit's that are added or copied to the CPU.
     offloads = run.layout.offload != "none"
     gradients = 0 if offloads else sum(unit.owned_gradients for unit in units.all)
@@ -167,7 +172,6 @@ def fsdp_stream_buffers(resolved: ResolvedRun, rank: RankTensors) -> StreamBuffe
         max(unit.owned_gradients for unit in (outside, block, expert)) if resolved.micro_batches > 1 or offloads else 0
     )
     return StreamBuffers(
-        side_streams=COMPUTE_BYTES[run.training.precision] * (gathered + copied_shard)
-        + state_bytes * (gradients + largest_unit),
+        side_streams=gathered_bytes + copied_shard + state_bytes * (gradients + largest_unit),
         largest_sum=state_bytes * max(outside.reduced, block.reduced, expert.reduced),
     )

@@ -20,10 +20,13 @@ from phalanx.spec.layers import distinct_layers
 from phalanx.spec.layout import FSDP_STRATEGIES, Layout, check_supported
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parts.block import blocks
-from phalanx.spec.parts.operations import AttentionCore, Part
+from phalanx.spec.parts.model import model_parameters
+from phalanx.spec.parts.operations import NF4_BLOCK, AttentionCore, Part
 from phalanx.spec.pipeline_schedules import SCHEDULES, V_SCHEDULES, quote_names
 from phalanx.spec.resolved_run import ResolvedRun
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import parameter_shardings
+from phalanx.spec.tuning import AdapterSpec
 
 FP8_MULTIPLE = 16
 """Divisor of the rows and columns that products in float8 (`torch._scaled_mm`) accept."""
@@ -147,6 +150,8 @@ def check_divisibility(resolved: ResolvedRun) -> None:
         _check_tensor(spec, layout, run.training.seq_len)
     if run.training.precision == "fp8":
         _check_fp8(spec, layout)
+    if layout.tp > 1 and spec.tuning.adapter is not None:
+        _check_base_dtype(spec, layout, spec.tuning.adapter)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
@@ -225,6 +230,18 @@ def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
             smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
             fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
             raise UserError("training.precision", "fp8", problem, fix)
+
+
+def _check_base_dtype(spec: ModelSpec, layout: Layout, adapter: AdapterSpec) -> None:
+    """Check that ranks which share the columns of quantized matrices have whole blocks of them."""
+    shardings = parameter_shardings(spec, layout)
+    for name, parameter in model_parameters(spec).items():
+        columns = parameter.shape[-1]
+        is_cut = parameter.is_quantized and shardings[name].dim == len(parameter.shape) - 1
+        if is_cut and columns % (NF4_BLOCK * layout.tp):
+            problem = f"has blocks of {NF4_BLOCK} numbers, but {name} has {columns} columns for {layout.tp} ranks"
+            fix = "use a smaller layout.tp, or remove adapter.base_dtype"
+            raise UserError("adapter.base_dtype", adapter.base_dtype, problem, fix)
 
 
 def _check_capacity(layout: Layout, capacity_factor: float) -> None:

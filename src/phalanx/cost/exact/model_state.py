@@ -9,6 +9,7 @@ from phalanx.cost.exact.parameters import ParameterCount, count_parameters
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.layout import MAX_BF16_SUMS
+from phalanx.spec.parts.operations import NF4_BLOCK, NF4_BLOCK_BYTES
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
 from phalanx.spec.run import OptimizerSpec, RunSpec
 
@@ -66,7 +67,9 @@ def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Pr
     Args:
         count: Parameters of the model.
     """
-    carried = StateBytes(STATE_BYTES[precision] * (count.carried + count.frozen), 0, 0)
+    quantized_bytes = count.quantized // NF4_BLOCK * NF4_BLOCK_BYTES
+    in_floating_point = count.carried + count.frozen - count.quantized
+    carried = StateBytes(STATE_BYTES[precision] * in_floating_point + quantized_bytes, 0, 0)
     if optimizer != "muon":
         return state_bytes(optimizer, precision) * count.trained + carried
     adamw = state_bytes("adamw", precision) * (count.trained - count.block_matrices)

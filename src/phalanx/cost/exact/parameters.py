@@ -49,6 +49,8 @@ class ParameterCount:
     """Parameters that the run does not train."""
     frozen_matrices: int
     """Part of `frozen` that Muon would train."""
+    quantized: int
+    """Part of `frozen` that is stored in 4 bits."""
     tied_head: int
     """Embedding parameters that a tied head reuses in its product."""
 
@@ -123,6 +125,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         frozen_matrices=sum(
             parameter.numbers for name, parameter in frozen.items() if is_muon_parameter(name, parameter.shape)
         ),
+        quantized=sum(parameter.numbers for parameter in frozen.values() if parameter.is_quantized),
         tied_head=table if spec.tie_embeddings else 0,
     )
 

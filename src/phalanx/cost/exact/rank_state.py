@@ -56,12 +56,13 @@ def _trained_by_shards(rank: RankTensors) -> tuple[tuple[Shapes, int], ...]:
 def frozen_bytes(resolved: ResolvedRun, rank: RankTensors) -> int:
     """Return the bytes of a rank's frozen parameters, of which only ZeRO-3 has shards.
 
-    ZeRO has them in the precision of their computation."""
+    ZeRO has them in the precision of their computation, if they are not quantized."""
     is_sharded = resolved.strategy in FSDP_STRATEGIES
     size = (COMPUTE_BYTES if resolved.strategy in SHARDED_STRATEGIES else STATE_BYTES)[resolved.run.training.precision]
     shapes = rank.all
-    return size * sum(
-        max_shard_elements(shapes[name], rank.shards_of(name) if is_sharded else 1) for name in rank.frozen
+    return sum(
+        rank.itemsize(name, size) * max_shard_elements(shapes[name], rank.shards_of(name) if is_sharded else 1)
+        for name in rank.frozen
     )
 
 

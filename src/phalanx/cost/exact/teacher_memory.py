@@ -57,17 +57,17 @@ def teacher_memories(resolved: ResolvedRun) -> list[TeacherMemory]:
             TeacherMemory(
                 weights=rank_model_state(teacher, rank).total,
                 kept=head_bytes if pp_rank == last_rank else 0,
-                gathered=shape.compute_bytes * sum(unit.gathered for unit in kept_units),
-                passes=pass_bytes + shape.compute_bytes * _max_gathered(units, layout),
+                gathered=sum(unit.gathered_bytes(shape.compute_bytes) for unit in kept_units),
+                passes=pass_bytes + _max_gathered(units, layout, shape.compute_bytes),
             )
         )
     return memories
 
 
-def _max_gathered(units: Sequence[FsdpUnit], layout: Layout) -> int:
-    """Return the elements that FSDP has gathered at once.
+def _max_gathered(units: Sequence[FsdpUnit], layout: Layout, size: int) -> int:
+    """Return the bytes that FSDP has gathered at once.
 
     They are all in a pipeline, or those outside of blocks, and those of a unit in blocks and the ones after it."""
-    in_blocks = sorted(unit.gathered for unit in units if unit.is_in_blocks)
+    in_blocks = sorted(unit.gathered_bytes(size) for unit in units if unit.is_in_blocks)
     at_once = len(in_blocks) if layout.pp > 1 else 1 + layout.fsdp_prefetch
-    return sum(unit.gathered for unit in units if not unit.is_in_blocks) + sum(in_blocks[-at_once:])
+    return sum(unit.gathered_bytes(size) for unit in units if not unit.is_in_blocks) + sum(in_blocks[-at_once:])

@@ -69,6 +69,6 @@ def _gathers(teacher: ResolvedRun, rank: RankTensors) -> list[Traffic]:
         if unit.is_in_blocks and int(unit.name.split(".")[1]) >= teacher.run.model.num_layers:
             continue  # a layer for multi-token prediction
         calls = 1 if teacher.layout.pp > 1 or unit.name in (HEAD, ROOT) else teacher.micro_batches
-        size = calls * sent_bytes("all_gather", shape.compute_bytes * unit.gathered, unit.ranks)
+        size = calls * sent_bytes("all_gather", unit.gathered_bytes(shape.compute_bytes), unit.ranks)
         rows.append(Traffic("all_gather", size, "parameters, for the forward pass", calls=calls))
     return rows

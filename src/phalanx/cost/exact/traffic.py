@@ -119,21 +119,28 @@ def _sharded_traffic(
     if layout.data_parallel in ZERO_STRATEGIES:
         return [*times_calls(calls.blocks, compute_bytes * total, compute_bytes * total), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
-    in_blocks = _padded_elements(blocks, ranks)
+
+    def gathered_bytes(shapes: Shapes) -> int:
+        return sum(
+            rank.itemsize(name, compute_bytes) * ranks * max_shard_elements(shape, ranks)
+            for name, shape in shapes.items()
+        )
+
+    in_blocks = gathered_bytes(blocks)
     # Parameters outside blocks are gathered once: the embedding's backward pass does not need them, and the head's
     # follows its forward pass.
-    outside = _padded_elements(shapes, ranks) - in_blocks
+    outside = gathered_bytes(shapes) - in_blocks
     reshard = layout.reshard_after_forward and layout.pp == 1
     # Blocks without a backward pass are not gathered for one.
-    forward_only = _padded_elements(
-        {name: shape for name, shape in blocks.items() if int(name.split(".")[1]) < rank.num_forward_only_blocks}, ranks
+    forward_only = gathered_bytes(
+        {name: shape for name, shape in blocks.items() if int(name.split(".")[1]) < rank.num_forward_only_blocks}
     )
     trained_in_blocks = _padded_elements(rank.without_frozen(blocks), ranks)
     return [
-        *times_calls(calls.blocks, compute_bytes * (in_blocks - forward_only), 0, reshard),
-        *times_calls(calls.forward_only, compute_bytes * forward_only, 0),
+        *times_calls(calls.blocks, in_blocks - forward_only, 0, reshard),
+        *times_calls(calls.forward_only, forward_only, 0),
         *times_calls(calls.reductions, 0, state_bytes * trained_in_blocks),
-        *times_calls(calls.outside_blocks, compute_bytes * outside, 0),
+        *times_calls(calls.outside_blocks, outside, 0),
         *times_calls(calls.outside_reductions, 0, state_bytes * (total - trained_in_blocks)),
         *muon,
     ]

@@ -25,6 +25,7 @@ from phalanx.model.huggingface.export import IndexedTensor, stored_pieces, store
 from phalanx.model.huggingface.safetensors_file import FileTensor, write_safetensors
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
 from phalanx.model.init import Part, PartialWeights, Weights
+from phalanx.model.nf4 import dequantize, shape_of_numbers
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
 from phalanx.spec.families.family import Family, Rows
@@ -93,8 +94,34 @@ class MergedTensor:
         return merged * (self.magnitude[index].to(dtype) / norms)[:, None]
 
 
+@dataclass(frozen=True)
+class DequantizedTensor:
+    """A quantized matrix in fp32, of which an index reads some rows, or a matrix of a stack."""
+
+    packed: IndexedTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return shape_of_numbers(self.packed.shape)
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Return a range of rows, or everything (`...`)."""
+        return dequantize(self.packed[index], torch.float32)
+
+
+def in_floating_point(spec: ModelSpec, tensors: Mapping[str, IndexedTensor]) -> dict[str, IndexedTensor]:
+    """Return the tensors of a model without quantized ones."""
+    parameters = model_parameters(spec)
+    return {
+        name: DequantizedTensor(tensor) if name in parameters and parameters[name].is_quantized else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def merge_adapters(spec: ModelSpec, tensors: Mapping[str, IndexedTensor]) -> dict[str, IndexedTensor]:
     """Return the tensors of a model without adapters, whose matrices contain them."""
+    tensors = in_floating_point(spec, tensors)
     merged = {name: tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
     for name, (a, b, *magnitudes) in adapters_by_weight(spec).items():
         assert spec.tuning.adapter
@@ -145,6 +172,7 @@ def export_peft(
     """
     adapter = spec.tuning.adapter
     assert adapter is not None
+    tensors = in_floating_point(spec, tensors)
     directory = Path(directory).expanduser()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")

@@ -42,8 +42,8 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
     """Return this rank's strategy, a server or a worker.
 
-    Workers use `device`, servers use the CPU. Raises UserError if the parameters have more than one dtype."""
-    types = {parameter.dtype: name for name, parameter in named_parameters(module)}
+    Workers use `device`, servers use the CPU. Raises UserError if the trained parameters have more than one dtype."""
+    types = {parameter.dtype: name for name, parameter in trainable_parameters_of(named_parameters(module))}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         problem = f"sends parameters as one vector of one dtype, but the module has {description}"
@@ -210,7 +210,9 @@ class ParameterServer(Strategy):
             trained[name] = nn.Parameter(view)
             trained[name].grad = gradients[name]
         for parameter in parameters.values():
-            replace_parameter(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
+            replace_parameter(
+                module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            )
         place_buffers(module, cpu)
         super().__init__(module)
         self.trainable_parameters = trained

@@ -91,7 +91,8 @@ class ZeRO(Strategy):
         }
         if compute_dtype is not None:
             for parameter in module.parameters():
-                parameter.data = parameter.data.to(compute_dtype)
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(compute_dtype)
         materialize(module, device)
         super().__init__(module, sharding.group)
         self.keeps_full_gradients = layout.data_parallel == "zero1"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from phalanx.model.nf4 import dense
 from phalanx.model.products import IDENTITY, LinearFunction, Product, ProductLinear, TensorTuple, autocast_operands
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ColumnParallelLinear(torch.autograd.Function):
         ctx.tp = tp
         ctx.linears = linears
         gathered = tp.gather_tokens(x)
-        return tuple(linear(gathered, weight) for linear, weight in zip(linears, weights, strict=True))
+        return tuple(linear(gathered, dense(weight, x.dtype)) for linear, weight in zip(linears, weights, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -100,8 +101,10 @@ class ColumnParallelLinear(torch.autograd.Function):
 
 def _input_gradient(linears: tuple[LinearFunction, ...], gradients: TensorTuple, weights: list[Tensor]) -> Tensor:
     """Return the gradient of the rows that all products read."""
-    grad_x = linears[0](gradients[0], weights[0].T)
+    dtype = gradients[0].dtype
+    grad_x = linears[0](gradients[0], dense(weights[0], dtype).T)
     for linear, gradient, weight in zip(linears[1:], gradients[1:], weights[1:], strict=True):
+        weight = dense(weight, dtype)
         if linear is F.linear:
             grad_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
         else:

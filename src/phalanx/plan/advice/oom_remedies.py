@@ -23,6 +23,7 @@ from phalanx.plan.advice.papers import (
     LORA,
     MEGATRON,
     OFFLOAD,
+    QLORA,
     SEQUENCE_PARALLELISM,
     ZERO,
 )
@@ -165,6 +166,13 @@ def _use_adapters(run: RunSpec) -> Iterator[RunSpec]:
         yield run.replace(adapter=AdapterSpec(rank=64, alpha=16))
 
 
+def _quantize_base(run: RunSpec) -> Iterator[RunSpec]:
+    for lora in [run] if run.adapter else _use_adapters(run):
+        if lora.adapter and lora.adapter.base_dtype is None:
+            with suppress(UserError):  # widths that are no multiples of a block
+                yield lora.replace(adapter=lora.adapter.replace(base_dtype="nf4"))
+
+
 def _add_devices(run: RunSpec) -> Iterator[RunSpec]:
     multiple = 2
     while multiple <= MAX_DEVICE_MULTIPLE:
@@ -251,6 +259,14 @@ REMEDIES = (
         LORA,
         _use_adapters,
         "a part of the model is trained already, or there are no trained weights (model.from_hf)",
+        is_last_resort=True,
+    ),
+    Remedy(
+        "QLoRA",
+        "as LoRA; weights are rounded to 4 bits, and each product computes its matrix from them",
+        QLORA,
+        _quantize_base,
+        "already applied, a part of the model is trained already, or widths are no multiples of 64",
         is_last_resort=True,
     ),
     Remedy(

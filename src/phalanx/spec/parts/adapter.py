@@ -5,7 +5,10 @@ the norm of the row has no gradient (section 4.3).
 
 A and B are products like others. If ranks share W by columns, they share B like it, and A x is computed for the tokens
 of a rank, so that only its few numbers are gathered. If they share W by rows, they share A like it, and sum A x. They
-share m like a bias: by columns of the output, or each has all of it and sums squares of its part of the rows."""
+share m like a bias: by columns of the output, or each has all of it and sums squares of its part of the rows.
+
+With QLoRA (arXiv 2305.14314), the matrices of all products have 4 bits for a number, except those that float8 leaves
+out too, such as routers'."""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ def add_adapters(part: Part, adapter: AdapterSpec | None) -> Part:
         return part
     operations: list[Operation] = []
     for operation in part.operations:
+        if isinstance(operation, Linear) and adapter.base_dtype == "nf4" and not operation.is_precise:
+            operation = _quantized(operation)
         operations.append(operation)
         if isinstance(operation, Linear) and is_target(adapter, part, operation):
             a, b = describe_adapter(operation, adapter)
@@ -39,6 +44,12 @@ def is_target(adapter: AdapterSpec, part: Part, linear: Linear) -> bool:
     if adapter.targets == "linear":
         return not linear.is_precise and not isinstance(linear, GroupedLinear)
     return adapter.is_target(f"{part.name}.{linear.product_name}")
+
+
+def _quantized(linear: Linear) -> Linear:
+    """Return a product whose matrix is stored in 4 bits."""
+    leaf, *_ = linear.parameters
+    return replace(linear, parameters=linear.parameters | {leaf: replace(linear.matrix, is_quantized=True)})
 
 
 def describe_adapter(linear: Linear, adapter: AdapterSpec) -> tuple[Linear, Linear]:

@@ -16,6 +16,11 @@ from typing import Literal
 from phalanx.spec.activations import XIELU_PARAMETERS
 
 Shape = tuple[int, ...]
+NF4_BLOCK = 64
+"""Numbers of a row that share a scale (QLoRA, arXiv 2305.14314, section 3)."""
+NF4_SCALE_BYTES = 4
+NF4_BLOCK_BYTES = NF4_SCALE_BYTES + NF4_BLOCK // 2
+"""Bytes of a block: its scale in fp32, and 4 bits for each number (`model.nf4`)."""
 Tokens = Literal["residual", "all"]
 """Tokens that a rank has of a value. residual: those of its residual stream, with sequence parallelism a share. all:
 those of the tensor-parallel ranks together."""
@@ -100,11 +105,19 @@ class Parameter:
     """True if exports keep it in fp32."""
     is_frozen: bool = False
     """True if it is not trained."""
+    is_quantized: bool = False
+    """True if it is stored in blocks of 4 bits (`model.nf4`)."""
 
     @property
     def numbers(self) -> int:
         """Number of its elements."""
         return prod(self.shape)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """Shape of the tensor that has it: bytes, if it is quantized."""
+        *rows, columns = self.shape
+        return (*rows, columns // NF4_BLOCK * NF4_BLOCK_BYTES) if self.is_quantized else self.shape
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -46,7 +46,7 @@ def saved_by_part(spec: ModelSpec, part: Part, shape: ForwardShape) -> Counter[s
         match operation:
             case Linear():
                 tensors |= {(value, reader): size for value, reader, size in saved_inputs(part, operation, shape)}
-                copied_weights += matrix_numbers(operation, shape)
+                copied_weights += 0 if operation.matrix.is_quantized else matrix_numbers(operation, shape)
                 if isinstance(operation, GroupedLinear) and operation.bias:
                     tensors[part.input, "experts of rows"] = shape.num_tokens(operation.writes) * INDEX_BYTES
             case Magnitude(writes=y):

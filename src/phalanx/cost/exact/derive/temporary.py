@@ -22,7 +22,8 @@ def inner_gradient_bytes(part: Part, shape: ForwardShape, splits_backward: bool)
     """
     last = activated_linear(part)
     inner = activation_gradient_bytes(part, shape)
-    saved_by_halves = num_activations(part) * shape.operand_bytes(last.reads[0]) if splits_backward else 0
+    num_saved = sum(linear.is_trained for linear in part.linears if linear.reads == last.reads)
+    saved_by_halves = num_saved * shape.operand_bytes(last.reads[0]) if splits_backward else 0
     if part.kind != "experts":
         return inner + saved_by_halves
     row_bytes = shape.operand_bytes(last.writes)

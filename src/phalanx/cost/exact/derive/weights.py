@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.spec.parts.operations import GroupedLinear, Linear, Part
 
@@ -13,6 +15,12 @@ def matrix_numbers(linear: Linear, shape: ForwardShape) -> int:
     if isinstance(linear, GroupedLinear):
         numbers *= linear.matrix.shape[0] // shape.layout.ep
     return numbers
+
+
+def dequantized_bytes(linears: Iterable[Linear], shape: ForwardShape) -> int:
+    """Return the bytes of the largest matrix that one of some products computes from a quantized one; else 0."""
+    sizes = (matrix_numbers(linear, shape) for linear in linears if linear.matrix.is_quantized)
+    return shape.compute_bytes * max(sizes, default=0)
 
 
 def gradient_numbers(linear: Linear, shape: ForwardShape) -> int:
