@@ -69,7 +69,7 @@ class FSDP(Strategy):
         scalars over `group`. `expert_parameters` are sharded over `expert_mesh`, the ranks with the same experts."""
         # Nothing updates frozen parameters, so they need no more digits than products read.
         for parameter in module.parameters() if compute_dtype else ():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(compute_dtype)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
