@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 CPU_CHUNK_ELEMENTS = 2**15
@@ -27,6 +28,11 @@ def cached_rows(*tensors: Tensor, row_ndim: int = 1) -> Iterator[tuple[Tensor, .
     elements = CPU_CHUNK_ELEMENTS if tensors[0].device.type == "cpu" else GPU_CHUNK_ELEMENTS
     rows = max(1, elements // tensors[0].shape[-row_ndim:].numel())
     return row_chunks(rows, *(tensor.flatten(0, -1 - row_ndim) for tensor in tensors))
+
+
+def rows_at_once(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Return chunks of the rows of tensors, as `cached_rows`, or all at once for a compiler."""
+    return [tensors] if torch.compiler.is_compiling() else cached_rows(*tensors)
 
 
 def chunk_starts(total: int, rows: int) -> Sequence[int]:

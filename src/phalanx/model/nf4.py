@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model.chunks import cached_rows
+from phalanx.model.chunks import cached_rows, rows_at_once
 from phalanx.spec.parts.operations import NF4_BLOCK, NF4_BLOCK_BYTES, NF4_SCALE_BYTES
 
 NF4_VALUES = (
@@ -61,7 +61,7 @@ def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     weight = torch.empty(shape_of_numbers(packed.shape), dtype=dtype, device=packed.device)
     values = torch.tensor(NF4_VALUES, device=packed.device)
     values_of_bytes = torch.cartesian_prod(values, values)
-    for packed_rows, rows in cached_rows(packed, weight):
+    for packed_rows, rows in rows_at_once(packed, weight):
         scale_bytes, pairs = _split_blocks(packed_rows)
         scales = scale_bytes.contiguous().view(torch.float32)
         rows.copy_(values_of_bytes[pairs.int()].flatten(-2).mul_(scales).flatten(-2))

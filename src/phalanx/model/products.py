@@ -8,7 +8,7 @@ Why: `docs/design/decisions/recomputed-activations.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.model.chunks import cached_rows
+from phalanx.model.chunks import cached_rows, rows_at_once
 from phalanx.model.dropout import Drop, Dropout
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.nf4 import dense
@@ -187,7 +187,7 @@ def xielu() -> Activation:
     def forward(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
         a, b = coefficients(alpha_p, alpha_n)
         out = x.new_empty(x.shape)
-        for out_part, x_part in _rows_at_once(out, x):
+        for out_part, x_part in rows_at_once(out, x):
             exact = at_least_fp32(x_part)
             below = exact.clamp(max=largest_exponent).expm1_().sub_(exact).mul_(b)
             out_part.copy_(torch.where(exact > 0, exact.square().mul_(a), below).add_(exact, alpha=0.5))
@@ -197,7 +197,7 @@ def xielu() -> Activation:
         a, b = coefficients(alpha_p, alpha_n)
         grad_a = torch.zeros_like(a)
         grad_b = torch.zeros_like(b)
-        for gradient_part, x_part in _rows_at_once(gradient, x):
+        for gradient_part, x_part in rows_at_once(gradient, x):
             exact = at_least_fp32(x_part)
             exact_gradient = at_least_fp32(gradient_part)
             above = exact.clamp(min=0)
@@ -219,13 +219,13 @@ def of_several_kernels(forward: Callable[..., Tensor], vjp: Callable[..., Tensor
 
     def whole_forward(*inputs: Tensor) -> Tensor:
         out = inputs[0].new_empty(inputs[0].shape)
-        for out_part, *parts in _rows_at_once(out, *inputs):
+        for out_part, *parts in rows_at_once(out, *inputs):
             out_part.copy_(forward(*map(at_least_fp32, parts)))
         return out
 
     def whole_vjp(gradient: Tensor, *inputs: Tensor) -> TensorTuple:
         gradients = (gradient, *(x.new_empty(x.shape) for x in inputs[1:]))
-        for parts in _rows_at_once(*gradients, *inputs):
+        for parts in rows_at_once(*gradients, *inputs):
             results = vjp(*map(at_least_fp32, (parts[0], *parts[len(gradients) :])))
             for part, result in zip(parts, results, strict=False):
                 part.copy_(result)
@@ -235,11 +235,6 @@ def of_several_kernels(forward: Callable[..., Tensor], vjp: Callable[..., Tensor
         return whole_forward(*inputs), lambda gradient: whole_vjp(gradient, *inputs)
 
     return Activation(whole_forward, forward_and_vjp, whole_vjp)
-
-
-def _rows_at_once(*tensors: Tensor) -> Iterable[TensorTuple]:
-    """Return chunks of the rows of tensors, or all at once for a compiler."""
-    return [tensors] if torch.compiler.is_compiling() else cached_rows(*tensors)
 
 
 def _relu_squared(x: Tensor) -> Tensor:
