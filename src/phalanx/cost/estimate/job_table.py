@@ -78,6 +78,8 @@ class JobTable:
     """All parameters of the model."""
     trained_share: Column
     """Share of `parameters` that have gradients and optimizer state."""
+    quantized_share: Column
+    """Share of `parameters` that are stored in 4 bits."""
     weight_gradient_share: Column
     """FLOPs of the gradients of weights in blocks, as a share of those if all were trained, without adapters."""
     head_gradient_share: Column

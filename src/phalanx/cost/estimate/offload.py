@@ -24,6 +24,7 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import memory_pass_seconds
 from phalanx.cost.kinds import CODES, Column, select_choice
 from phalanx.cost.precision import master_weight_bytes
+from phalanx.spec.parts.operations import NF4_BLOCK, NF4_BLOCK_BYTES
 
 PINNED_COPY_EFFICIENCY = 0.8
 """Fraction of PCIe's bandwidth that copies with pinned memory reach: 25 of Gen4's 31.5 GB/s."""
@@ -49,9 +50,13 @@ def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
 
 
 def _weight_bytes(jobs: JobTable) -> Column:
-    """Return the mean bytes per parameter of a rank's weights: ZeRO has frozen ones in the precision of products."""
+    """Return the mean bytes per parameter of a rank's weights.
+
+    ZeRO has frozen ones in the precision of products, if they are not quantized."""
     frozen_bytes = np.where(jobs.zero_stage >= 1, jobs.compute_dtype_bytes, jobs.parameter_bytes)
-    return jobs.trained_share * jobs.parameter_bytes + (1 - jobs.trained_share) * frozen_bytes
+    frozen_share = 1 - jobs.trained_share - jobs.quantized_share
+    quantized_bytes = jobs.quantized_share * (NF4_BLOCK_BYTES / NF4_BLOCK)
+    return jobs.trained_share * jobs.parameter_bytes + frozen_share * frozen_bytes + quantized_bytes
 
 
 def host_bytes(jobs: JobTable) -> Column:

@@ -53,6 +53,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "shared_ffn": _shared_width(moe, spec) if moe else 0,
         "parameters": count.total - count.carried,
         "trained_share": count.trained / (count.total - count.carried),
+        "quantized_share": count.quantized / (count.total - count.carried),
         **_tuning_columns(spec),
         "expert_parameters": count.experts,
         "sequence": sequence,
