@@ -122,7 +122,12 @@ CASES: dict[str, tuple[int, str, Table, Table]] = {
     ),
     "nf4-zero3": (2, "wide moe", {**NF4, "train": ["head.*"]}, {"layout.data_parallel": "zero3"}),
     "nf4-server": (2, "wide", NF4, {"layout.data_parallel": "parameter_server"}),
-    "nf4-dora-tp-zero1": (4, "wide", {**NF4, "dora": True}, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "nf4-dora-tp-zero1": (
+        4,
+        "wide",
+        {**NF4, "dora": True, "dropout": 0.2},
+        {"layout.tp": 2, "layout.data_parallel": "zero1"},
+    ),
     "nf4-experts-ep-tp-zero3": (
         4,
         "wide moe",
