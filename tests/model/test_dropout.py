@@ -31,6 +31,7 @@ def test_numbers_are_dropped_independently_with_the_given_probability(rate: floa
         shares = mask.double().mean(axes)
         deviation = (rate * (1 - rate) * shares.numel() / mask.numel()) ** 0.5
         assert (shares - rate).abs().max() < 5 * deviation
+    assert not np.array_equal(*(token_keys(*key, np.arange(2), POSITIONS) for key in ((0, 1), (1, 0))))
     others = [mask.roll(1, 2), mask.roll(1, 1), mask.roll(1, 0), is_dropped(rate, step=4), is_dropped(rate, "other")]
     for other in others:
         both = (mask & other).double().mean().item()

@@ -56,6 +56,7 @@ def test_wrong_pattern_is_refused(freeze: list[str], tables: dict[str, Any], mes
         ({"targets": ["mlp.dwon"]}, {}, "names none of the products"),
         ({"targets": []}, {}, "adapter.targets.* is empty"),
         ({"rank": 0}, {}, "adapter.rank"),
+        ({"rank": 100_000}, {}, "adapter.rank = 100000 is more than the width of the model"),
         ({"train": ["haed.*"]}, {}, r"adapter.train\[0\].*matches no parameter"),
         ({"alpha": 0.0}, {}, "adapter.alpha"),
         ({"targets": ["experts.up"], "dora": True}, {"model": MOE}, "adapter.dora.*no effect on routed experts"),

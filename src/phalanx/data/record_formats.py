@@ -290,6 +290,8 @@ def _render_completion(
     """Render both parts of a record, with the answers of the completion only."""
     if not any(message["role"] == ASSISTANT for message in completion):
         raise RecordFormatError("has a completion in {} without a message of the assistant", "correct this record")
+    # Its answers are not trained on, whatever their weights.
+    prompt = [{**message, WEIGHT_FIELD: 1} for message in prompt]
     rendered = _render(template, [*prompt, *completion], row)
     # A template may have several answers for a message, or none.
     length = len(common_beginning(rendered.text, template.render(prompt, _read_tools(row.get(TOOLS_FIELD)))))
@@ -325,7 +327,9 @@ def _read_weight(holder: Mapping[str, Any], name: str) -> float:
         return 1
     if isinstance(weight, int | float) and 0 <= weight <= MAX_WEIGHT:
         return weight
-    raise _weight_error(f"has {name} {weight!r} in {{}}")
+    if isinstance(weight, int | float) and weight > 0:
+        raise _weight_error(f"has {name} {weight!r} in {{}}")
+    raise RecordFormatError(f"has {name} {weight!r} in {{}}", f"write a number from 0 to {MAX_WEIGHT}")
 
 
 def _trained_weights(weights: Sequence[float]) -> tuple[float, ...] | None:
@@ -339,8 +343,8 @@ def _trained_weights(weights: Sequence[float]) -> tuple[float, ...] | None:
 
 
 def _weight_error(problem: str) -> RecordFormatError:
-    fix = "divide all weights by the same number, because only their ratios count"
-    return RecordFormatError(f"{problem}, which is not a number from 0 to {MAX_WEIGHT}", fix)
+    fix = "divide all weights by the same number: only their ratios count, but for the balance of experts"
+    return RecordFormatError(f"{problem}, which is more than {MAX_WEIGHT}", fix)
 
 
 def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
@@ -363,7 +367,8 @@ def _read_messages(value: Any, needs_answer: bool = True) -> list[Message]:
             raise RecordFormatError(f"has a message {number} in {{}} without a role", fix)
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
             raise RecordFormatError(f"has a message {number} in {{}} without content", fix)
-        _read_weight(message, f"a message {number} with the weight")
+        if message["role"] == ASSISTANT:
+            _read_weight(message, f"a message {number} with the weight")
         messages.append(message)
     answers = [message for message in messages if message["role"] == ASSISTANT]
     if needs_answer and answers and not any(message.get(WEIGHT_FIELD, 1) for message in answers):

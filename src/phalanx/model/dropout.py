@@ -32,7 +32,8 @@ _token_keys: ContextVar[Tensor | None] = ContextVar("token_keys", default=None)
 
 def token_keys(seed: int, step: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the keys of the tokens at some positions in rows of a step's global batch, int32 [B, T]."""
-    row_keys = _mix_on_host(_mix_on_host(np.uint32(seed % 2**32) ^ np.uint32(step)) ^ rows.astype(np.uint32))
+    step_key = _mix_on_host(_mix_on_host(np.uint32(seed % 2**32)) ^ np.uint32(step))
+    row_keys = _mix_on_host(step_key ^ rows.astype(np.uint32))
     return _mix_on_host(row_keys[:, None] ^ positions.astype(np.uint32)).view(np.int32)
 
 

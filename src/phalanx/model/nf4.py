@@ -48,7 +48,7 @@ def quantize(weight: Tensor) -> Tensor:
         blocks = rows.float().unflatten(-1, (-1, NF4_BLOCK))
         scales = blocks.abs().amax(-1, keepdim=True)
         # A block of zeros has the scale 0.
-        normalized = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)
+        normalized = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).contiguous()
         codes = torch.bucketize(normalized, midpoints, out_int32=True).to(torch.uint8)
         scale_bytes, pairs = _split_blocks(packed_rows)
         scale_bytes.copy_(scales.view(torch.uint8))

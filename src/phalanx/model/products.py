@@ -398,7 +398,8 @@ def adapted_row_norms(layer: ProductLinear, adapter: Adapter) -> Tensor:
     Ranks with some columns of the rows sum the squares."""
     a = at_least_fp32(adapter.a.weight) * adapter.scale
     b = at_least_fp32(adapter.b.weight)
-    weight = dense(layer.weight, a.dtype)
+    # A quantized matrix takes no more memory here than in its product.
+    weight = dense(layer.weight, autocast_operands(adapter.a.weight)[0].dtype)
     squares = b.new_empty(len(weight))
     for rows, square in cached_rows(weight, squares[:, None]):
         torch.sum(at_least_fp32(rows).square(), 1, keepdim=True, out=square)

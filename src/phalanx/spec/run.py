@@ -558,6 +558,10 @@ def _check_tuning(run: RunSpec) -> None:
         require(is_complete, "adapter.from_peft", adapter.from_peft, problem, "set model.from_hf")
         products = adaptable_products(run.model)
         of_experts = [name for name, linear in products.items() if isinstance(linear, GroupedLinear)]
+        problem = (
+            f"is more than the width of the model, {run.model.hidden_size:,}, so that A and B are no low-rank factors"
+        )
+        require(adapter.rank <= run.model.hidden_size, "adapter.rank", adapter.rank, problem, "use a rank such as 16")
         check_adapter(adapter, list(products), of_experts)
         check_patterns("adapter.train", adapter.train, names)
         check_base_dtype(adapter, model_parameters(run.model))

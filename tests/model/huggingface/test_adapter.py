@@ -44,13 +44,15 @@ SIZES = {
     "num_key_value_heads": 2,
     "pad_token_id": None,
 }
+WIDE_SIZES = {**SIZES, "hidden_size": 64, "intermediate_size": 128}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, **SIZES),
-    "wide llama": lambda: transformers.LlamaConfig(**COMMON, **{**SIZES, "hidden_size": 64, "intermediate_size": 128}),
+    "wide llama": lambda: transformers.LlamaConfig(**COMMON, **WIDE_SIZES),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
     "phi3": lambda: transformers.Phi3Config(**COMMON, **SIZES),
+    "wide phi3": lambda: transformers.Phi3Config(**COMMON, **WIDE_SIZES),
     "cohere": lambda: transformers.CohereConfig(**COMMON, **SIZES),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON,
@@ -276,16 +278,18 @@ def test_losses_and_gradients_of_experts_equal_those_of_peft(kind: str, adapter:
     assert all(torch.equal(mine, each) for mine, each in zip(model.parameters(), read.parameters(), strict=True))
 
 
-def test_magnitudes_of_a_part_of_a_module_are_exported_and_read_back(tmp_path: Path) -> None:
-    base, folder = make_base("phi3", tmp_path)
-    adapter = DORA.replace(targets=("wq",))
+@pytest.mark.parametrize("base_dtype", [None, "nf4"])
+def test_magnitudes_of_a_part_of_a_module_are_exported_and_read_back(base_dtype: str | None, tmp_path: Path) -> None:
+    base, folder = make_base("phi3" if base_dtype is None else "wide phi3", tmp_path)
+    adapter = DORA.replace(targets=("wq",), base_dtype=base_dtype)
     spec, model = make_model(folder, adapter)
     randomize(model)
     directory = tmp_path / "adapter"
     export_peft(spec, dict(model.named_parameters()), directory, source=folder)
-    other = peft.PeftModel.from_pretrained(base, directory, autocast_adapter_dtype=False)
-    # The norms of the other rows have the precision of the file.
-    torch.testing.assert_close(logits_of(other), model(TOKENS)[0], rtol=1e-4, atol=1e-5)
+    if base_dtype is None:
+        other = peft.PeftModel.from_pretrained(base, directory, autocast_adapter_dtype=False)
+        # The norms of the other rows have the precision of the file.
+        torch.testing.assert_close(logits_of(other), model(TOKENS)[0], rtol=1e-4, atol=1e-5)
     weights = open_hf_weights(folder, spec.without_tuning)
     _, read = make_model(
         folder, adapter, lambda spec: open_peft_adapter(directory, spec, read_config(folder), base=weights)

@@ -84,3 +84,5 @@ def export(
     upload_files(sorted(path for path in directory.iterdir() if path.is_file()), upload)
     others = "adapter_config.json" if to == "peft" else "config.json and the tokenizer"
     print(f"wrote {directory}: {total:,} parameters{at_step} in {dtype}, {others}")
+    if to == "peft" and trained.run.adapter is not None and trained.run.adapter.base_dtype is not None:
+        print("these adapters were trained on 4-bit weights: load the model with load_in_4bit (nf4) before them")

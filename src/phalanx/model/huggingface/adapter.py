@@ -24,7 +24,7 @@ from phalanx.model.huggingface.checkpoint import ADAPTER_FILE, read_json
 from phalanx.model.huggingface.export import IndexedTensor, stored_pieces, stored_shape
 from phalanx.model.huggingface.safetensors_file import FileTensor, write_safetensors
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
-from phalanx.model.init import Part, PartialWeights, Weights
+from phalanx.model.init import Part, PartialWeights, Weights, row_norms
 from phalanx.model.nf4 import dequantize, shape_of_numbers
 from phalanx.spec.errors import UserError
 from phalanx.spec.families.config_json import hf_config
@@ -464,7 +464,7 @@ def _loaded_magnitudes(
             if name in names:
                 yield adapters_by_weight(spec)[name][2], own
                 continue
-            norms = None if base is None else base(name, torch.Size(shapes[name].shape)).double().norm(dim=1)
+            norms = None if base is None else row_norms(spec, base, name, (slice(0, len(own)),))
             if norms is None or not torch.allclose(own.double(), norms, rtol=MAGNITUDE_TOLERANCE):
                 problem = f"has magnitudes of {name} too, which adapter.targets leaves out"
                 raise UserError(FIELD, where, problem, TARGETS_FIX)
