@@ -54,7 +54,7 @@ PANELS = {
         "data": "Tokenize text and inspect tokens.",
         "generate": "Sample text from a checkpoint.",
         "chat": "Talk to a checkpoint.",
-        "evaluate": "Print held-out losses of a checkpoint, or score it by tasks of lm-eval.",
+        "evaluate": "Print held-out losses, or scores by tasks of lm-eval.",
         "export": "Write a checkpoint in the Hugging Face format.",
         "experts": "Show expert load; reorder experts over ranks.",
     },
