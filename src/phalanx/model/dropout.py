@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from phalanx.model.chunks import cached_rows
+from phalanx.model.chunks import rows_at_once
 
 Drop = Callable[[Tensor], Tensor]
 """Function of values [..., I]; returns them with some set to zero, and the others divided by the share of these."""
@@ -32,9 +32,9 @@ _token_keys: ContextVar[Tensor | None] = ContextVar("token_keys", default=None)
 
 def token_keys(seed: int, step: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the keys of the tokens at some positions in rows of a step's global batch, int32 [B, T]."""
-    step_key = _mix_on_host(_mix_on_host(np.uint32(seed % 2**32)) ^ np.uint32(step))
-    row_keys = _mix_on_host(step_key ^ rows.astype(np.uint32))
-    return _mix_on_host(row_keys[:, None] ^ positions.astype(np.uint32)).view(np.int32)
+    seed_key = _mix(torch.tensor(_signed(seed), dtype=torch.int32))
+    row_keys = _mix(_mix(seed_key ^ step) ^ torch.from_numpy(rows).int())
+    return _mix(row_keys[:, None] ^ torch.from_numpy(positions).int()).numpy()
 
 
 def product_key(name: str) -> int:
@@ -79,8 +79,7 @@ class Dropout:
         tokens = x.shape[:-1].numel()
         if tokens < keys.numel():  # the residual stream's tokens of this rank
             keys = keys.chunk(keys.numel() // tokens, dim=1)[self.rank]
-        rows = keys.flatten()
-        return partial(self._drop, rows)
+        return partial(self._drop, keys.flatten())
 
     def _drop(self, rows: Tensor, x: Tensor) -> Tensor:
         """Return `x` [..., I] without what is dropped; the rest is divided by the share that is kept."""
@@ -88,7 +87,7 @@ class Dropout:
         columns = torch.arange(self.first_column, self.first_column + x.shape[-1], dtype=torch.int32, device=x.device)
         columns = _mix(columns ^ self.key)
         threshold = _signed(round(self.rate * 2**32) - 2**31)
-        for out_part, x_part, keys in cached_rows(out, x, rows.view(*x.shape[:-1], 1)):
+        for out_part, x_part, keys in rows_at_once(out, x, rows.view(*x.shape[:-1], 1)):
             is_dropped = _mix(keys ^ columns) < threshold
             out_part.copy_(x_part.masked_fill(is_dropped, 0).div_(1 - self.rate))
         return out
@@ -102,14 +101,6 @@ def _mix(x: Tensor) -> Tensor:
     x *= _signed(0x846CA68B)
     x ^= (x >> 16) & 0xFFFF
     return x
-
-
-def _mix_on_host(x: Any) -> Any:
-    """Return the same hash of unsigned numbers."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-        return x ^ (x >> np.uint32(16))
 
 
 def _signed(number: int) -> int:

@@ -22,6 +22,7 @@ from phalanx.model.chunks import cached_rows, rows_at_once
 from phalanx.model.dropout import Drop, Dropout
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.nf4 import dense
+from phalanx.model.sequence_context import compute_dtype
 from phalanx.model.uncounted_products import uncounted_products
 from phalanx.spec.parts.operations import Part
 
@@ -399,7 +400,7 @@ def adapted_row_norms(layer: ProductLinear, adapter: Adapter) -> Tensor:
     a = at_least_fp32(adapter.a.weight) * adapter.scale
     b = at_least_fp32(adapter.b.weight)
     # A quantized matrix takes no more memory here than in its product.
-    weight = dense(layer.weight, autocast_operands(adapter.a.weight)[0].dtype)
+    weight = dense(layer.weight, compute_dtype(adapter.a.weight))
     squares = b.new_empty(len(weight))
     for rows, square in cached_rows(weight, squares[:, None]):
         torch.sum(at_least_fp32(rows).square(), 1, keepdim=True, out=square)

@@ -231,7 +231,7 @@ class Learner:
             return None
         own = rank_rows(self.batch.global_batch_size, self.mesh.dp_rank, self.mesh.dims.dp_size)
         positions = np.arange(shape[1])[self.local_tokens(shape[1])]
-        return self._to_device(token_keys(self.run.training.seed, step, own[: shape[0]][rows], positions))
+        return self._to_device(token_keys(self.run.training.seed, step, own[rows], positions))
 
     def _pairs_of_rows(self, batch: Batch, rows: slice, reference: np.ndarray | None) -> MicroPairs | None:
         """Return the pairs of some rows on the device; None if they have none."""
